@@ -1,0 +1,43 @@
+"""The one place where the device of a process is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from windlass.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
+    """The device this process trains on: its own accelerator when there is one, else the CPU.
+
+    Raises:
+        ConfigError: there are fewer accelerators than processes on this machine.
+    """
+    import torch
+
+    if use_cpu or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    if accelerator.type == "mps":
+        return torch.device("mps")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        fix = f"this machine shows {count} {accelerator.type} device(s); start at most {count} processes here, or use_cpu=True"
+        raise ConfigError(Problem("LOCAL_RANK", local_rank, fix))
+    return torch.device(accelerator.type, local_rank)
+
+
+def visible_devices() -> int:
+    """How many accelerators this process sees (0 on a machine without any)."""
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def backend_for(device: torch.device) -> str:
+    """The process-group backend that reduces gradients on `device`."""
+    return {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl"}.get(device.type, "gloo")

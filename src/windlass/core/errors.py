@@ -1,0 +1,52 @@
+"""The errors that Windlass raises. Each says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration: the field, the value it has, and the fix."""
+
+    field: str
+    value: object
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}: {self.fix}"
+
+
+class WindlassError(Exception):
+    """Base of every error that is the user's to mend; the command line exits with code 2 on it."""
+
+
+class ConfigError(WindlassError, ValueError):
+    """A configuration that cannot be honoured. Carries *all* problems found, never only the first."""
+
+    def __init__(self, problems: Iterable[Problem] | Problem) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+class DataError(WindlassError, ValueError):
+    """A dataset, a batch or a data file that cannot be trained on."""
+
+
+class ModelError(WindlassError, ValueError):
+    """A model or a hook that does not do what training needs (no loss, raw backward, ...)."""
+
+
+class CheckpointError(WindlassError, ValueError):
+    """A checkpoint that is damaged, incomplete, or belongs to another model."""
+
+
+class NonFiniteError(WindlassError, FloatingPointError):
+    """The loss or the gradient norm became NaN or infinite, and the policy is to stop."""
+
+
+class MissingDependencyError(WindlassError, ImportError):
+    """An optional package is needed and not installed."""

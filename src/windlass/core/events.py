@@ -1,0 +1,168 @@
+"""What a callback sees and returns: the state of a run, the control flags, and the sixteen events.
+
+On the ground floor because the engine fires these events and the subscribers in `callbacks/` answer them, and the two
+must not know each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_predict",
+    "on_prediction_step", "on_save", "on_log", "on_push_begin",
+)  # fmt: skip
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands. Plain data: saved as `trainer_state.json` in every checkpoint.
+
+    `global_step` counts optimizer updates; `epoch` is fractional. `num_input_tokens_seen` stays 0 unless
+    `include_num_input_tokens_seen` asks for it. `best_*` describe the best evaluation so far.
+    """
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    # What a resumed run takes from its own process and arguments, never from the checkpoint.
+    PER_PROCESS: ClassVar[tuple[str, ...]] = ("is_local_process_zero", "is_world_process_zero")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write as JSON with sorted keys."""
+        with open(json_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainerState:
+        """Build from a mapping; keys this version does not know are dropped."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> TrainerState:
+        with open(json_path, encoding="utf-8") as file:
+            return cls.from_dict(json.load(file))
+
+
+@dataclass
+class TrainerControl:
+    """What the loop does next. Callbacks set these; `should_training_stop` alone survives the step."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def new_training(self) -> None:
+        self.should_training_stop = False
+
+    def new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def new_step(self) -> None:
+        self.should_save = self.should_evaluate = self.should_log = False
+
+    def update(self, actions: dict[str, Any]) -> None:
+        """Take the flags that a callback returned as a dict; an unknown name is an error.
+
+        Raises:
+            ValueError: a key is not one of the five flags.
+        """
+        for name, value in actions.items():
+            if name not in CONTROL_FLAGS:
+                known = ", ".join(CONTROL_FLAGS)
+                raise ValueError(f"a callback returned {name!r}, which is not a control flag; known flags: {known}")
+            setattr(self, name, bool(value))
+
+
+CONTROL_FLAGS = tuple(f.name for f in dataclasses.fields(TrainerControl))
+
+
+class TrainerCallback:
+    """Inspects a run and decides; never changes the loop itself.
+
+    Every event receives `(args, state, control, **kwargs)`; kwargs hold `model`, `optimizer`, `lr_scheduler`,
+    `train_dataloader`, `eval_dataloader`, `processing_class`, and `logs` / `metrics` where the event has them. An event may return
+    nothing, the control object (mutated or new), or a dict of control flags such as `{"should_training_stop": True}`.
+
+    A callback with state gives it as `state()` -> {"args": {...}, "attributes": {...}}, or as `state_dict` / `load_state_dict`; it
+    travels in the checkpoint.
+
+    The events, in the order in which a run fires them::
+
+        on_init_end
+        on_train_begin
+        for each epoch:
+            on_epoch_begin
+            for each update:
+                on_step_begin
+                for each micro-batch but the last: on_substep_end
+                on_pre_optimizer_step        after clipping, before the update
+                on_optimizer_step            after the update, before gradients are cleared
+                on_step_end
+                on_log, on_prediction_step..., on_evaluate, on_save     when due, in this order
+            on_epoch_end                     then on_log, on_evaluate, on_save when due
+        on_log                               the summary
+        on_train_end
+    """
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
+    ) -> Any: ...
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...

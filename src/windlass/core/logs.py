@@ -1,0 +1,121 @@
+"""Logging for the `windlass` logger tree, with the verbosity calls that scripts know."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
+
+__all__ = [
+    "CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING", "disable_default_handler",
+    "disable_propagation", "enable_default_handler", "enable_explicit_format", "enable_propagation", "get_logger",
+    "get_verbosity", "log_levels", "set_verbosity", "set_verbosity_debug", "set_verbosity_error",
+    "set_verbosity_info", "set_verbosity_warning", "warn_once",
+]  # fmt: skip
+
+log_levels = {
+    "detail": DEBUG,
+    "debug": DEBUG,
+    "info": INFO,
+    "warning": WARNING,
+    "error": ERROR,
+    "critical": CRITICAL,
+}
+_lock = threading.Lock()
+_handler: logging.Handler | None = None
+
+
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever `sys.stderr` is *now*: notebooks and tests replace it after import."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[no-untyped-def,override]
+        return sys.stderr
+
+
+def _root() -> logging.Logger:
+    global _handler
+    root = logging.getLogger("windlass")
+    with _lock:
+        if _handler is None:
+            _handler = _StderrHandler()
+            _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            root.addHandler(_handler)
+            root.setLevel(WARNING)
+            root.propagate = False
+    return root
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """A logger of the `windlass` tree; its level is that of `set_verbosity`."""
+    _root()
+    return logging.getLogger(name or "windlass")
+
+
+def get_verbosity() -> int:
+    return _root().getEffectiveLevel()
+
+
+def set_verbosity(level: int) -> None:
+    """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
+    _root().setLevel(level)
+
+
+def set_verbosity_debug() -> None:
+    set_verbosity(DEBUG)
+
+
+def set_verbosity_info() -> None:
+    set_verbosity(INFO)
+
+
+def set_verbosity_warning() -> None:
+    set_verbosity(WARNING)
+
+
+def set_verbosity_error() -> None:
+    set_verbosity(ERROR)
+
+
+def enable_default_handler() -> None:
+    root = _root()
+    assert _handler is not None
+    if _handler not in root.handlers:
+        root.addHandler(_handler)
+
+
+def disable_default_handler() -> None:
+    root = _root()
+    assert _handler is not None
+    root.removeHandler(_handler)
+
+
+def enable_propagation() -> None:
+    """Hand records on to the root logger too (for `logging.basicConfig` set-ups); turn the default handler off with it."""
+    _root().propagate = True
+
+
+def disable_propagation() -> None:
+    _root().propagate = False
+
+
+def enable_explicit_format() -> None:
+    """Lines as `[LEVEL|file:line] time >> message`."""
+    for handler in _root().handlers:
+        handler.setFormatter(logging.Formatter("[%(levelname)s|%(filename)s:%(lineno)s] %(asctime)s >> %(message)s"))
+
+
+@functools.cache
+def _seen(logger_name: str, message: str) -> None:
+    """Cached, so that the second call with the same message is a hit and logs nothing."""
+    logging.getLogger(logger_name).warning(message)
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Warn the first time this message is given in this process, and never again."""
+    _seen(logger.name, message)

@@ -1,0 +1,56 @@
+"""Where this process stands among the processes of a job, as its launcher said it.
+
+Read from the environment once per call and never written. It is on the ground floor because configuration (`args.world_size`)
+and process groups (`dist`) both need it, and neither may import the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from windlass.core.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Rank and size of the job. A single process is a world of size 1, the normal case."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """First process of the whole job."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """First process of this machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.size > 1
+
+
+def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
+    """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
+    env = os.environ if environ is None else environ
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return World()
+    values = {}
+    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        text = env.get(name, default)
+        try:
+            values[name] = int(text)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            fix = "must be a whole number; start the script with torchrun, which sets it"
+            raise ConfigError(Problem(name, text, fix)) from None
+    world = World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
+    if not 0 <= world.rank < world.size:
+        raise ConfigError(Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}"))
+    return world

@@ -1,0 +1,107 @@
+"""The protocol behind which every strategy stands: how a group becomes gradients, and how an update is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from windlass.core.types import State
+from windlass.data.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor can honour. `assemble.resolve` refuses, before anything starts, what it cannot."""
+
+    accumulates: bool = True
+    clips: bool = True
+    can_skip: bool = True
+    custom_micro_step: bool = True
+
+
+@dataclass(slots=True)
+class StepRequest:
+    """What one update is asked to do.
+
+    Attributes:
+        denominator: total weight of the update over all ranks, by which summed losses are divided; at least 1.
+        targets: this rank's target count of each micro-batch, on the host.
+        max_norm: gradients are scaled down to this global L2 norm; None leaves them.
+        guard: wait for the norm before the update, and skip the update where it is not finite.
+    """
+
+    denominator: float
+    targets: list[float]
+    max_norm: float | None
+    guard: bool
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one update did. Tensors stay on the device: reading them is the ledger's business.
+
+    Attributes:
+        loss: scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss).
+        norm: scalar, global gradient norm before clipping.
+        applied: False where the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
+        parts: named auxiliary losses, this rank's share.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    applied: bool
+    parts: dict[str, Tensor]
+
+
+class StepHooks(Protocol):
+    """The parts of a step that belong to the user; `Trainer` hands in its bound methods."""
+
+    def micro_step(self, batch: Any, targets: float, denominator: float) -> Tensor:
+        """Forward and backward of one micro-batch; returns its detached share of the update's loss."""
+        ...
+
+    substep_end: Callable[[], None]
+    pre_optimizer_step: Callable[[], None]
+    optimizer_step: Callable[[], None]
+
+
+class Executor(Protocol):
+    """One model-and-optimizer set on one strategy.
+
+    `Trainer` drives `run_step`; a loop that the user owns drives the primitives.
+    """
+
+    caps: Capabilities
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one forward and backward: gradients are reduced over ranks only in the last one."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of `loss`, this rank's share. The one owner of loss-scaler and reduction factors."""
+        ...
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The global gradient norm before clipping; scales gradients where it exceeds `max_norm`."""
+        ...
+
+    def step(self) -> bool:
+        """Apply the update. False: it was skipped."""
+        ...
+
+    def zero_grad(self) -> None: ...
+
+    def evaluating(self) -> AbstractContextManager[Any]: ...
+
+    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
