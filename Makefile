@@ -1,0 +1,67 @@
+# Everything a fresh machine needs is Python >= 3.11 and make; each target builds what it leans on, once.
+#
+#   make train   train a small language model on real text, here, in about two minutes   (ARGS="..." is handed on)
+#   make test    the tests                                                               (ARGS="tests/data -k loader")
+#   make lint    ruff and mypy
+#   make bench   run the benchmarks and write their figures into docs/benchmarks.md
+#   make docs    build the documentation into site/
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+# Each test process uses one thread, so one process per core is what a machine carries.
+JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint format bench docs clean
+.DEFAULT_GOAL := train
+
+train: $(VENV)/.installed-train
+	$(BIN)/windlass train $(ARGS)
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/startup.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/overhead.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A stamp is newer than what it was made from, so a second call installs nothing. torch comes first and pinned: whatever
+# else asks for torch finds it there, and the resolver never goes looking for another build of it.
+$(VENV)/.installed-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Windlass needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed-torch: $(VENV)/.installed-python constraints.txt
+	@echo "Installing torch (once) ..."
+	$(PIP) torch numpy
+	touch $@
+
+$(VENV)/.installed-train: $(VENV)/.installed-torch pyproject.toml
+	@echo "Installing windlass (once) ..."
+	$(PIP) -e ".[train]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
+	@echo "Installing windlass with everything its tests compare it with (once) ..."
+	$(PIP) -e ".[all,test,lint,docs,bench]"
+	touch $@ $(VENV)/.installed-train

@@ -1,0 +1,81 @@
+"""What all tests share: one thread a process, no network, and a check that no test leaves its mess to the next."""
+
+from __future__ import annotations
+
+import os
+
+# Before the first import of torch: several test processes share the cores, and more threads would only fight.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# No deadline: a busy machine is no failure. In CI the examples are the same in every run.
+settings.register_profile("windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("windlass"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "windlass")
+
+# Written by libraries on import or at first use, not by us.
+_FOREIGN = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYDRA_", "MKL_", "CUDA_MODULE_LOADING", "TORCHELASTIC_")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data beside the repository (`../shared/data`); the test is skipped where there is none."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no real data beside the repository (../shared/data)")
+    return folder
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+
+
+def _left_behind(environment: dict[str, str], dtype: torch.dtype) -> Iterator[str]:
+    now = _environment()
+    for name in sorted(environment.keys() | now.keys()):
+        if environment.get(name) != now.get(name):
+            yield f"environment variable {name}: {environment.get(name)!r} became {now.get(name)!r}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield "a process group"
+    if torch.get_default_dtype() != dtype:
+        yield f"default dtype {torch.get_default_dtype()}"
+    if torch.are_deterministic_algorithms_enabled():
+        yield "deterministic algorithms switched on"
+
+
+def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
+    for name in _environment().keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _clean_hands() -> Iterator[None]:
+    """Fails a test that leaves process-wide state changed, and puts it back for the next one."""
+    environment, dtype = _environment(), torch.get_default_dtype()
+    yield
+    left = list(_left_behind(environment, dtype))
+    _put_back(environment, dtype)
+    assert not left, "the test left behind: " + "; ".join(left)
