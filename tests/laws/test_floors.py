@@ -1,0 +1,99 @@
+"""Law 1: imports go down the floors, rooms of one floor don't know each other, and nothing goes round in circles."""
+
+from __future__ import annotations
+
+import pytest
+from tests.laws.source import Module, by_name, imports, modules, windlass_targets
+
+FLOORS = [
+    {"core"},
+    {"config", "dist"},
+    {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
+    {"engine", "callbacks"},
+    {"assemble"},
+    {"accelerator"},
+    {"trainer"},
+    {"cli", "compat"},
+    {"__main__"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The denominator is one thing, needed where batches are made and where losses are computed.
+SHARED_SIDEWAYS = {("data", "windlass.metrics.tokens"), ("transforms", "windlass.metrics.tokens")}
+
+
+def test_every_room_has_a_floor() -> None:
+    strangers = {m.where for m in modules() if m.room and m.room not in FLOOR_OF}
+    assert not strangers, f"not on any floor of the house plan: {sorted(strangers)}"
+
+
+def _allowed(source: Module, target: str, known: dict[str, Module]) -> bool:
+    room = known[target].room if target in known else target.split(".")[1] if "." in target else ""
+    if room == source.room or (source.room, target) in SHARED_SIDEWAYS:
+        return True
+    return bool(room) and FLOOR_OF[room] < FLOOR_OF[source.room]
+
+
+def _upward(source: Module) -> list[str]:
+    known = by_name()
+    return [
+        f"{source.where}:{item.line} imports {target}"
+        for item in imports(source)
+        # `__version__` is a constant of the root, which itself imports nothing
+        if (item.module, item.names) != ("windlass", ("__version__",))
+        for target in windlass_targets(item, known)
+        if not _allowed(source, target, known)
+    ]
+
+
+def test_imports_go_down_the_floors() -> None:
+    upward = [line for m in modules() if m.room for line in _upward(m)]
+    assert not upward, "\n".join(upward)
+
+
+def _graph() -> dict[str, set[str]]:
+    """Edges between files. The root is left out: its table names the public things of every floor."""
+    known = by_name()
+    edges: dict[str, set[str]] = {}
+    for module in modules():
+        targets = (
+            {t for item in imports(module) for t in windlass_targets(item, known)} if module.room else set()
+        )
+        edges[module.name] = {t for t in targets if t in known and t not in (module.name, "windlass")}
+    return edges
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Some cycle as the list of its nodes, or an empty list."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(edges.get(node, ())):
+            if cycle := visit(target, [*path, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    return next((cycle for node in sorted(edges) if (cycle := visit(node, []))), [])
+
+
+def test_no_import_cycles() -> None:
+    cycle = find_cycle(_graph())
+    assert not cycle, " -> ".join(cycle)
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [({"a": {"b"}, "b": {"c"}}, []), ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"])],
+)
+def test_the_cycle_finder_finds_cycles(edges: dict[str, set[str]], expected: list[str]) -> None:
+    assert find_cycle(edges) == expected
+
+
+def test_the_graph_is_not_empty() -> None:
+    edges = _graph()
+    assert "windlass.core.errors" in edges["windlass.core.device"]
+    assert "windlass.data.group" in edges["windlass.engine.executor"]

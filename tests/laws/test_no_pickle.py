@@ -1,0 +1,69 @@
+"""Law 6: nothing is unpickled, nothing is evaluated, ever."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from tests.laws.source import Module, imports, modules
+
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "pickletools",
+}
+BUILTINS = {"eval", "exec", "compile"}
+# (object, method): how the same thing is spelt through a library.
+CALLS = {
+    ("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load"), ("pandas", "read_pickle"),
+    ("yaml", "load"), ("yaml", "unsafe_load"), ("yaml", "full_load"), ("torch.jit", "load"), ("torch.hub", "load"),
+}  # fmt: skip
+# Collectives that carry pickled objects between ranks.
+OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
+
+
+def violations(module: Module) -> Iterator[str]:
+    for item in imports(module):
+        if item.module.split(".")[0] in MODULES:
+            yield f"{module.where}:{item.line} imports {item.module}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            if name := _forbidden_call(node.func):
+                yield f"{module.where}:{node.lineno} calls {name}"
+            if any(k.arg == "allow_pickle" and getattr(k.value, "value", True) for k in node.keywords):
+                yield f"{module.where}:{node.lineno} allows pickle"
+
+
+def _forbidden_call(func: ast.expr) -> str | None:
+    if isinstance(func, ast.Name):
+        return func.id if func.id in BUILTINS | OBJECT_COLLECTIVES else None
+    if isinstance(func, ast.Attribute):
+        owner = ast.unparse(func.value)
+        if (owner, func.attr) in CALLS or func.attr in OBJECT_COLLECTIVES:
+            return f"{owner}.{func.attr}"
+    return None
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    found = [line for module in modules() for line in violations(module)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "def f():\n    import dill", "torch.load('x')", "eval('1')",
+        "np.load('x', allow_pickle=True)", "yaml.load(text)", "dist.all_gather_object(out, x)",
+        "importlib.import_module('marshal')",
+    ],
+)  # fmt: skip
+def test_the_law_sees(source: str) -> None:
+    example = modules()[0]
+    assert list(violations(Module("windlass.example", example.path, ast.parse(source))))

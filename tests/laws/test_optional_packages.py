@@ -1,0 +1,70 @@
+"""Optional packages are imported inside a function, and each of them in as few files as it takes."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+
+from tests.laws.source import ROOT, Module, imports, modules
+
+CORE = {"torch", "numpy", "safetensors", "yaml"}
+# Engines that Windlass replaces: their parts may be read for facts, never leaned on.
+NEVER = {"accelerate", "trl", "lightning", "pytorch_lightning", "deepspeed_trainer", "fastai", "composer"}
+# package -> how many files may import it, and which rooms those are in.
+HOMES: dict[str, set[str]] = {
+    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms"},
+    "tokenizers": {"cli"},
+    "datasets": {"data", "cli"},
+    "rich": {"callbacks", "cli"},
+    "matplotlib": {"callbacks"},
+    "pyarrow": {"data", "cli"},
+}
+ONE_FILE = {"tokenizers", "rich", "matplotlib", "pyarrow", "datasets"}
+
+
+def _top(name: str) -> str:
+    return name.split(".")[0]
+
+
+def _users(package: str) -> list[Module]:
+    return [m for m in modules() if any(_top(i.module) == package for i in imports(m))]
+
+
+def test_only_known_packages() -> None:
+    known = CORE | HOMES.keys() | set(sys.stdlib_module_names) | {"windlass"}
+    strangers = {
+        f"{m.where}: {i.module}" for m in modules() for i in imports(m) if _top(i.module) not in known
+    }
+    assert not strangers, sorted(strangers)
+
+
+def test_no_other_engine() -> None:
+    found = {f"{m.where}: {i.module}" for m in modules() for i in imports(m) if _top(i.module) in NEVER}
+    found |= {m.where for m in modules() for i in imports(m) if i.module.startswith("transformers.trainer")}
+    assert not found, sorted(found)
+
+
+def test_never_at_import_time() -> None:
+    early = {
+        f"{m.where}:{i.line} imports {i.module}"
+        for m in modules()
+        for i in imports(m)
+        if i.at_import and _top(i.module) in HOMES
+    }
+    assert not early, sorted(early)
+
+
+def test_each_in_its_own_home() -> None:
+    lost = {m.where: p for p, rooms in HOMES.items() for m in _users(p) if m.room not in rooms}
+    assert not lost, lost
+
+
+def test_one_file_each() -> None:
+    many = {p: [m.where for m in _users(p)] for p in ONE_FILE if len(_users(p)) > 1}
+    assert not many, many
+
+
+def test_the_distribution_asks_for_the_core_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = {d.split(">")[0].split("=")[0].strip().lower() for d in project["dependencies"]}
+    assert asked == {"torch", "numpy", "safetensors", "pyyaml"}

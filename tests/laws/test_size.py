@@ -1,0 +1,30 @@
+"""Law 2: no file over 500 lines, no function over 60."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.laws.source import PACKAGE, ROOT, functions, length, other_files
+
+FILE_LINES, FUNCTION_LINES = 500, 60
+FILES = [*sorted(PACKAGE.rglob("*.py")), *other_files()]
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
+def test_no_long_file() -> None:
+    long = {str(p.relative_to(ROOT)): _lines(p) for p in FILES if _lines(p) > FILE_LINES}
+    assert not long, long
+
+
+def test_no_long_function() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": length(node)
+        for path in FILES
+        for node in functions(ast.parse(path.read_text("utf-8")))
+        if length(node) > FUNCTION_LINES
+    }
+    assert not long, long
