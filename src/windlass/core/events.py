@@ -89,6 +89,9 @@ class TrainerControl:
     def new_step(self) -> None:
         self.should_save = self.should_evaluate = self.should_log = False
 
+    # The names under which callbacks written for transformers reset the flags.
+    _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step
+
     def update(self, actions: dict[str, Any]) -> None:
         """Take the flags that a callback returned as a dict; an unknown name is an error.
 

@@ -1,0 +1,49 @@
+"""When a run logs, evaluates, saves and ends: the cadence that the arguments ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Turns the strategies of the arguments into control flags.
+
+    `state.logging_steps`, `state.eval_steps` and `state.save_steps` are absolute numbers of updates here:
+    ratios of the run were resolved before. The last step of a run is always saved when saving by steps, and
+    always evaluated when evaluating by steps and `eval_delay` has passed, so that no work is left without a
+    checkpoint or a score.
+    """
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        step = state.global_step
+        last = step >= state.max_steps
+        by_steps = args.logging_strategy == "steps" and _on_stride(step, state.logging_steps)
+        if by_steps or (step == 1 and args.logging_first_step):
+            control.should_log = True
+        may_evaluate = args.eval_strategy == "steps" and args.eval_delay <= step
+        if may_evaluate and (last or _on_stride(step, state.eval_steps)):
+            control.should_evaluate = True
+        if args.save_strategy == "steps" and (last or _on_stride(step, state.save_steps)):
+            control.should_save = True
+        if last:
+            control.should_training_stop = True
+        return control
+
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if args.logging_strategy == "epoch":
+            control.should_log = True
+        if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
+            control.should_evaluate = True
+        if args.save_strategy == "epoch":
+            control.should_save = True
+        return control
+
+
+def _on_stride(step: int, stride: int) -> bool:
+    return stride > 0 and step % stride == 0

@@ -1,0 +1,318 @@
+"""Who is told of what: the list of callbacks, and the dispatch of the sixteen events to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from windlass.callbacks.flow import DefaultFlowCallback
+from windlass.callbacks.saved_state import export_states, import_states
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerCallback, TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.types import State
+
+logger = get_logger(__name__)
+
+# Requests that an event answers, or that end where it begins: cleared before its listeners run.
+_CLEARED: dict[str, tuple[str, ...]] = {
+    "on_train_begin": ("should_training_stop",),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",),
+}
+_FIX = (
+    "give subclasses or instances of TrainerCallback, or objects with methods such as "
+    "on_log(args, state, control, **kwargs)"
+)
+Listener = Callable[..., Any]
+
+
+def _event(name: str, payload: str | None = None) -> Callable[..., TrainerControl]:
+    """The method `on_*` of the handler; `payload` is the argument that may follow `control` by position."""
+    if payload is None:
+
+        def fire(
+            self: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        ) -> TrainerControl:
+            return self.fire(name, args, state, control, **kwargs)
+
+        return fire
+
+    def fire_with(
+        self: CallbackHandler,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        value: Any = None,
+        **kwargs: Any,
+    ) -> TrainerControl:
+        return self.fire(name, args, state, control, **{payload: value, **kwargs})
+
+    return fire_with
+
+
+class CallbackHandler:
+    """Holds the callbacks in order and fires events at those that listen.
+
+    What each event has to call is worked out when the set of callbacks changes, not when the event is fired:
+    methods that a callback merely inherits from a base class named `TrainerCallback` (this package's or
+    transformers') do nothing and are left out, so that an event nobody listens to costs a dictionary look-up.
+
+    Callbacks need not be subclasses: any object with at least one of the event methods will do.
+
+    Attributes:
+        model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, processing_class: given to every
+            event by name; assign them whenever they change.
+        callbacks: the instances, in the order in which they are called.
+    """
+
+    def __init__(
+        self, callbacks: Iterable[Any], model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
+    ) -> None:
+        self.callbacks: list[Any] = []
+        self.model = model
+        self.processing_class = processing_class
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        self._listeners: dict[str, tuple[Listener, ...]] = {}
+        self._known = -1
+        for callback in callbacks:
+            self.add_callback(callback)
+        if not any(_is_flow(callback) for callback in self.callbacks):
+            logger.warning(
+                "There is no DefaultFlowCallback among the callbacks, so nothing asks for logs, evaluations, "
+                "saves or the end of training. Add one with trainer.add_callback(DefaultFlowCallback). "
+                "The callbacks are:\n%s",
+                self.callback_list,
+            )
+        self.refresh()
+
+    # --- who is there ---------------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, given as an instance or as a class that needs no arguments.
+
+        Raises:
+            ConfigError: it has none of the event methods, or its class cannot be built without arguments.
+        """
+        instance = _build(callback) if isinstance(callback, type) else callback
+        _check(instance)
+        name = type(instance).__name__
+        if any(type(present).__name__ == name for present in self.callbacks):
+            logger.warning(
+                "Adding a second %s: both will be called. The callbacks before it are:\n%s",
+                name,
+                self.callback_list,
+            )
+        self.callbacks.append(instance)
+        self.refresh()
+
+    def pop_callback(self, callback: Any) -> Any | None:
+        """Take a callback out and return it: this instance, or the first of this class. None where there is
+        none.
+        """
+        for position, present in enumerate(self.callbacks):
+            if _matches(present, callback):
+                del self.callbacks[position]
+                self.refresh()
+                return present
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take a callback out.
+
+        Raises:
+            ValueError: an *instance* that is not there. An absent class is no error: removing it is often a
+                precaution.
+        """
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            present = ", ".join(self.callback_list.split())
+            raise ValueError(f"this {type(callback).__name__} is not among the callbacks: {present}")
+
+    @property
+    def callback_list(self) -> str:
+        """The class names, one per line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    # --- who listens ----------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Work out the listeners anew. Needed only after a method was assigned to a callback from outside."""
+        self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
+        self._known = len(self.callbacks)
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback does something at this event.
+
+        A caller that skips `fire` where nobody listens must clear the control flags itself
+        (`control.new_step()`).
+        """
+        if len(self.callbacks) != self._known:  # scripts also edit the list itself
+            self.refresh()
+        return bool(self._listeners[event])
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def fire(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call every listener of `event`, in order, and merge what each returns into `control`.
+
+        A listener may return None, a dict of control flags, or a control object (ours, a new one, or
+        transformers').
+
+        Returns:
+            `control`, the same object, changed in place.
+
+        Raises:
+            ValueError: `event` is not one of the sixteen.
+            Exception: whatever a listener raises, with a note that names it.
+        """
+        if len(self.callbacks) != self._known or event == "on_train_begin":
+            self.refresh()
+        for flag in _CLEARED.get(event, ()):
+            setattr(control, flag, False)
+        try:
+            listeners = self._listeners[event]
+        except KeyError:
+            raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}") from None
+        if listeners:
+            self._call(listeners, args, state, control, kwargs)
+        return control
+
+    def _call(
+        self,
+        listeners: tuple[Listener, ...],
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        extra: dict[str, Any],
+    ) -> None:
+        shared = {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+            **extra,
+        }
+        for listener in listeners:
+            try:
+                result = listener(args, state, control, **shared)
+                if result is not None and result is not control:
+                    _merge(control, result)
+            except Exception as error:
+                error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
+                raise
+
+    on_init_end = _event("on_init_end")
+    on_train_begin = _event("on_train_begin")
+    on_train_end = _event("on_train_end")
+    on_epoch_begin = _event("on_epoch_begin")
+    on_epoch_end = _event("on_epoch_end")
+    on_step_begin = _event("on_step_begin")
+    on_substep_end = _event("on_substep_end")
+    on_pre_optimizer_step = _event("on_pre_optimizer_step")
+    on_optimizer_step = _event("on_optimizer_step")
+    on_step_end = _event("on_step_end")
+    on_evaluate = _event("on_evaluate", payload="metrics")
+    on_predict = _event("on_predict", payload="metrics")
+    on_prediction_step = _event("on_prediction_step")
+    on_save = _event("on_save")
+    on_log = _event("on_log", payload="logs")
+    on_push_begin = _event("on_push_begin")
+
+    # --- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Class name -> state (a list of states for several instances of one class); see `saved_state`."""
+        return export_states(self.callbacks)
+
+    def load_state_dict(self, state: State, *, restore_args: bool = False) -> None:
+        """Give the callbacks their states back, in place; what does not match is warned of by name.
+
+        Args:
+            restore_args: constructor arguments too are taken from the checkpoint
+                (`restore_callback_states_from_checkpoint`); otherwise those of this run stay.
+        """
+        import_states(self.callbacks, state, restore_args=restore_args)
+
+
+def _is_flow(callback: Any) -> bool:
+    return isinstance(callback, DefaultFlowCallback) or type(callback).__name__ == "DefaultFlowCallback"
+
+
+def _build(callback: type) -> Any:
+    try:
+        return callback()
+    except TypeError as error:
+        fix = f"it cannot be built without arguments ({error}); give an instance instead of the class"
+        raise ConfigError(Problem("callbacks", callback.__name__, fix)) from error
+
+
+def _check(callback: Any) -> None:
+    """Refuse what no event would ever reach, and warn of methods that look like a misspelt event."""
+    methods = [name for name in dir(callback) if name.startswith("on_")]
+    wrong = [name for name in EVENTS if name in methods and not callable(getattr(callback, name))]
+    if wrong:
+        raise ConfigError(Problem("callbacks", callback, f"its {wrong[0]} is not a method; {_FIX}"))
+    if not any(event in methods for event in EVENTS):
+        raise ConfigError(Problem("callbacks", callback, f"it has none of the event methods; {_FIX}"))
+    for name in methods:
+        near = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.88)
+        if name not in EVENTS and near:
+            logger.warning(
+                "%s.%s is no event and is never called; did you mean %s?",
+                type(callback).__name__,
+                name,
+                near[0],
+            )
+
+
+def _matches(present: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, type):
+        return present is wanted or bool(present == wanted)
+    if isinstance(present, wanted):
+        return True
+    # A script written for transformers names the built-in callbacks by transformers' own classes.
+    foreign = wanted.__module__.split(".")[0] == "transformers"
+    own = type(present).__module__.split(".")[0] == "windlass"
+    return foreign and own and type(present).__name__ == wanted.__name__
+
+
+def _bound(callbacks: Iterable[Any], event: str) -> Iterable[Listener]:
+    for callback in callbacks:
+        listener = getattr(callback, event, None)
+        if listener is not None and not _is_inherited_no_op(callback, event):
+            yield listener
+
+
+def _is_inherited_no_op(callback: Any, event: str) -> bool:
+    if event in getattr(callback, "__dict__", ()):
+        return False
+    owner = next((cls for cls in type(callback).__mro__ if event in cls.__dict__), None)
+    if owner is None or owner.__name__ != TrainerCallback.__name__:
+        return False
+    return owner.__module__.split(".")[0] in (
+        "windlass",
+        "transformers",
+    )  # a user's class may bear the name too
+
+
+def _merge(control: TrainerControl, result: Any) -> None:
+    if isinstance(result, Mapping):
+        control.update(dict(result))
+    elif all(hasattr(result, flag) for flag in CONTROL_FLAGS):
+        control.update({flag: getattr(result, flag) for flag in CONTROL_FLAGS})
+    else:
+        raise TypeError(
+            f"a callback returned {type(result).__name__}; it may return nothing, the control object, or a dict "
+            f"of control flags ({', '.join(CONTROL_FLAGS)})"
+        )

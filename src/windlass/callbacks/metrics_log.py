@@ -1,0 +1,296 @@
+"""`metrics.jsonl`: everything a run measured, one JSON object per line, always written.
+
+A row holds `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last
+`timing`: whatever depends on the clock or the machine, so that all the rest repeats to the bit. Floats are
+written so that they read back as the same bits; those that JSON has no word for are the strings "NaN",
+"Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.core.errors import DataError
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+
+logger = get_logger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+Row = dict[str, Any]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TIMING_ENDINGS = (
+    "runtime",
+    "_per_second",
+    "_per_sec",
+    "_time",
+    "_seconds",
+    "_wait",
+    "mfu",
+    "memory",
+    "_memory_gb",
+)
+_RESERVED = ("event", "step", "epoch", "timing")
+
+
+class MetricsLogCallback(TrainerCallback):
+    """Writes `metrics.jsonl` into the output folder, on the main process only.
+
+    A run that starts at step 0 never mixes with an earlier one: an older file is kept under the next free
+    name, `metrics-1.jsonl` and so on. A resumed run cuts the file back to what its checkpoint knew, so that
+    the file of an interrupted run ends as that of an uninterrupted one. A failed write (full disk) is warned
+    of and does not stop training.
+
+    Args:
+        output_dir: the run's folder; made when the first row is written.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        self.path = Path(output_dir).expanduser() / FILE_NAME
+        self._tail_checked = False
+        self._rows_before_training = False  # of this run: an evaluation that preceded `train()`
+        self._kept_at_cut: list[Row] = []
+        self._last_row: Row = {}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if state.global_step > 0:
+            self._kept_at_cut = self._cut_back(state.global_step)
+        elif not self._rows_before_training:
+            _set_aside(self.path)
+        self._rows_before_training = False
+        self._tail_checked = True
+
+    def _cut_back(self, step: int) -> list[Row]:
+        try:
+            return _cut_back(self.path, step)
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s is damaged and cannot be continued", self.path)
+            _set_aside(self.path)
+            return []
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._kept_at_cut = []
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs:
+            self._record(_kind(logs), state, logs)
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._record_unless_logged("evaluate", state, metrics)
+
+    def on_predict(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._record_unless_logged("predict", state, metrics)
+
+    def _record_unless_logged(
+        self, event: str, state: TrainerState, metrics: Mapping[str, Any] | None
+    ) -> None:
+        """An evaluation is usually logged as well, just before its event: one row is enough."""
+        if not metrics:
+            return
+        row = _row(event, state, metrics)
+        if _measured(row) != _measured(self._last_row):
+            self._record(event, state, metrics)
+
+    def _record(self, event: str, state: TrainerState, metrics: Mapping[str, Any]) -> None:
+        if not state.is_world_process_zero:
+            return
+        row = _row(event, state, metrics)
+        self._last_row = row
+        if _repeatable(row) in self._kept_at_cut:  # a resumed run says again what the file already holds
+            self._kept_at_cut.remove(_repeatable(row))
+            return
+        try:
+            if not self._tail_checked:
+                self._start_outside_training()
+            _append(self.path, row)
+        except OSError as error:
+            logger.warning("a row of %s could not be written, and training goes on: %s", self.path, error)
+
+    def _start_outside_training(self) -> None:
+        self._rows_before_training = not self.path.exists()
+        _drop_torn_line(self.path)
+        self._tail_checked = True
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a `metrics.jsonl`, with NaN and the infinities as floats again.
+
+    A last line that was cut short (the process died while writing) is left out. A metric that is itself the
+    string "NaN" comes back as the float.
+
+    Raises:
+        DataError: a line that is not a JSON object, naming file and line.
+    """
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty, or torn
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}, line {number}: not a JSON object ({error.msg}): {line[:80]!r}"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
+        rows.append(_revived(row))
+    return rows
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric of this name depends on the clock or the machine rather than on the computation."""
+    return name.endswith(_TIMING_ENDINGS)
+
+
+def _row(event: str, state: TrainerState, metrics: Mapping[str, Any]) -> Row:
+    row: Row = {"event": event, "step": state.global_step, "epoch": state.epoch}
+    timing: Row = {}
+    for name, value in metrics.items():
+        if name in ("step", "epoch"):  # log records carry them too
+            continue
+        target = timing if is_timing(name) else row
+        target[f"metric.{name}" if name in _RESERVED else name] = _plain(value)
+    return {**row, "timing": {**timing, "wall": time.time()}}
+
+
+def _kind(logs: Mapping[str, Any]) -> str:
+    if "train_runtime" in logs:
+        return "summary"
+    evaluated = any(name.startswith("eval_") or name.endswith("_runtime") for name in logs)
+    return "evaluate" if evaluated else "log"
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types. Zero-dimensional arrays and tensors become numbers; what JSON cannot say becomes a
+    string.
+    """
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _name_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:
+        return _plain(value.item())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _name_of(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _revived(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _revived(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_revived(item) for item in value]
+    return value
+
+
+def _repeatable(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != "timing"}
+
+
+def _measured(row: Row) -> Row:
+    """What a row says apart from what kind it is and when it was written."""
+    timing = {name: value for name, value in row.get("timing", {}).items() if name != "wall"}
+    return {**{name: value for name, value in row.items() if name not in ("event", "timing")}, **timing}
+
+
+# --- the file
+# ---------------------------------------------------------------------------------------------------
+
+
+def _append(path: Path, row: Row) -> None:
+    """One whole line or nothing: a write that fails half way is taken back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(row, allow_nan=False) + "\n"
+    with open(path, "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(line.encode())
+            if written != len(line.encode()):
+                raise OSError(f"only {written} bytes of the line were written")
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole != len(data):
+        logger.warning("%s ends in an unfinished line, which is dropped", path)
+        os.truncate(path, whole)
+
+
+def _set_aside(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    os.rename(path, older)
+    logger.warning("%s held the metrics of an earlier run; they are now in %s", path, older.name)
+
+
+def _cut_back(path: Path, step: int) -> list[Row]:
+    """Keep the rows up to `step`, replacing the file in one move; summaries go, for the run they closed goes
+    on.
+
+    Returns:
+        The kept rows of `step` itself, without timing: a resumed run may produce them once more.
+    """
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        row = json.loads(line)
+        if row["step"] <= step and row["event"] != "summary":
+            kept.append((line, row))
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "wb") as file:
+        file.writelines(line + b"\n" for line, _ in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return [_repeatable(row) for _, row in kept if row["step"] == step]

@@ -1,0 +1,107 @@
+"""How far the run is: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, TextIO
+
+from windlass.callbacks.displays import Display, open_display
+from windlass.callbacks.printer import readable
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows training, evaluation and prediction on the main process.
+
+    Args:
+        max_str_len: longer strings among the logged values are cut to this many characters.
+        file: where to show it; standard output as it is when training begins, by default.
+    """
+
+    def __init__(self, max_str_len: int = 100, file: TextIO | None = None) -> None:
+        self.max_str_len = max_str_len
+        self._file = file
+        self._training: Display | None = None
+        self._alone: Display | None = None  # an evaluation or prediction outside training
+        self._batches = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._close()
+            self._training = open_display(state.max_steps, "train", start=state.global_step, file=self._file)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.advance(state.global_step)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._training is not None and logs:
+            self._training.advance(state.global_step)
+            shown = readable(logs, self.max_str_len)
+            self._training.write("  ".join(f"{name} {value}" for name, value in shown.items()))
+
+    def on_prediction_step(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        total = _length(eval_dataloader) if state.is_world_process_zero else None
+        if total is None:
+            return
+        self._batches += 1
+        if self._training is not None:
+            if self._batches == 1:
+                self._training.begin_inner("evaluate", total)
+            self._training.advance_inner(self._batches)
+            return
+        if self._alone is None:
+            self._alone = open_display(total, "evaluate", file=self._file)
+        self._alone.advance(self._batches)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._end_inner()
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._end_inner()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.advance(state.global_step)
+        self._close()
+
+    def _end_inner(self) -> None:
+        self._batches = 0
+        if self._training is not None:
+            self._training.end_inner()
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
+
+    def _close(self) -> None:
+        """Also before a new run: one that an exception ended has left its bar open."""
+        self._end_inner()
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of a loader; None where it has no length (streams)."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset
+        return None
