@@ -1,0 +1,133 @@
+"""What a training loop costs per step beyond the arithmetic: the same tiny model trained by each library.
+
+Every contender runs in a process of its own, on one thread, with the same dataset, shuffling, collation, fused AdamW
+and clipping to norm 1.0, and reads the loss every 100 steps. The contenders take turns for `--rounds` rounds; a step's
+time is the distance between two calls of the model, and the table gives the tenth percentile over all rounds, which is
+steady on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import caption, facts, percentile, report, table
+
+HERE = Path(__file__).resolve().parent
+CONTENDERS = ("raw", "windlass", "accelerate", "lightning", "transformers")
+LABELS = {"raw": "PyTorch, written by hand", "lightning": "Lightning"}
+SKIPPED = 20  # the first steps of each round warm caches up
+
+
+class Worker:
+    """A contender in its own process, which trains for one round whenever it is told to."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        command = [sys.executable, str(HERE / "contenders.py"), name, str(steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._name = name
+        # What a library says on stderr is shown if it fails.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self._log, text=True, env=environment
+        )
+        self.missing = self._read() == "missing"
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            raise SystemExit(f"{self._log.read()}\n{self._name} stopped with code {code}")
+        return json.loads(line)
+
+    def round(self) -> list[float]:
+        """Train once; the times of its steps in microseconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        stamps = self._read()
+        return [(b - a) / 1000 for a, b in itertools.pairwise(stamps)][SKIPPED:]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._log.close()
+
+
+def run(names: list[str], steps: int, rounds: int) -> dict[str, list[float] | None]:
+    """Step times of each contender in microseconds; None for what is not installed."""
+    workers = {name: Worker(name, steps) for name in names}
+    times: dict[str, list[float] | None] = {n: None if w.missing else [] for n, w in workers.items()}
+    for turn in range(rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order:
+            found = times[name]
+            if found is not None:
+                found.extend(workers[name].round())
+    for worker in workers.values():
+        worker.close()
+    return times
+
+
+def summarise(times: dict[str, list[float] | None]) -> dict[str, dict[str, float] | None]:
+    """Tenth percentile, median and mean of each contender, in microseconds."""
+    return {
+        name: None
+        if found is None
+        else {
+            "steps": len(found),
+            "p10": percentile(found, 0.1),
+            "median": percentile(found, 0.5),
+            "mean": sum(found) / len(found),
+        }
+        for name, found in times.items()
+    }
+
+
+def render(figures: dict[str, Any], command: str) -> str:
+    base = figures["microseconds"]["raw"]
+    rows: list[list[str]] = []
+    for name, it in figures["microseconds"].items():
+        label = LABELS.get(name, name)
+        if it is None:
+            rows.append([label, "not installed", "", "", ""])
+            continue
+        added = "" if name == "raw" else f"{it['p10'] - base['p10']:+.0f}"
+        rows.append([label, f"{it['p10']:.0f}", added, f"{it['median']:.0f}", f"{it['steps']}"])
+    head = ["loop", "step, us (p10)", "over the raw loop, us", "step, us (median)", "steps timed"]
+    return f"{table(head, rows)}\n\n{caption(figures, command)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400, help="steps of one round")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--only", default=",".join(CONTENDERS), help="contenders, comma-separated; raw is always run"
+    )
+    parser.add_argument("--write", type=Path, help="a page with a section `overhead` to rewrite")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    options = parser.parse_args()
+    asked = {"raw", *options.only.split(",")}
+    if asked - set(CONTENDERS):
+        parser.error(f"unknown contenders {sorted(asked - set(CONTENDERS))}; known: {', '.join(CONTENDERS)}")
+    names = [name for name in CONTENDERS if name in asked]
+    times = run(names, options.steps, options.rounds)
+    figures = {**facts(), "steps": options.steps, "rounds": options.rounds, "microseconds": summarise(times)}
+    command = f"python benchmarks/overhead.py --steps {options.steps} --rounds {options.rounds}"
+    report("overhead", render(figures, command), figures, options.write, options.json)
+
+
+if __name__ == "__main__":
+    main()

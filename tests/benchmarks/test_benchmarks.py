@@ -1,0 +1,106 @@
+"""The benchmarks run, time what they say, and rewrite their own section of a page only."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def test_percentile() -> None:
+    common = _load("common")
+    assert common.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert common.percentile([0.0, 10.0], 0.1) == pytest.approx(1.0)
+    assert common.percentile([7.0], 0.1) == 7.0
+
+
+def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "above\n<!-- begin: a -->\nold\n<!-- end: a -->\nbelow\n<!-- begin: b -->\nb\n<!-- end: b -->\n"
+    )
+    _load("common").rewrite(page, "a", "new")
+    assert page.read_text() == (
+        "above\n<!-- begin: a -->\nnew\n<!-- end: a -->\nbelow\n<!-- begin: b -->\nb\n<!-- end: b -->\n"
+    )
+    with pytest.raises(SystemExit, match="no section"):
+        _load("common").rewrite(page, "c", "new")
+
+
+def test_the_page_has_every_section() -> None:
+    text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
+    for section in ("overhead", "startup", "gpu"):
+        assert f"<!-- begin: {section} -->" in text
+        assert f"<!-- end: {section} -->" in text
+
+
+def test_overhead_times_every_step(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    _run(
+        str(FOLDER / "overhead.py"),
+        "--steps",
+        "31",
+        "--rounds",
+        "2",
+        "--only",
+        "windlass",
+        "--json",
+        str(raw),
+    )
+    figures = json.loads(raw.read_text())
+    # 31 calls of the model are 30 distances, of which the first 20 of each round warm up
+    assert {name: it["steps"] for name, it in figures["microseconds"].items()} == {"raw": 20, "windlass": 20}
+    assert figures["versions"]["torch"]
+
+
+def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    raw = tmp_path / "figures.json"
+    _run(str(FOLDER / "gpu.py"), "--tiny", "--no-compile", "--only", "raw,windlass", "--json", str(raw))
+    by_loop = {it["loop"]: it for it in json.loads(raw.read_text())["runs"]}
+    # The same weights: the first loss differs by the order of the samples alone.
+    assert by_loop["windlass"]["first_loss"] == pytest.approx(by_loop["raw"]["first_loss"], rel=0.1)
+    assert by_loop["windlass"]["parameters"] == by_loop["raw"]["parameters"]
+
+
+def test_mfu_of_a_known_case() -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        gpu = _load("gpu")
+    finally:
+        sys.path.remove(str(FOLDER))
+    it = {
+        "parameters": 1_000_000_000,
+        "layers": 10,
+        "width": 1000,
+        "length": 1000,
+        "tokens_per_second": 10_000.0,
+    }
+    assert gpu.mfu(it, 100.0) == "60.6 %"
+    assert gpu.mfu(it, None) == ""
+    assert gpu.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
+    assert gpu.peak_tflops("something else") is None
