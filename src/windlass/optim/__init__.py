@@ -1,1 +1,1 @@
-
+"""Optimizers by name, which parameters decay, and the learning rate of every update."""

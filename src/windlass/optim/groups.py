@@ -1,0 +1,47 @@
+"""Which parameters decay: all but norms and biases."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+# By name as well as by type: models bring their own norm classes (LlamaRMSNorm, T5LayerNorm, ...).
+_KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,  # every batch and instance norm
+)
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay applies to, submodules before their parents' own parameters.
+
+    Left out: parameters inside norm layers (torch's own types), and those whose name says bias or norm.
+    """
+    names: list[str] = []
+    for child_name, child in model.named_children():
+        if isinstance(child, _NORMS):
+            continue
+        names += [f"{child_name}.{name}" for name in decay_parameter_names(child)]
+    names += list(model._parameters)
+    return [name for name in names if not _KEPT_NAMES.search(name.lower())]
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, decaying: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Two parameter groups, decaying then not, each in the model's order; only parameters that require gradients.
+
+    Always two, also with `weight_decay=0` and where one is empty, because scripts address them by position. `decaying`
+    replaces the names of `decay_parameter_names`.
+    """
+    names = set(decay_parameter_names(model) if decaying is None else decaying)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
+    ]

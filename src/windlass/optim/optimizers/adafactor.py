@@ -1,0 +1,156 @@
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235): second moments kept as one row and one column per matrix.
+
+Not torch's own, which always scales by the parameter's size and decays by its own clock: under a learning-rate schedule
+the form without both is what scripts expect (`scale_parameter=False, relative_step=False`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.optim.options import read_options
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def adafactor(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    known = {"clip_threshold": float, "decay_rate": float, "beta1": float, "scale_parameter": bool}
+    options = read_options(plan.name, plan.options, known)
+    return Adafactor, {"lr": plan.learning_rate, "scale_parameter": False, "relative_step": False, **options}
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor with an outside learning rate, or with its own (`relative_step`).
+
+    Args:
+        params: parameters or groups.
+        lr: outside learning rate; None with `relative_step`.
+        eps: regularisers of the squared gradient and of the parameter's scale.
+        clip_threshold: an update whose root mean square exceeds it is scaled down to it.
+        decay_rate: second moments decay with `1 - step ** decay_rate`.
+        beta1: decay of the first moment; None keeps none.
+        weight_decay: decoupled, times the learning rate.
+        scale_parameter: multiply the learning rate by the parameter's root mean square.
+        relative_step: `min(1e-2, 1/sqrt(step))` as the learning rate.
+        warmup_init: with `relative_step`, start from `1e-6 * step`.
+
+    Half-precision parameters are updated in fp32 and rounded once.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+    ) -> None:
+        if lr is not None and relative_step:
+            raise ValueError(
+                f"lr={lr} and relative_step=True exclude each other: set relative_step=False, or lr=None"
+            )
+        if lr is None and not relative_step:
+            raise ValueError("relative_step=False needs a learning rate: set lr")
+        if warmup_init and not relative_step:
+            raise ValueError("warmup_init=True is a part of relative_step=True: set both or none")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "eps": eps,
+                "clip_threshold": clip_threshold,
+                "decay_rate": decay_rate,
+                "beta1": beta1,
+                "weight_decay": weight_decay,
+                "scale_parameter": scale_parameter,
+                "relative_step": relative_step,
+                "warmup_init": warmup_init,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. `closure`, where given, recomputes the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise RuntimeError("Adafactor cannot use sparse gradients; build the embedding with sparse=False")
+        grad = grad.float() if grad.dtype in _LOW else grad
+        weight = parameter.float() if parameter.dtype in _LOW else parameter
+        state = self.state[parameter]
+        if not state:
+            _start(state, grad, group)
+        state["step"] += 1
+        lr = _learning_rate(weight, group, state["step"])
+        update = _preconditioned(grad, state, group)
+        update.div_((_rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        if group["beta1"] is not None:
+            update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        if group["weight_decay"] != 0:
+            weight.sub_(weight * (group["weight_decay"] * lr))
+        weight.sub_(update)
+        if weight is not parameter:
+            parameter.copy_(weight)
+
+
+def _start(state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> None:
+    state["step"] = 0
+    if group["beta1"] is not None:
+        state["exp_avg"] = torch.zeros_like(grad)
+    if grad.dim() >= 2:
+        state["exp_avg_sq_row"] = grad.new_zeros(grad.shape[:-1])
+        state["exp_avg_sq_col"] = grad.new_zeros(grad.shape[:-2] + grad.shape[-1:])
+    else:
+        state["exp_avg_sq"] = torch.zeros_like(grad)
+
+
+def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | Tensor:
+    """A number, or with `scale_parameter` a scalar tensor on the device: nothing is read back."""
+    lr = group["lr"]
+    if group["relative_step"]:
+        lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+    if not group["scale_parameter"]:
+        return float(lr)
+    scaled: Tensor = _rms(weight).clamp(min=group["eps"][1]) * lr
+    return scaled
+
+
+def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """The gradient over the root of its running second moment, shape of `grad`."""
+    beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
+    square = grad**2 + group["eps"][0]
+    if grad.dim() < 2:
+        moment: Tensor = state["exp_avg_sq"].mul_(beta2).add_(square, alpha=1.0 - beta2)
+        return moment.rsqrt().mul_(grad)
+    row = state["exp_avg_sq_row"].mul_(beta2).add_(square.mean(dim=-1), alpha=1.0 - beta2)
+    column: Tensor = state["exp_avg_sq_col"].mul_(beta2).add_(square.mean(dim=-2), alpha=1.0 - beta2)
+    row_part: Tensor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+    return torch.mul(row_part, column.unsqueeze(-2).rsqrt()).mul_(grad)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return norm / (tensor.numel() ** 0.5)

@@ -1,0 +1,185 @@
+"""A learning rate that rises while a metric improves and falls while it does not (GreedyLR, arXiv:2512.14527)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from windlass.core.types import State
+
+# What changes while it runs; everything else is an option and comes from the configuration.
+_COUNTERS = (
+    "best",
+    "num_bad_epochs",
+    "num_good_epochs",
+    "cooldown_counter",
+    "warmup_counter",
+    "reset_start",
+    "last_epoch",
+)
+
+
+class GreedyLR:
+    """Called as `step(metric)` after each evaluation, like torch's `ReduceLROnPlateau`.
+
+    Args:
+        optimizer: whose `lr` it changes.
+        mode: "min" or "max": which way the metric gets better.
+        factor: below 1; the learning rate is multiplied by it to fall and divided by it to rise.
+        patience: so many evaluations in a row are let pass; the next one of the same kind changes the learning rate.
+        threshold, threshold_mode: what counts as better: by an absolute amount ("abs") or a share of the best ("rel").
+        cooldown, warmup: evaluations that are not judged after a fall and after a rise.
+        min_lr, max_lr: bounds, one for all groups or one per group.
+        eps: smaller changes are not made.
+        verbose: accepted for the signature's sake; changes are logged at INFO whatever it is.
+        smooth, window_size: judge the mean of the last `window_size` metrics instead of the last one.
+        reset_start: after so many falls at the lower bound everything starts over from the first learning rate.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mode: str = "min",
+        factor: float = 0.95,
+        patience: int = 10,
+        threshold: float = 1e-6,
+        threshold_mode: str = "abs",
+        cooldown: int = 0,
+        warmup: int = 0,
+        min_lr: float | Sequence[float] = 1e-3,
+        max_lr: float | Sequence[float] = 1.0,
+        eps: float = 1e-8,
+        verbose: bool = False,
+        smooth: bool = False,
+        window_size: int = 50,
+        reset_start: int = 500,
+    ) -> None:
+        _check(mode, factor, threshold_mode)
+        self.optimizer = optimizer
+        self.mode, self.factor, self.patience, self.eps = mode, factor, patience, eps
+        self.threshold, self.threshold_mode = threshold, threshold_mode
+        self.cooldown, self.warmup, self.reset_after = cooldown, warmup, reset_start
+        self.verbose, self.smooth, self.window_size = verbose, smooth, window_size
+        groups = len(optimizer.param_groups)
+        self.min_lrs, self.max_lrs = (
+            _per_group("min_lr", min_lr, groups),
+            _per_group("max_lr", max_lr, groups),
+        )
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.last_epoch = 0
+        self.best: float
+        self._window: deque[float]
+        self._window_sum: float
+        self._start_over()
+        self._last_lr = list(self.base_lrs)
+
+    def step(self, metrics: float, epoch: int | None = None) -> None:
+        """Judge `metrics` (a number on the host) and change the learning rate where its time has come."""
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
+        if self.cooldown_counter > 0 or self.warmup_counter > 0:
+            self._wait()
+        else:
+            self._judge(current)
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        return list(self._last_lr)
+
+    def is_better(self, current: float, best: float) -> bool:
+        """Whether `current` beats `best` by more than the threshold."""
+        relative = self.threshold_mode == "rel"
+        if self.mode == "min":
+            return current < (best * (1.0 - self.threshold) if relative else best - self.threshold)
+        return current > (best * (1.0 + self.threshold) if relative else best + self.threshold)
+
+    def state_dict(self) -> State:
+        state: State = {name: getattr(self, name) for name in _COUNTERS}
+        state.update(window=list(self._window), window_sum=self._window_sum, lrs=list(self._last_lr))
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        self._window, self._window_sum = deque(state["window"]), state["window_sum"]
+        self._last_lr = list(state["lrs"])
+        self._write(self._last_lr)
+
+    def _smoothed(self, value: float) -> float:
+        self._window.append(value)
+        self._window_sum += value
+        if len(self._window) > self.window_size:
+            self._window_sum -= self._window.popleft()
+        return self._window_sum / len(self._window)
+
+    def _wait(self) -> None:
+        """One evaluation that is not judged; the pause after a fall is served before the one after a rise."""
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+        else:
+            self.warmup_counter -= 1
+        self.num_bad_epochs = self.num_good_epochs = 0
+
+    def _judge(self, current: float) -> None:
+        if self.is_better(current, self.best):
+            self.best = current
+            self.num_bad_epochs, self.num_good_epochs = 0, self.num_good_epochs + 1
+        else:
+            self.num_bad_epochs, self.num_good_epochs = self.num_bad_epochs + 1, 0
+        if self.num_good_epochs > self.patience:
+            self._increase()
+        elif self.num_bad_epochs > self.patience:
+            self._reduce()
+
+    def _increase(self) -> None:
+        for group, highest in zip(self.optimizer.param_groups, self.max_lrs, strict=True):
+            new = min(group["lr"] / self.factor, highest)
+            if new - group["lr"] > self.eps:
+                group["lr"] = new
+        self.reset_start = self.reset_after
+        self.warmup_counter, self.num_good_epochs = self.warmup, 0
+
+    def _reduce(self) -> None:
+        at_floor = True
+        for group, lowest in zip(self.optimizer.param_groups, self.min_lrs, strict=True):
+            new = max(group["lr"] * self.factor, lowest)
+            if group["lr"] - new > self.eps:
+                group["lr"] = new
+            at_floor = at_floor and group["lr"] <= lowest
+        if at_floor:
+            self.reset_start -= 1
+            if self.reset_start <= 0:
+                self._write(self.base_lrs)
+                self._start_over()
+        self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+
+    def _start_over(self) -> None:
+        self.best = float("inf") if self.mode == "min" else float("-inf")
+        self.num_bad_epochs = self.num_good_epochs = 0
+        self.cooldown_counter = self.warmup_counter = 0
+        self.reset_start = self.reset_after
+        self._window, self._window_sum = deque(), 0.0
+
+    def _write(self, lrs: Sequence[float]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+
+
+def _check(mode: str, factor: float, threshold_mode: str) -> None:
+    if factor >= 1.0:
+        raise ValueError(f"factor must be below 1, not {factor}")
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode must be 'min' or 'max', not {mode!r}")
+    if threshold_mode not in ("rel", "abs"):
+        raise ValueError(f"threshold_mode must be 'rel' or 'abs', not {threshold_mode!r}")
+
+
+def _per_group(name: str, value: Any, groups: int) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * groups
+    if len(value) != groups:
+        raise ValueError(f"{name} has {len(value)} values for {groups} parameter groups")
+    return list(value)

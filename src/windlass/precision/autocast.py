@@ -1,0 +1,27 @@
+"""Where a forward computes in a lower precision than its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from windlass.config.plan import PrecisionPlan
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that gives the context of one forward; a null context for fp32.
+
+    Each call gives a new one: a `torch.autocast` object remembers what it found on entry, so the same object entered
+    twice (a forward inside a forward) would leave autocast on for good.
+    """
+    dtype = COMPUTE_DTYPES.get(plan.compute)
+    if dtype is None:
+        null = nullcontext()
+        return lambda: null
+    return partial(torch.autocast, device.type, dtype=dtype)

@@ -1,0 +1,61 @@
+"""Whether this device and this model can compute in the precision that was asked for, found before the first step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from windlass.config.plan import PrecisionPlan
+from windlass.core.errors import ConfigError, Problem
+
+
+def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
+    """Refuse what cannot be honoured.
+
+    Raises:
+        ConfigError: the device lacks the dtype or TF32, or fp16 is asked for a model whose trainable weights are fp16.
+    """
+    problems = [*_device_problems(plan, device), *_model_problems(plan, model)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def apply_tf32(plan: PrecisionPlan) -> None:
+    """Allow or forbid TF32 in fp32 matrix products and convolutions of CUDA devices; None leaves torch's setting."""
+    if plan.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = plan.tf32
+        torch.backends.cudnn.allow_tf32 = plan.tf32
+
+
+def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]:
+    problems = []
+    wanted = {plan.compute: plan.compute, plan.full_eval: f"{plan.full_eval}_full_eval"}
+    if "bf16" in wanted and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        name = torch.cuda.get_device_name(device)
+        problems.append(Problem(wanted["bf16"], True, f"{name} has no bfloat16; use fp16 or fp32"))
+    if plan.tf32 and not _has_tf32(device):
+        problems.append(
+            Problem("tf32", True, f"{device} has no TF32 (CUDA from Ampere on has it); leave it unset")
+        )
+    return problems
+
+
+def _has_tf32(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] >= 8
+    )
+
+
+def _model_problems(plan: PrecisionPlan, model: nn.Module | None) -> list[Problem]:
+    if plan.compute != "fp16" or model is None:
+        return []
+    halves = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+    if not halves:
+        return []
+    fix = (
+        f"{len(halves)} trainable parameters are already float16 ({halves[0]}, ...), whose updates would round to "
+        "nothing; load the model with dtype=torch.float32, or use bf16"
+    )
+    return [Problem("fp16", True, fix)]

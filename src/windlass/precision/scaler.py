@@ -1,0 +1,196 @@
+"""Loss scaling for fp16 (Micikevicius et al., arXiv:1710.03740), with the device asked one question per update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from windlass.config.plan import PrecisionPlan
+from windlass.core.errors import NonFiniteError
+from windlass.core.types import State
+
+# Halving 65536 so often ends at 3e-15: no gradient overflows for its size any more, so it is not finite at any scale.
+MAX_SKIPS_IN_A_ROW = 64
+
+
+class Scaler(Protocol):
+    """What an executor asks of a scaler, in this order: `scale`, `unscale_`, `overflowed`, `update`."""
+
+    active: bool
+    skipped: int
+
+    def scale(self, loss: Tensor) -> Tensor: ...
+
+    def unscale_(self, params: Iterable[Tensor]) -> Tensor: ...
+
+    def overflowed(self, found_inf: Tensor) -> bool: ...
+
+    def update(self, found_inf: Tensor) -> None: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class UnitScaler:
+    """No scaling: for fp32 and bf16, whose range is the loss's own. Costs nothing and reads nothing."""
+
+    active = False
+    skipped = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._none = torch.zeros(1, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale_(self, params: Iterable[Tensor]) -> Tensor:
+        return self._none
+
+    def overflowed(self, found_inf: Tensor) -> bool:
+        return False
+
+    def update(self, found_inf: Tensor) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to do: a checkpoint of an fp16 run may be continued without a scaler."""
+
+
+class LossScaler:
+    """Multiplies the loss so that small fp16 gradients survive, and divides the gradients again before they are used.
+
+    After an overflow the scale is multiplied by `backoff_factor` and the update must be skipped; after
+    `growth_interval` updates without one it is multiplied by `growth_factor`. The scale lives on the device and is
+    changed there.
+
+    Under data parallelism gradients are summed over ranks before they are unscaled, so an overflow on one rank is one
+    on all of them, and every rank takes the same decision without asking.
+
+    Args:
+        device: where the loss and the gradients are.
+
+    Attributes:
+        skipped: updates that overflowed since the beginning of the run.
+    """
+
+    active = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
+            raise ValueError(
+                f"need growth_factor > 1 > backoff_factor > 0, not {growth_factor} and {backoff_factor}"
+            )
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
+        self._streak = torch.zeros((), dtype=torch.int32, device=device)
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self.skipped = 0
+        self._skips_in_a_row = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale; scalar tensor, connected to the graph."""
+        return loss * self._scale
+
+    def unscale_(self, params: Iterable[Tensor]) -> Tensor:
+        """Divide the gradients of `params` by the scale, in place.
+
+        Returns:
+            Scalar fp32 tensor on the device: 0, or 1 where any gradient is infinite or NaN.
+
+        Raises:
+            ValueError: a gradient is fp16, which cannot be unscaled without losing it again.
+        """
+        # The reciprocal in fp64: rounding it to fp32 first would not be the exact inverse of the scale.
+        exact = torch.float32 if self._scale.device.type == "mps" else torch.float64
+        inverse = self._scale.to(exact).reciprocal().float()
+        self._found.zero_()
+        for grads in _alike(params):
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, inverse)
+        return self._found
+
+    def overflowed(self, found_inf: Tensor) -> bool:
+        """Whether this update must be skipped. The one host read of fp16 training: a flag per update.
+
+        Raises:
+            NonFiniteError: so many updates overflowed in a row that no scale can be the cause.
+        """
+        # On the CPU the value is read through NumPy's view of the same memory, which costs no dispatch.
+        flag = found_inf.numpy() if found_inf.device.type == "cpu" else found_inf.item()
+        if not flag:
+            self._skips_in_a_row = 0
+            return False
+        self.skipped += 1
+        self._skips_in_a_row += 1
+        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise NonFiniteError(
+                f"the last {self._skips_in_a_row} updates were skipped: their fp16 gradients were not finite, at "
+                "ever smaller loss scales; look for NaN in the data or the weights, or use bf16"
+            )
+        return True
+
+    def update(self, found_inf: Tensor) -> None:
+        """Adjust the scale after an update, skipped or not. On the device."""
+        torch._amp_update_scale_(
+            self._scale,
+            self._streak,
+            found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+        )
+
+    def get_scale(self) -> float:
+        """The scale now. Waits for the device: for logs and tests."""
+        return float(self._scale)
+
+    def state_dict(self) -> State:
+        return {
+            "scale": self._scale.detach().cpu().clone(),
+            "growth_streak": self._streak.detach().cpu().clone(),
+            "skipped": self.skipped,
+            "skips_in_a_row": self._skips_in_a_row,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue; the empty state of a run without scaler leaves this one as it is."""
+        if not state:
+            return
+        self._scale.copy_(state["scale"])
+        self._streak.copy_(state["growth_streak"])
+        self.skipped, self._skips_in_a_row = state["skipped"], state["skips_in_a_row"]
+
+
+def build_scaler(plan: PrecisionPlan, device: torch.device) -> Scaler:
+    """The loss scaler for fp16, the unit one for everything else."""
+    return LossScaler(device) if plan.compute == "fp16" else UnitScaler(device)
+
+
+def _alike(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Gradients in lists of one dtype and device, as the kernel wants them."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in params:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.dtype is torch.float16:
+            raise ValueError(
+                "fp16 gradients cannot be unscaled; keep trainable weights in float32 (dtype=torch.float32)"
+            )
+        values = grad._values() if grad.is_sparse else grad
+        lists.setdefault((values.device, values.dtype), []).append(values)
+    return lists.values()

@@ -1,0 +1,160 @@
+"""Activation checkpointing (arXiv:1604.06174): blocks forget their activations and compute them again in backward.
+
+The gradients are the same bits as without: random draws inside a block are repeated from the saved generator state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from windlass.core.errors import ConfigError, Problem
+
+_FIELD = "activation_checkpointing_kwargs"
+_PLAIN_OPTIONS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
+
+
+def apply_recompute(model: nn.Module, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Turn recomputation on in `model`, in place.
+
+    A model that brings its own switch (`activation_checkpointing_enable` or `gradient_checkpointing_enable`, as
+    Hugging Face's models do) is asked to use it; in any other module the repeated blocks of its `ModuleList`s and
+    `Sequential`s are taken.
+
+    Args:
+        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep what is saved in host
+            memory), and arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False unless said.
+
+    Raises:
+        ConfigError: the model does not support it, has no repeated blocks, or an option is not known.
+    """
+    chosen = {"use_reentrant": False, **(options or {})}
+    every = _whole_stride(chosen.pop("every_n_layers", 1))
+    offload = bool(chosen.pop("offload", False))
+    switch = _own_switch(model)
+    if switch is not None:
+        _use_own_switch(model, switch, chosen, every, offload)
+    else:
+        _wrap_blocks(model, chosen, every, offload)
+    return model
+
+
+def _whole_stride(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(Problem(f"{_FIELD}.every_n_layers", value, "must be a whole number from 1 on"))
+    return value
+
+
+# Models with a switch of their own
+
+
+def _own_switch(model: nn.Module) -> str | None:
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if callable(getattr(model, name, None)):
+            return name
+    return None
+
+
+def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every: int, offload: bool) -> None:
+    if getattr(model, "supports_gradient_checkpointing", True) is False:
+        raise ConfigError(
+            Problem("activation_checkpointing", True, f"{type(model).__name__} does not support it")
+        )
+    enable = getattr(model, switch)
+    arguments: dict[str, Any] = {switch.replace("_enable", "_kwargs"): chosen}
+    extras = {"every_n_layers": (every, 1), "offload": (offload, False)}
+    for name, (value, default) in extras.items():
+        if value == default:
+            continue
+        if not _takes(enable, name):
+            fix = f"{type(model).__name__}.{switch} has no such option; a newer release of its library may"
+            raise ConfigError(Problem(f"{_FIELD}.{name}", value, fix))
+        arguments[name] = value
+    enable(**arguments)
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters
+
+
+# Plain modules
+
+
+def _wrap_blocks(model: nn.Module, chosen: dict[str, Any], every: int, offload: bool) -> None:
+    _check_plain_options(chosen)
+    blocks = list(repeated_blocks(model))
+    if not blocks:
+        fix = (
+            f"{type(model).__name__} has no repeated blocks to recompute: no ModuleList or Sequential holds several "
+            "modules of one class with layers inside; group its layers into blocks, or turn recomputation off"
+        )
+        raise ConfigError(Problem("activation_checkpointing", True, fix))
+    for block in blocks[::every]:
+        block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
+        block._recompute = functools.partial(checkpoint, **chosen)  # type: ignore[assignment]
+        block._recompute_offload = offload  # type: ignore[assignment]
+
+
+def _check_plain_options(chosen: Mapping[str, Any]) -> None:
+    takes = f"known options: {', '.join(_PLAIN_OPTIONS)}"
+    problems = [Problem(f"{_FIELD}.{k}", v, takes) for k, v in chosen.items() if k not in _PLAIN_OPTIONS]
+    if chosen["use_reentrant"]:
+        fix = "re-entrant recomputation loses gradients of blocks called by keyword; leave it False"
+        problems.append(Problem(f"{_FIELD}.use_reentrant", True, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated blocks: modules with layers inside, of a class that its list holds at least twice."""
+    for child in model.children():
+        chosen: set[int] = set()
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            members = [m for m in child if _is_block(m)]
+            counts = Counter(type(m) for m in members)
+            repeated = [m for m in members if counts[type(m)] > 1]
+            chosen = {id(m) for m in repeated}
+            yield from repeated
+        if chosen:
+            for member in child.children():
+                if id(member) not in chosen:
+                    yield from repeated_blocks(member)
+        else:
+            yield from repeated_blocks(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Recomputing a bare torch layer (`nn.Linear`) saves nothing: it keeps only its input, as a checkpoint does."""
+    composite = next(module.children(), None) is not None or not type(module).__module__.startswith(
+        "torch.nn"
+    )
+    return composite and next(module.parameters(), None) is not None
+
+
+@functools.cache
+def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` whose forward is recomputed while training.
+
+    The class is swapped rather than `forward` replaced on the instance: a replaced bound method would still point at
+    the original block after `copy.deepcopy`.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return cls.forward(self, *args, **kwargs)
+        run = functools.partial(cls.forward, self, **kwargs)
+        with torch.autograd.graph.save_on_cpu() if self._recompute_offload else nullcontext():
+            return self._recompute(run, *args)
+
+    return type(
+        cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    )
