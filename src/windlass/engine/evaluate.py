@@ -1,0 +1,258 @@
+"""Evaluation and prediction: exact for every batch size, last batch and number of ranks.
+
+Ranks may hold different numbers of batches, for they meet only once, after the last one (batch metrics aside, which see
+every batch of every rank). Unless predictions are asked for, memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windlass.core.errors import ConfigError, DataError, ModelError, Problem
+from windlass.core.logs import get_logger
+from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
+from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
+from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
+from windlass.metrics.gather import EvalGroup, SoloGroup, agree, report_failure
+from windlass.metrics.nested import batch_size_of
+from windlass.metrics.rows import OrderLog, RowStore
+
+logger = get_logger(__name__)
+
+PredictStep = Callable[[Any], tuple[Any, Any, Any]]
+"""batch -> (loss, logits, labels), each None where there is none. The loss is a mean over targets, or `LossTerms`."""
+
+FIELDS = ("predictions", "label_ids", "inputs", "losses")
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What one evaluation is asked for.
+
+    Attributes:
+        prefix: put before the name of every metric, with an underscore.
+        loss_only: the loss is all that is wanted; predictions are dropped as they come.
+        compute_metrics: `EvalPrediction -> dict`; with `batch_metrics` it also takes `compute_result: bool`.
+        preprocess_logits: `(logits, labels) -> logits`, on each batch on the device, before anything is kept.
+        batch_metrics: call `compute_metrics` for every batch, with `compute_result=True` for the last one.
+        include: "inputs" and "loss" are handed to `compute_metrics` too.
+        accumulate_steps: move what is kept to host memory every so many batches; None: at the end.
+        concat: join batches into arrays; False: lists with one entry for each batch.
+        main_input: the entry of a batch that `include=("inputs",)` means.
+        predicting: predictions are the purpose: kept also under `batch_metrics`; without labels metrics are left out.
+    """
+
+    prefix: str = "eval"
+    loss_only: bool = False
+    compute_metrics: Callable[..., Any] | None = None
+    preprocess_logits: Callable[[Any, Any], Any] | None = None
+    batch_metrics: bool = False
+    include: tuple[str, ...] = ()
+    accumulate_steps: int | None = None
+    concat: bool = True
+    main_input: str = "input_ids"
+    predicting: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [problem for problem in (self._unmeasurable(), self._not_batchwise()) if problem]
+        if problems:
+            raise ConfigError(problems)
+
+    def _unmeasurable(self) -> Problem | None:
+        if not (self.loss_only and self.compute_metrics):
+            return None
+        return Problem(
+            "prediction_loss_only",
+            True,
+            "compute_metrics needs predictions: give only one of the two",
+        )
+
+    def _not_batchwise(self) -> Problem | None:
+        if not (self.batch_metrics and self.compute_metrics) or _takes(
+            self.compute_metrics, "compute_result"
+        ):
+            return None
+        return Problem(
+            "batch_eval_metrics", True, "compute_metrics must take a `compute_result: bool` argument then"
+        )
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have no signature: let the call speak
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def evaluation_loop(
+    batches: Iterable[tuple[list[int], Any]],
+    predict_step: PredictStep,
+    request: EvalRequest,
+    *,
+    weigh: Callable[[Any], float],
+    group: EvalGroup | None = None,
+    on_batch: Callable[[], None] = lambda: None,
+) -> EvalLoopOutput:
+    """Run the model over this rank's batches and join the outcome of all ranks. Collective.
+
+    Args:
+        batches: (dataset positions, batch) of this rank; positions may be empty where unknown. Any number, also none.
+        predict_step: what the model makes of a batch, without gradients.
+        request: what is wanted of it.
+        weigh: number of targets in a batch, on the host: the weight of its mean loss.
+        group: the ranks; a world of one by default.
+        on_batch: called after each batch of this rank.
+
+    Returns:
+        On every rank the same: predictions and labels as numpy arrays in the structure that the model gave, one row per
+        sample in the order of dataset positions (in turn over ranks and batches where these are unknown), narrower
+        batches padded with -100; metrics by prefixed name as Python numbers; the number of samples.
+
+    Raises:
+        DataError: there is nothing to evaluate, or no labels for `compute_metrics`.
+        ModelError: the model gives no predictions for `compute_metrics`, or batches cannot be joined.
+        ConfigError: `compute_metrics` returns no dict.
+        PeerError: another rank failed.
+    """
+    ranks = SoloGroup() if group is None else group
+    run = _Evaluation(request, weigh, ranks)
+    try:
+        for ids, batch in batches:
+            run.step(predict_step, ids, batch)
+            on_batch()
+        batchwise = run.batch_metrics.finish()
+    except Exception as error:
+        report_failure(ranks, error)
+        raise
+    return run.conclude(batchwise)
+
+
+class _Evaluation:
+    """One evaluation on this rank: what it counts, and what it keeps."""
+
+    def __init__(self, request: EvalRequest, weigh: Callable[[Any], float], group: EvalGroup) -> None:
+        self._request = request
+        self._weigh = weigh
+        self._group = group
+        self._loss = MeanLoss()
+        self._samples = 0
+        self._batches = 0
+        self._order = OrderLog()
+        self._kept = {name: RowStore(name, request.concat) for name in _kept_fields(request)}
+        self.batch_metrics = _batch_metrics(request, group)
+
+    def step(self, predict_step: PredictStep, ids: list[int], batch: Any) -> None:
+        weight = self._weigh(
+            batch
+        )  # before the step, and the inputs too: a loss may take labels out of the batch
+        samples = len(ids) or batch_size_of(batch) or 1
+        inputs = self._inputs(batch)
+        loss, logits, labels = predict_step(batch)
+        self._loss.add(loss, weight, samples)
+        self._samples += samples
+        self._batches += 1
+        if self._request.loss_only:
+            return
+        if logits is not None and self._request.preprocess_logits is not None:
+            logits = self._request.preprocess_logits(logits, labels)
+        losses = _repeated(loss, samples) if "loss" in self._request.include else None
+        fields = dict(zip(FIELDS, (logits, labels, inputs, losses), strict=True))
+        self.batch_metrics.add(fields)
+        self._keep(fields, ids, samples)
+
+    def _inputs(self, batch: Any) -> Any:
+        if self._request.loss_only or "inputs" not in self._request.include:
+            return None
+        if self._request.batch_metrics and isinstance(batch, Mapping):
+            return dict(batch)
+        name = self._request.main_input
+        if not isinstance(batch, Mapping) or name not in batch:
+            held = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise DataError(
+                f'include_for_metrics=["inputs"] needs {name!r} in every batch; this one holds {held}'
+            )
+        return batch[name]
+
+    def _keep(self, fields: Fields, ids: list[int], samples: int) -> None:
+        if not self._kept:
+            return
+        self._order.add(ids, samples)
+        for name, store in self._kept.items():
+            store.add(fields[name])
+        every = self._request.accumulate_steps
+        if every is not None and self._batches % every == 0:
+            for store in self._kept.values():
+                store.to_host()
+
+    def conclude(self, batchwise: dict[str, Any] | None) -> EvalLoopOutput:
+        """Meet the other ranks: totals first, then whatever was kept."""
+        messages = agree(
+            self._group, {"loss": self._loss.totals(), "samples": self._samples, "batches": self._batches}
+        )
+        if not sum(message["batches"] for message in messages):
+            raise DataError("the evaluation data is empty: no batch came on any rank")
+        loss = mean_of([message["loss"] for message in messages])
+        fields = self._gathered()
+        metrics = self._metrics(fields) if batchwise is None else batchwise
+        return EvalLoopOutput(
+            predictions=fields["predictions"],
+            label_ids=fields["label_ids"],
+            metrics=named_metrics(self._request.prefix, loss, metrics),
+            num_samples=sum(message["samples"] for message in messages),
+        )
+
+    def _gathered(self) -> Fields:
+        fields: Fields = dict.fromkeys(FIELDS)
+        if self._kept:
+            order = self._order.exchange(self._group)
+            fields |= {name: store.gather(order, self._group) for name, store in self._kept.items()}
+        return fields
+
+    def _metrics(self, fields: Fields) -> dict[str, Any]:
+        if not _measurable(fields, self._request):
+            return {}
+        assert self._request.compute_metrics is not None
+        return checked_metrics(self._request.compute_metrics(EvalPrediction(**fields)))
+
+
+def _measurable(fields: Fields, request: EvalRequest) -> bool:
+    if request.compute_metrics is None:
+        return False
+    if fields["predictions"] is None:
+        raise ModelError("compute_metrics needs predictions, but the model returned nothing beside the loss")
+    if fields["label_ids"] is None and request.predicting:
+        logger.info("compute_metrics is left out: this data has no labels")
+        return False
+    if fields["label_ids"] is None:
+        raise DataError(
+            "compute_metrics needs labels, but the evaluation batches hold none under label_names"
+        )
+    return True
+
+
+def _batch_metrics(request: EvalRequest, group: EvalGroup) -> BatchMetrics | NoBatchMetrics:
+    if not (request.batch_metrics and request.compute_metrics):
+        return NoBatchMetrics()
+    return BatchMetrics(request.compute_metrics, lambda fields: _measurable(fields, request), group)
+
+
+def _kept_fields(request: EvalRequest) -> list[str]:
+    if request.loss_only or (request.batch_metrics and not request.predicting):
+        return []
+    extra = {"inputs": "inputs", "loss": "losses"}
+    return ["predictions", "label_ids", *(extra[name] for name in request.include if name in extra)]
+
+
+def _repeated(loss: Any, samples: int) -> torch.Tensor | None:
+    """One entry per sample: the mean loss of the batch it was in."""
+    if loss is None:
+        return None
+    mean = loss.sum / loss.weight if isinstance(loss, LossTerms) else torch.as_tensor(loss).mean()
+    return mean.detach().reshape(1).expand(samples)
