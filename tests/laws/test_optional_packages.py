@@ -16,6 +16,7 @@ HOMES: dict[str, set[str]] = {
     "tokenizers": {"cli"},
     "datasets": {"data", "cli"},
     "rich": {"callbacks", "cli"},
+    "IPython": {"callbacks"},
     "matplotlib": {"callbacks"},
     "pyarrow": {"data", "cli"},
 }

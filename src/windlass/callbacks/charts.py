@@ -1,0 +1,168 @@
+"""Line charts as inline SVG: no script, no network, readable in light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+_WIDTH, _HEIGHT = 560, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 34
+# More points than this cannot be told apart at the chart's width, and would only make the page heavy.
+_MAX_POINTS = 400
+_DOTS_UP_TO = 40
+_LARGEST = 1e300  # beyond it the span of an axis could overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve: `(step, value)` pairs in order of step. Non-finite values leave a gap."""
+
+    name: str
+    points: Sequence[Point]
+
+
+def line_chart(title: str, series: Sequence[Series]) -> str:
+    """A titled figure with one line per series over the step, a legend where there are several, and hover
+    texts.
+
+    Returns:
+        HTML of a `<figure>`; empty where no series has a finite point.
+    """
+    drawn = [(index, s) for index, s in enumerate(series) if any(map(_is_finite, s.points))]
+    if not drawn:
+        return ""
+    finite = [p for _, s in drawn for p in s.points if _is_finite(p)]
+    frame = _Frame.around(finite)
+    curves = "".join(_curve(frame, s, index) for index, s in drawn)
+    legend = "".join(f'<span class="key s{index % 6}">{escape(s.name)}</span>' for index, s in drawn)
+    gaps = sum(len(s.points) for _, s in drawn) - len(finite)
+    note = f'<span class="muted">{gaps} non-finite left out</span>' if gaps else ""
+    return (
+        f'<figure class="card"><figcaption>{escape(title)}<span class="legend">{legend if len(drawn) > 1 else ""}{note}'
+        f'</span></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)} over steps">'
+        f"{frame.axes()}{curves}</svg></figure>\n"
+    )
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that cover `[low, high]`."""
+    span = high - low
+    raw = span / max(count - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def thinned(points: Sequence[Point], limit: int = _MAX_POINTS) -> Sequence[Point]:
+    """At most about `limit` points; the lowest and the highest of each stretch stay, so that no spike is
+    lost.
+    """
+    if len(points) <= limit:
+        return points
+    size = math.ceil(len(points) / (limit // 2))
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        finite = [p for p in stretch if _is_finite(p)] or list(stretch[:1])
+        extremes = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
+        kept += sorted(extremes)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The mapping from data to the drawing, and the axes."""
+
+    x_ticks: list[float]
+    y_ticks: list[float]
+    x_span: tuple[float, float]
+
+    @classmethod
+    def around(cls, points: Sequence[Point]) -> _Frame:
+        xs, ys = [p[0] for p in points], [p[1] for p in points]
+        low, high = min(ys), max(ys)
+        if high - low <= max(
+            1e-9 * max(abs(low), abs(high)), 1 / _LARGEST
+        ):  # a constant still needs an axis around it
+            room = abs(low) * 0.1 or 1.0
+            low, high = low - room, high + room
+        left, right = min(xs), max(xs)
+        if left == right:
+            left, right = left - 1.0, right + 1.0
+        inside = [x for x in ticks(left, right, 8) if left <= x <= right and x == int(x)]
+        return cls(inside, ticks(low, high), (left, right))
+
+    def x(self, value: float) -> float:
+        left, right = self.x_span
+        return _LEFT + (value - left) / (right - left) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def axes(self) -> str:
+        bottom = _HEIGHT - _BOTTOM
+        parts = []
+        for value in self.y_ticks:
+            y = self.y(value)
+            parts.append(
+                f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        parts += (
+            f'<text x="{self.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{short(value)}</text>'
+            for value in self.x_ticks
+        )
+        parts.append(
+            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end" class="muted">step</text>'
+        )
+        return "".join(parts)
+
+
+def _curve(frame: _Frame, series: Series, index: int) -> str:
+    points = thinned(series.points)
+    paths = "".join(
+        f'<polyline points="{" ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in run)}"/>'
+        for run in _unbroken(points)
+    )
+    finite = [p for p in points if _is_finite(p)]
+    radius = 3.5 if len(finite) <= _DOTS_UP_TO else 6
+    kind = (
+        "dot" if len(finite) <= _DOTS_UP_TO else "spot"
+    )  # spots are invisible and only carry the hover text
+    dots = "".join(
+        f'<circle class="{kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}">'
+        f"<title>{escape(series.name)}: {short(y, 6)} at step {x:g}</title></circle>"
+        for x, y in finite
+    )
+    return f'<g class="s{index % 6}">{paths}{dots}</g>'
+
+
+def _unbroken(points: Iterable[Point]) -> list[list[Point]]:
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if _is_finite(point):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if len(run) > 1]
+
+
+def _is_finite(point: Point) -> bool:
+    return abs(point[1]) < _LARGEST  # false for NaN
+
+
+def short(value: float, digits: int = 4) -> str:
+    """A number for people: `2,000`, `0.125`, `3e-05`."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{value}"
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    text = f"{value:.{digits}g}"
+    return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")

@@ -1,0 +1,68 @@
+"""`training.png`: the curves of a run as one picture, drawn by matplotlib where it is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from windlass.callbacks.charts import Point
+from windlass.callbacks.report_page import History, curve, evaluation_losses
+from windlass.core.optional import require
+
+_BLUE, _INK, _LINE = "#2a78d6", "#52514e", "#e1e0d9"
+_COLOURS = (_BLUE, "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
+
+
+def draw_training(history: History, path: Path, title: str) -> None:
+    """Write loss, learning rate and gradient norm over the step to `path` (PNG), in one move.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    # The object-oriented interface: pyplot would pick a window backend and keep figures alive.
+    figure = require("matplotlib.figure", "draw training.png").Figure(
+        figsize=(9, 6), dpi=120, layout="constrained"
+    )
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))
+    loss = figure.add_subplot(grid[0, :])
+    _line(loss, "training", curve(history, "loss"), _BLUE)
+    for colour, name in zip(_COLOURS[1:] * len(history), evaluation_losses(history), strict=False):
+        _line(loss, name, curve(history, name), colour)
+    _finish(loss, "Loss", legend=True)
+    for place, name, label in (
+        (grid[1, 0], "learning_rate", "Learning rate"),
+        (grid[1, 1], "grad_norm", "Gradient norm"),
+    ):
+        axes = figure.add_subplot(place)
+        _line(axes, name, curve(history, name), _BLUE)
+        _finish(axes, label, legend=False)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    partial = path.with_name(path.name + ".tmp")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def _line(axes: Any, name: str, points: list[Point], colour: str) -> None:
+    if points:
+        steps, values = zip(*points, strict=True)
+        axes.plot(
+            steps,
+            values,
+            color=colour,
+            linewidth=1.8,
+            label=name,
+            marker="o" if len(points) <= 40 else "",
+            ms=4,
+        )
+
+
+def _finish(axes: Any, label: str, *, legend: bool) -> None:
+    axes.set_title(label, loc="left", fontsize=10)
+    axes.set_xlabel("step", color=_INK)
+    axes.grid(axis="y", color=_LINE)
+    axes.tick_params(colors=_INK)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    if legend and len(axes.lines) > 1:
+        axes.legend(frameon=False)

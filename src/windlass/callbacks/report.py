@@ -1,0 +1,139 @@
+"""The report of a run: `report.html` while it goes on, `training.png` when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from windlass.callbacks.picture import draw_training
+from windlass.callbacks.report_page import render_report
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.optional import is_available, is_imported
+
+logger = get_logger(__name__)
+
+Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_SECRET = ("token", "password", "secret", "api_key")
+_PACKAGES = ("windlass", "torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors")
+
+
+class ReportCallback(TrainerCallback):
+    """Writes `report.html` into the output folder at each save and at the end, and `training.png` at the end.
+
+    On the main process only. A page that cannot be written is warned of and does not stop training.
+
+    Args:
+        output_dir: the run's folder.
+        facts: what the page tells beside the curves (see `report_page.render_report`), or a function that
+            gives it when the page is written. `title`, `status`, `arguments` and `environment` are found out
+            where they are not given.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], facts: Facts | None = None) -> None:
+        self.folder = Path(output_dir).expanduser()
+        self._facts = facts
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._write(args, state, f"running, step {state.global_step:,} of {state.max_steps:,}", picture=False)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        early = state.global_step < state.max_steps
+        status = f"stopped at step {state.global_step:,} of {state.max_steps:,}"
+        self._write(
+            args, state, status if early else f"finished after {state.global_step:,} steps", picture=True
+        )
+
+    def _write(self, args: Any, state: TrainerState, status: str, *, picture: bool) -> None:
+        if not state.is_world_process_zero:
+            return
+        given = self._facts() if callable(self._facts) else self._facts or {}
+        facts = {
+            "title": self.folder.name,
+            "status": status,
+            "arguments": changed_arguments(args),
+            "environment": environment(),
+            **given,
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(self.folder / "report.html", render_report(state.log_history, facts))
+            if picture:
+                self._draw(state, str(facts["title"]))
+        except OSError as error:
+            logger.warning(
+                "the report in %s could not be written, and training goes on: %s", self.folder, error
+            )
+
+    def _draw(self, state: TrainerState, title: str) -> None:
+        if is_available("matplotlib"):
+            draw_training(state.log_history, self.folder / "training.png", title)
+        else:
+            logger.info(
+                'No training.png: matplotlib is not installed (pip install "windlass[report]"). report.html has the curves.'
+            )
+
+
+def changed_arguments(args: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, without tokens and passwords.
+
+    Fields that have no default are always listed; an object that is no dataclass gives nothing.
+    """
+    if not dataclasses.is_dataclass(args):
+        return {}
+    changed = {}
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name, None)
+        is_secret = any(word in field.name for word in _SECRET)
+        if field.init and not field.name.startswith("_") and not is_secret and value != _default(field):
+            changed[field.name] = getattr(value, "value", value)
+    return changed
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices of this process."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "system": platform.platform(terse=True),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        **_accelerator(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _accelerator() -> dict[str, str]:
+    if not is_imported("torch"):
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"accelerator": "none (CPU)"}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"accelerator": ", ".join(names), "cuda": str(torch.version.cuda)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _replace(path: Path, text: str) -> None:
+    """Never leaves half a page behind."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
