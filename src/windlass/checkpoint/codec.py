@@ -1,0 +1,276 @@
+"""How a state becomes a file pair: `NAME.json` (the tree) and `NAME.safetensors` (its tensors, if any).
+
+JSON values stand for themselves. What JSON lacks is an object with one key that starts with `$`:
+
+    {"$tensor": "a/b"}                 the tensor of that name in the safetensors file; with "complex": true its last
+                                       axis holds real and imaginary parts
+    {"$array": "a/b"}                  the same as a numpy array; with "scalar": true a numpy scalar
+    {"$float": "nan" | "inf" | "-inf"}
+    {"$tuple": [...]}
+    {"$map": [[key, value], ...]}      a map with whole-number keys, or with a string key that starts with `$`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.tensor_file import TensorFile, check_tensor, nbytes, open_tensors, write_tensors
+from windlass.core.errors import CheckpointError
+from windlass.core.types import State
+
+MAX_DEPTH = 100
+MAX_INT_BITS = 8192  # Python refuses to parse much longer ones
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Split a state into a JSON tree and named tensors. The tensors are the state's own, not copies.
+
+    Raises:
+        CheckpointError: a value of a type that cannot be saved; its path and type are named.
+    """
+    encoder = _Encoder()
+    return encoder.value(state, ()), encoder.tensors
+
+
+def state_bytes(state: Any) -> int:
+    """How many bytes the tensors of a state take on disk."""
+    return sum(nbytes(tensor) for tensor in encode(state)[1].values())
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def value(self, value: Any, path: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if len(path) > MAX_DEPTH:
+            raise CheckpointError(
+                f"state {_show(path[:5])}... is nested more than {MAX_DEPTH} deep (a cycle?)"
+            )
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return self._int(value, path)
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if kind is list:
+            return self._items(value, path)
+        if kind is tuple:
+            return {"$tuple": self._items(value, path)}
+        if isinstance(value, dict):
+            return self._map(value, path)
+        if isinstance(value, Tensor):
+            return self._tensor("$tensor", value, path)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value, path)
+        raise _unsupported(path, kind)
+
+    def _items(self, values: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Any]:
+        return [
+            item if _is_plain(item) else self.value(item, (*path, str(i))) for i, item in enumerate(values)
+        ]
+
+    def _int(self, value: int, path: tuple[str, ...]) -> int:
+        if value.bit_length() > MAX_INT_BITS:
+            raise CheckpointError(
+                f"state {_show(path)} is a whole number of {value.bit_length()} bits; too long to save"
+            )
+        return value
+
+    def _map(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                kind = type(key).__name__
+                raise CheckpointError(
+                    f"state {_show(path)} has a key {key!r} of type {kind}; only str and int keys can be saved"
+                )
+        pairs = [
+            (key, item if _is_plain(item) else self.value(item, (*path, str(key))))
+            for key, item in value.items()
+        ]
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {"$map": [list(pair) for pair in pairs]}
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic, path: tuple[str, ...]) -> Any:
+        if (
+            value.dtype.kind not in "biufc"
+            or value.dtype.itemsize > 16
+            or value.dtype.name in ("float128", "longdouble")
+        ):
+            raise CheckpointError(
+                f"state {_show(path)} is a numpy value of dtype {value.dtype}; it cannot be saved"
+            )
+        array = np.array(
+            value, dtype=value.dtype.newbyteorder("="), order="C"
+        )  # torch knows native bytes only
+        tree = self._tensor("$array", torch.from_numpy(array), path)
+        return tree | {"scalar": True} if isinstance(value, np.generic) else tree
+
+    def _tensor(self, tag: str, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        if tensor.is_complex():
+            tensor, tree = torch.view_as_real(tensor.detach().resolve_conj()), {"complex": True}
+        check_tensor(tensor, f"state {_show(path)}")
+        name = stem = "/".join(path) or "value"
+        count = 1
+        while name in self.tensors:  # two paths may spell the same name: a -> "b/c" and a -> b -> c
+            count += 1
+            name = f"{stem}#{count}"
+        self.tensors[name] = tensor
+        return {tag: name} | tree
+
+
+def _is_plain(value: Any) -> bool:
+    """What stands for itself; told apart early, because a state may hold a hundred thousand numbers and a path costs time."""
+    kind = type(value)
+    if kind is float:
+        return math.isfinite(value)
+    return kind is str or kind is bool or value is None or (kind is int and -(1 << 63) <= value < 1 << 63)
+
+
+def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
+    """Rebuild what `encode` split. Each tensor is read once, when its place in the tree is reached.
+
+    Raises:
+        CheckpointError: the tree holds something `encode` never writes.
+    """
+    return _Decoder(tensors).value(tree, ())
+
+
+class _Decoder:
+    def __init__(self, tensors: TensorFile | dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._taken: set[str] = set()
+
+    def value(self, tree: Any, path: tuple[str, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise CheckpointError(f"state is nested more than {MAX_DEPTH} deep")
+        if isinstance(tree, list):
+            return [self.value(item, (*path, str(i))) for i, item in enumerate(tree)]
+        if not isinstance(tree, dict):
+            return tree
+        tag = next((key for key in tree if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.value(item, (*path, key)) for key, item in tree.items()}
+        try:
+            return self._tagged(tag, tree, path)
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"state {_show(path)} is malformed: {tag} with {type(tree[tag]).__name__}"
+            ) from None
+
+    def _tagged(self, tag: str, tree: dict[str, Any], path: tuple[str, ...]) -> Any:
+        content = tree[tag]
+        if tag == "$float":
+            return _FLOATS[content]
+        if tag == "$tuple" and isinstance(content, list):
+            return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(content))
+        if tag == "$map" and isinstance(content, list):
+            return self._map(content, path)
+        if tag == "$tensor":
+            return self._tensor(content, tree, path)
+        if tag == "$array":
+            array = self._tensor(content, tree, path).numpy()
+            return array[()] if tree.get("scalar") else array
+        raise CheckpointError(f"state {_show(path)} has the unknown tag {tag[:40]!r}")
+
+    def _map(self, pairs: list[Any], path: tuple[str, ...]) -> dict[Any, Any]:
+        if not all(type(key) is str or type(key) is int for key, _ in pairs):
+            raise CheckpointError(f"state {_show(path)} is a map with keys that are neither str nor int")
+        return {key: self.value(item, (*path, str(key))) for key, item in pairs}
+
+    def _tensor(self, name: Any, tree: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+        if not isinstance(name, str) or name not in self._tensors:
+            raise CheckpointError(
+                f"state {_show(path)} refers to tensor {str(name)[:100]!r}, which is not in the file"
+            )
+        if name in self._taken:  # never written so; read so, a small file could fill the memory
+            raise CheckpointError(f"state {_show(path)} refers to tensor {name[:100]!r} a second time")
+        self._taken.add(name)
+        tensor = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.read(name)
+        return torch.view_as_complex(tensor) if tree.get("complex") else tensor
+
+
+def save_state(stem: Path, state: State, files: Files | None = None) -> dict[str, FileEntry]:
+    """Write `STEM.json` and, where there are tensors, `STEM.safetensors`. Returns size and hash by file
+    name.
+    """
+    files = files or Files()
+    tree, tensors = encode(state)
+    tree_path, tensor_path = _pair(stem)
+    written = {}
+    if tensors:
+        written[tensor_path.name] = write_tensors(tensor_path, tensors, files=files)
+    written[tree_path.name] = files.write(tree_path, [strict_json.dump(tree, tree_path.name)])
+    return written
+
+
+def load_state(stem: Path, files: Files | None = None) -> State:
+    """Read what `save_state` wrote; tensors come on the host, each in memory of its own.
+
+    Raises:
+        CheckpointError: a file is missing, no plain file, too large, or not what `save_state` writes; it is named.
+    """
+    files = files or Files()
+    tree_path, tensor_path = _pair(stem)
+    tree = strict_json.parse(files.read(tree_path, strict_json.MAX_JSON_BYTES), str(tree_path))
+    with _tensors_of(tree, tensor_path, files) as tensors:
+        try:
+            state = decode(tree, tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{tree_path}: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{tree_path} holds a {type(state).__name__}, not a map")
+    return state
+
+
+@contextmanager
+def _tensors_of(tree: Any, path: Path, files: Files) -> Iterator[TensorFile | dict[str, Tensor]]:
+    if not _mentions_tensors(tree):
+        yield {}
+        return
+    with open_tensors(path, files) as tensors:
+        yield tensors
+
+
+def _mentions_tensors(tree: Any) -> bool:
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack.extend(node)
+        elif isinstance(node, dict):
+            if "$tensor" in node or "$array" in node:
+                return True
+            stack.extend(node.values())
+    return False
+
+
+def _pair(stem: Path) -> tuple[Path, Path]:
+    # Not `with_suffix`, which would cut at a dot inside the name.
+    return stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".safetensors")
+
+
+def _show(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "(the whole)"
+
+
+def _unsupported(path: tuple[str, ...], kind: type) -> CheckpointError:
+    return CheckpointError(
+        f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; "
+        "tensors, numpy arrays, numbers, strings, booleans, None, lists, tuples and maps with str or int keys can"
+    )

@@ -1,0 +1,153 @@
+"""A checkpoint that is being written: one rank's view of the shared folder `tmp-checkpoint-N`.
+
+Its steps are apart (`open`, `write_state`, `seal`, `commit`, `drop`) and none of them talks to other ranks, so
+that whoever drives them (`Store.writing` today, a writer thread later) decides where the ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint import codec, strict_json
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, listing, manifest_bytes
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+from windlass.core.types import State
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_RANK_FILE = re.compile(r"rank-(\d{5,})\..*")
+_logger = get_logger(__name__)
+
+
+def rank_stem(rank: int) -> str:
+    """Name of a rank's own file pair, without its ending."""
+    return f"rank-{rank:05d}"
+
+
+class Draft:
+    """Written by all ranks into one folder; committed by rank 0 with a single rename."""
+
+    def __init__(
+        self, target: Path, step: int, meta: Mapping[str, Any], rank: int, world: int, files: Files
+    ) -> None:
+        self.target = target
+        self.folder = target.with_name("tmp-" + target.name)
+        self.step, self.meta = step, meta
+        self._rank, self._world, self._files = rank, world, files
+        self._written: dict[str, FileEntry] = {}
+
+    def open(self) -> None:
+        """Rank 0: make the folder, empty."""
+        if self.folder.exists() or self.folder.is_symlink():
+            self._files.remove_tree(self.folder)
+        self._files.make_folder(self.folder)
+
+    def write_state(self, name: str, state: State) -> None:
+        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). Rank 0 alone writes those.
+
+        Raises:
+            CheckpointError: the name is reserved or used already, or the state holds a type that cannot be
+                saved.
+        """
+        if not _NAME.fullmatch(name) or name.startswith("rank-") or name == "manifest":
+            raise CheckpointError(
+                f"{name!r} cannot name a part of a checkpoint: letters, digits, _ . - only, no 'rank-', no 'manifest'"
+            )
+        if f"{name}.json" in self._written:
+            raise CheckpointError(f"part {name!r} was written already")
+        self._written |= codec.save_state(self.folder / name, state, self._files)
+
+    def write_rank_state(self, state: State) -> None:
+        """This rank's own part, as `rank-RRRRR.json` (and `.safetensors`)."""
+        self._written |= codec.save_state(self.folder / rank_stem(self._rank), state, self._files)
+
+    def seal(self) -> None:
+        """Make all this rank wrote durable and known: rank 0 hashes what others' code put into the folder,
+        other ranks leave their list of files for it."""
+        if self._rank == 0:
+            self._adopt(self.folder, "")
+        else:
+            listing = {
+                name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self._written.items()
+            }
+            path = self.folder / f"{rank_stem(self._rank)}.files.json"
+            self._files.write(path, [strict_json.dump(listing(self._written), path.name)])
+        self._files.sync_folder(self.folder)
+
+    def _adopt(self, folder: Path, prefix: str) -> None:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            path = folder / entry.name
+            if entry.is_symlink():
+                raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds plain files only")
+            if entry.is_dir():
+                self._adopt(path, name + "/")
+                self._files.sync_folder(path)
+            elif name == MANIFEST_NAME:
+                raise CheckpointError(f"{path} was written by other code; that name is the checkpoint's own")
+            elif name not in self._written and not _RANK_FILE.fullmatch(name):
+                self._files.sync_file(path)
+                self._written[name] = self._files.digest(path)
+
+    def commit(self) -> None:
+        """Rank 0, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist."""
+        entries = self._written | self._entries_of_others()
+        manifest = self.folder / MANIFEST_NAME
+        self._files.write(manifest, [manifest_bytes(self.step, self._world, entries, self.meta)])
+        self._files.sync_folder(self.folder)
+        replaced = set_aside(self.target, self._files)
+        try:
+            self._files.rename(self.folder, self.target)
+        except OSError:
+            if replaced is not None:
+                self._files.rename(replaced, self.target)
+            raise
+        self._files.sync_folder(self.target.parent)
+
+    def _entries_of_others(self) -> dict[str, FileEntry]:
+        entries: dict[str, FileEntry] = {}
+        for rank in range(1, self._world):
+            path = self.folder / f"{rank_stem(rank)}.files.json"
+            listed = strict_json.parse(self._files.read(path, MAX_MANIFEST_BYTES), str(path))
+            entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
+            self._files.remove_file(path)
+        return entries
+
+    def drop(self) -> None:
+        """Rank 0: remove the folder. What cannot be removed is left for the next save to clear."""
+        if self.folder.exists():
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(self.folder)
+
+
+def set_aside(target: Path, files: Files) -> Path | None:
+    """Move what already lies at `target` out of the way of a rename; gives its new place, or None where there
+    was nothing.
+
+    A whole checkpoint becomes `replaced-checkpoint-N`, which still counts as one until its successor stands:
+    there is no instant without a whole checkpoint. A folder without a manifest is somebody else's: it is moved
+    to `checkpoint-N.aside` and kept.
+    """
+    if not target.exists() and not target.is_symlink():
+        return None
+    if (target / MANIFEST_NAME).is_file() and not target.is_symlink():
+        place = target.with_name("replaced-" + target.name)
+        if place.exists():  # superseded by what lies at `target`, and could not be removed then
+            files.remove_tree(place)
+    else:
+        place = next(p for p in _aside_names(target) if not p.exists() and not p.is_symlink())
+        _logger.warning(
+            "%s is no checkpoint of Windlass (it has no manifest): moved to %s", target, place.name
+        )
+    files.rename(target, place)
+    return place
+
+
+def _aside_names(target: Path) -> list[Path]:
+    return [target.with_name(f"{target.name}.aside{number or ''}") for number in range(1000)]

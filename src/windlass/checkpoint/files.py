@@ -1,0 +1,212 @@
+"""Every file operation of checkpointing, in one small object.
+
+Tests replace it to fail, to write short or to end the process at the n-th operation; nothing else in this
+package touches the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from windlass.core.errors import CheckpointError
+
+CHUNK = 1 << 24  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
+# A disk (or a share) that is full or failing: it costs one checkpoint, not the run.
+DISK_ERRNOS = frozenset(
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EFBIG", "EROFS", "ESTALE", "EREMOTEIO")
+    if hasattr(errno, name)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a manifest says of one file: its size in bytes and its SHA-256 in lower-case hex."""
+
+    size: int
+    sha256: str
+
+
+def is_disk_failure(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is a full or failing disk.
+
+    Libraries written in Rust (safetensors, tokenizers) turn the number into text: "... (os error 28)".
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+            return True
+        if any(f"(os error {number})" in str(error) for number in DISK_ERRNOS):
+            return True
+        error = error.__cause__
+    return False
+
+
+class Files:
+    """The disk. Raises `OSError` as the system gives it; reading raises `CheckpointError` for what is not a
+    plain file.
+    """
+
+    def before(self, operation: str, path: Path) -> None:
+        """Called before each operation that changes the disk: the seam where tests put faults."""
+
+    # --- writing
+
+    def ensure_folder(self, path: Path) -> None:
+        if not path.is_dir():
+            self.before("ensure_folder", path)
+            path.mkdir(parents=True, exist_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that must not exist yet."""
+        self.before("make_folder", path)
+        path.mkdir()
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+        """Write a new file and fsync it. The hash is taken from the bytes as they pass."""
+        self.before("create", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY
+        descriptor = os.open(path, flags, 0o666)
+        digest, size = hashlib.sha256(), 0
+        try:
+            for piece in _pieces(chunks):
+                self.before("write", path)
+                digest.update(piece)
+                self._write_all(descriptor, piece)
+                size += len(piece)
+            self.before("fsync", path)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return FileEntry(size, digest.hexdigest())
+
+    def _write_all(self, descriptor: int, piece: memoryview) -> None:
+        while len(piece):
+            written = self.write_some(descriptor, piece)
+            if written <= 0:
+                raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
+            piece = piece[written:]
+
+    def write_some(self, descriptor: int, piece: memoryview) -> int:
+        """One system call; it may take fewer bytes than offered."""
+        return os.write(descriptor, piece)
+
+    def sync_file(self, path: Path) -> None:
+        """fsync a file that somebody else wrote."""
+        self.before("fsync", path)
+        # Windows refuses to flush a descriptor opened for reading only.
+        mode = os.O_RDWR if os.name == "nt" else os.O_RDONLY
+        descriptor = os.open(path, mode | _NO_FOLLOW)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make names in `path` durable: without it a power cut may undo a rename that was seen to work."""
+        self.before("fsync_folder", path)
+        if os.name == "nt":
+            return  # no handle to a folder there
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems have no fsync for folders: their renames are durable or nothing can be
+            # done.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.before("rename", source)
+        os.rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        self.before("remove", path)
+        os.unlink(path)
+
+    def remove_tree(self, folder: Path) -> None:
+        """Remove a folder and all in it; a symbolic link is removed, never followed."""
+        if folder.is_symlink():
+            self.remove_file(folder)
+            return
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                self.remove_tree(entry)
+            else:
+                self.remove_file(entry)
+        self.before("remove_folder", folder)
+        os.rmdir(folder)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that may still be written under `path`."""
+        return shutil.disk_usage(path).free
+
+    # --- reading
+
+    @contextlib.contextmanager
+    def reading(self, path: Path) -> Iterator[FileIO]:
+        """Open a plain file: no symbolic link, no pipe, no device.
+
+        Raises:
+            CheckpointError: it is missing or not a plain file.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _BINARY | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a symbolic link; a checkpoint holds plain files only"
+                ) from error
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise CheckpointError(f"{path} is missing") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        with FileIO(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{path} is not a plain file")
+            yield file
+
+    def read(self, path: Path, limit: int) -> bytes:
+        """A whole file of at most `limit` bytes.
+
+        Raises:
+            CheckpointError: it is missing, not a plain file, or larger.
+        """
+        with self.reading(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise CheckpointError(f"{path} has {size:,} bytes; at most {limit:,} are read of such a file")
+            data = bytearray()
+            while len(data) <= limit and (piece := file.read(CHUNK)):
+                data += piece
+        if len(data) > limit:
+            raise CheckpointError(f"{path} grew while it was read")
+        return bytes(data)
+
+    def digest(self, path: Path) -> FileEntry:
+        """Size and SHA-256 of a plain file, in constant memory."""
+        with self.reading(path) as file:
+            digest, size = hashlib.sha256(), 0
+            buffer = memoryview(bytearray(1 << 20))
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
+        return FileEntry(size, digest.hexdigest())
+
+
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]

@@ -1,0 +1,195 @@
+"""Saving and loading whole checkpoints: the surface that training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windlass.checkpoint import codec
+from windlass.checkpoint.draft import rank_stem
+from windlass.checkpoint.files import Files, is_disk_failure
+from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.retention import prune
+from windlass.checkpoint.store import SaveDropped, Store
+from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+from windlass.core.types import State
+
+_MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
+_logger = get_logger(__name__)
+
+
+class Checkpoint:
+    """A verified checkpoint. A part that is not there is an error, never an empty state."""
+
+    def __init__(self, info: CheckpointInfo, files: Files) -> None:
+        self.info = info
+        self._files = files
+        self._ranks: dict[int, State] = {}
+
+    @property
+    def folder(self) -> Path:
+        return self.info.path
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done when it was saved."""
+        return self.info.step
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self.info.meta
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that wrote it."""
+        return self.info.world_size
+
+    def has(self, name: str) -> bool:
+        """Whether the shared part `name` was saved."""
+        return f"{name}.json" in self.info.files
+
+    def shared(self, name: str) -> State:
+        """The shared part `name`, as it was given to `save`; tensors on the host.
+
+        Raises:
+            CheckpointError: it was not saved.
+        """
+        return self._load(name, f"part {name!r}")
+
+    def per_rank(self, name: str, rank: int) -> State:
+        """Rank `rank`'s part `name`.
+
+        Raises:
+            CheckpointError: it was not saved, or there was no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise CheckpointError(
+                f"{self.folder} was saved by {self.world_size} rank(s); it has nothing of rank {rank}"
+            )
+        if rank not in self._ranks:
+            self._ranks[rank] = self._load(rank_stem(rank), f"the part of rank {rank}")
+        parts = self._ranks[rank]
+        if name not in parts:
+            raise CheckpointError(
+                f"{self.folder} has no part {name!r} of rank {rank}; it has: {', '.join(parts) or 'none'}"
+            )
+        part: State = parts[name]
+        return part
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`).
+
+        Raises:
+            CheckpointError: none were saved, or they do not fit.
+        """
+        if WEIGHTS_NAME not in self.info.files:
+            raise CheckpointError(f"{self.folder} has no weights ({WEIGHTS_NAME} is not in its manifest)")
+        load_weights(self.folder, model, files=self._files)
+
+    def _load(self, stem: str, what: str) -> State:
+        if f"{stem}.json" not in self.info.files:
+            raise CheckpointError(f"{self.folder} has no {what} ({stem}.json is not in its manifest)")
+        return codec.load_state(self.folder / stem, self._files)
+
+
+class CheckpointManager:
+    """Saves, retains and loads. Every rank calls `save` with the same step.
+
+    Args:
+        total_limit: how many checkpoints stay (None: all); best and last always do.
+    """
+
+    def __init__(self, store: Store, total_limit: int | None = None) -> None:
+        self.store = store
+        self.total_limit = total_limit
+
+    def save(
+        self,
+        step: int,
+        *,
+        shared: Mapping[str, State],
+        per_rank: Mapping[str, State],
+        write_model: Callable[[Path], None] | None,
+        meta: Mapping[str, Any],
+        best: Path | str | None = None,
+        model_bytes: int = 0,
+    ) -> Path | None:
+        """Save checkpoint `step` and let retention act. Gives its folder, or None where the disk was full or
+        failing: that costs this checkpoint and a loud warning, earlier ones stand and training goes on.
+
+        Args:
+            shared: parts that rank 0 writes; other ranks' are ignored.
+            per_rank: parts that every rank writes for itself.
+            write_model: rank 0 calls it with the folder; it may put any plain files there (weights, config,
+            tokenizer). meta: plain values for the manifest (best metric, ...).
+            best: folder of the best checkpoint so far, which retention spares.
+            model_bytes: what `write_model` will write, for the check of free space.
+
+        Raises:
+            CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the
+            disk). OSError: the folder cannot be written for another reason than a full or failing disk.
+        """
+        try:
+            self._write(step, shared, per_rank, write_model, meta, model_bytes)
+        except Exception as error:
+            if not (is_disk_failure(error) or isinstance(error, SaveDropped)):
+                raise
+            self._warn(step, error)
+            return None
+        path = self.store.path_for(step)
+        if self.store.rank == 0:
+            self._prune([path] if best is None else [path, Path(best)])
+        self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
+        return path
+
+    def _write(
+        self,
+        step: int,
+        shared: Mapping[str, State],
+        per_rank: Mapping[str, State],
+        write_model: Callable[[Path], None] | None,
+        meta: Mapping[str, Any],
+        model_bytes: int,
+    ) -> None:
+        own = codec.state_bytes(dict(per_rank)) * self.store.world
+        needed = model_bytes + own + sum(codec.state_bytes(state) for state in shared.values()) + _MARGIN
+        with self.store.writing(step, meta, needed=needed) as draft:
+            if self.store.rank == 0:
+                for name, state in shared.items():
+                    draft.write_state(name, state)
+                if write_model is not None:
+                    write_model(draft.folder)
+            draft.write_rank_state(dict(per_rank))
+
+    def _warn(self, step: int, error: Exception) -> None:
+        if isinstance(error, SaveDropped) and self.store.rank != 0:
+            return  # the rank that failed and rank 0 say it; a thousand others need not
+        last = self.store.list()
+        standing = f"{last[-1].path} is still whole" if last else "there is no earlier one"
+        _logger.error(
+            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s. Training goes on; %s. Make room in %s before the next save.",
+            step, self.store.rank, error, standing, self.store.root,
+        )  # fmt: skip
+
+    def _prune(self, protected: list[Path]) -> None:
+        try:
+            prune(self.store, self.total_limit, protected)
+        except OSError as error:
+            _logger.warning("An old checkpoint in %s could not be removed: %s", self.store.root, error)
+
+    def load(self, path: Path | str) -> Checkpoint:
+        """Open exactly the checkpoint at `path`, every byte of it verified. Not collective: any rank may call
+        it alone.
+
+        Raises:
+            CheckpointError: it is not there, or not whole; the file and what is wrong are named.
+        """
+        return Checkpoint(self.store.verify(path), self.store.files)
+
+    def poll(self) -> None:
+        """Once per step: lets background work make progress. Saving is synchronous, so there is none."""

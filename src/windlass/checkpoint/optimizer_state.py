@@ -1,0 +1,184 @@
+"""An optimizer's state by parameter *name*, so that it survives another order of parameters and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.names import canonical_names, shorten
+from windlass.core.errors import CheckpointError
+from windlass.core.types import State
+
+# How an update is computed, not what it computes: these stay as this machine's optimizer has them.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+    """The state of `optimizer` under canonical parameter names.
+
+    Returns:
+        `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
+        a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not copies.
+
+    Raises:
+        CheckpointError: the optimizer updates a parameter that the model does not have.
+    """
+    names = _names_of(optimizer, model)
+    groups = [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        }
+        for group in optimizer.param_groups
+    ]
+    parameters = list(_parameters(optimizer))
+    return {
+        "shapes": {names[id(parameter)]: list(parameter.shape) for parameter in parameters},
+        "state": {names[id(p)]: dict(optimizer.state[p]) for p in parameters if optimizer.state.get(p)},
+        "groups": groups,
+    }
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
+    """Put `state` back into `optimizer`, in place: the object, its parameters and tensors of equal shape keep
+    their identity.
+
+    Tensors come onto their parameter's device and keep their saved dtype. Options of a group (learning rate,
+    betas, ...) are the saved ones, but for those that choose an implementation (`fused`, `foreach`, ...).
+    Everything is checked before anything is written.
+
+    Raises:
+        CheckpointError: parameters missing or unexpected, shapes or groups that differ; they are named.
+    """
+    names = _names_of(optimizer, model)
+    by_name = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
+    _check_shapes(by_name, state)
+    _check_state(state)
+    options = _match_groups(optimizer, names, state)
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        for key, value in saved.items():
+            if key not in _IMPLEMENTATION:
+                group[key] = _placed(value, group.get(key), None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    """id of each of the optimizer's parameters -> its canonical name (the first one, where it is tied)."""
+    named = dict(model.named_parameters())
+    short = canonical_names(named)
+    names = {id(parameter): short[name] for name, parameter in named.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer's parameter {position} of group {index} (shape {list(parameter.shape)}) is not one "
+                    "of the model's parameters, so a checkpoint cannot hold it; make it part of the model"
+                )
+    return names
+
+
+def _check_shapes(by_name: dict[str, Tensor], state: State) -> None:
+    try:
+        saved = {name: list(shape) for name, shape in state["shapes"].items()}
+    except (KeyError, AttributeError, TypeError):
+        raise CheckpointError(
+            "the optimizer state is not one that Windlass saved (no map of shapes)"
+        ) from None
+    missing = [name for name in by_name if name not in saved]
+    unexpected = [name for name in saved if name not in by_name]
+    wrong = [
+        f"{name} is {saved[name]} in the checkpoint and {list(parameter.shape)} in the model"
+        for name, parameter in by_name.items()
+        if name in saved and saved[name] != list(parameter.shape)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} parameters have none in the checkpoint: {shorten(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} saved ones are not trained here: {shorten(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} have another shape: {shorten(wrong)}")
+    if problems:
+        raise CheckpointError("the optimizer state does not fit this model: " + "; ".join(problems))
+
+
+def _check_state(state: State) -> None:
+    entries, shapes = state.get("state"), state["shapes"]
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise CheckpointError("the optimizer state is malformed: `state` is not a map of maps")
+    stray = [name for name in entries if name not in shapes]
+    if stray:
+        raise CheckpointError(f"the optimizer state is malformed: no shape is given for {shorten(stray)}")
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], state: State
+) -> list[dict[str, Any]]:
+    """The saved options for each of the optimizer's groups, matched by their set of names."""
+    try:
+        saved = {frozenset(group["names"]): dict(group["options"]) for group in state["groups"]}
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            "the optimizer state is malformed: a group lacks its names or options"
+        ) from None
+    options = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = frozenset(names[id(parameter)] for parameter in group["params"])
+        if members not in saved:
+            moved = sorted(members - max(saved, key=lambda other: len(members & other), default=frozenset()))
+            raise CheckpointError(
+                f"group {index} of the optimizer holds other parameters than any group in the checkpoint "
+                f"({shorten(moved) or 'some left it'}); build the groups as they were when it was saved"
+            )
+        options.append(saved[members])
+    return options
+
+
+def _load_parameter(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, saved: dict[str, Any] | None
+) -> None:
+    if saved is None:
+        optimizer.state.pop(parameter, None)  # never updated when it was saved: it starts as it did then
+        return
+    live = optimizer.state[parameter]
+    values = {
+        key: _placed(value, live.get(key), _device_for(group, parameter, key, value))
+        for key, value in saved.items()
+    }
+    live.clear()
+    live.update(values)
+
+
+def _device_for(group: dict[str, Any], parameter: Tensor, key: str, value: Any) -> torch.device | None:
+    """`step` counters stay on the host (None) unless the kernel reads them on the device: torch's own rule."""
+    is_counter = key == "step" and isinstance(value, Tensor) and value.ndim == 0
+    if is_counter and not (group.get("fused") or group.get("capturable")):
+        return None
+    return parameter.device
+
+
+def _placed(value: Any, live: Any, device: torch.device | None) -> Any:
+    """`value` where it belongs: in the live tensor if that has its shape and dtype, else on `device` (None: as
+    it came).
+    """
+    if isinstance(value, Tensor):
+        if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
+            with torch.no_grad():
+                return live.copy_(value)
+        return value.clone() if device is None else value.to(device, copy=True)
+    if isinstance(value, dict):
+        known = live if isinstance(live, dict) else {}
+        return {key: _placed(item, known.get(key), device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, None, device) for item in value)
+    return value

@@ -1,0 +1,234 @@
+"""The folder of checkpoints: which are whole, and how a new one is committed.
+
+Commit protocol (`docs/checkpoints.md` has the layout): every rank writes and fsyncs its files in
+`tmp-checkpoint-N`; the ranks vote; rank 0 writes the manifest with every file's size and hash, fsyncs, renames
+the folder to `checkpoint-N` and fsyncs the parent. Before the rename the new checkpoint does not exist, after
+it it is whole; an older one is removed only later, by retention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_content, read_manifest
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+
+_FOLDER = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
+_LEFTOVER = re.compile(r"tmp-(?:removed-)?(?:replaced-)?checkpoint-\d{1,18}")
+_logger = get_logger(__name__)
+# `Store.list` hides the built-in name inside its class.
+_Infos = list[CheckpointInfo]
+_Paths = list[Path]
+_Skipped = list[tuple[Path, str]]  # where, and why it is not whole
+
+
+class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
+    """A checkpoint was given up because another rank could not write its part."""
+
+
+class Store:
+    """The checkpoints of one run, in `root`.
+
+    Args:
+        rank, world: this process's place; all ranks see the same folder.
+        vote: collective; True if it was called with True on every rank. Doubles as a barrier.
+        barrier: collective; returns when every rank has called it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        vote: Callable[[bool], bool] = lambda ok: ok,
+        barrier: Callable[[], None] = lambda: None,
+        files: Files | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self.rank, self.world = rank, world
+        self.vote, self.barrier = vote, barrier
+        self.files = files or Files()
+
+    # --- looking
+
+    def path_for(self, step: int) -> Path:
+        return self.root / f"checkpoint-{step}"
+
+    def list(self) -> _Infos:
+        """The committed checkpoints (readable manifest; content not checked), ordered by step."""
+        found = []
+        for path in self._candidates():
+            with contextlib.suppress(CheckpointError, OSError):
+                found.append(self._read(path))
+        return sorted(found, key=lambda info: info.step)
+
+    def _candidates(self) -> _Paths:
+        """Folders that may be checkpoints, in order of the step in their names."""
+        if not self.root.is_dir():
+            return []
+        numbered = []
+        for path in self.root.iterdir():
+            match = _FOLDER.fullmatch(path.name)
+            if match and path.is_dir() and not self._is_superseded(path):
+                numbered.append((int(match[1]), path))
+        return [path for _, path in sorted(numbered)]
+
+    def _is_superseded(self, path: Path) -> bool:
+        """A replaced checkpoint counts only while its successor is not there."""
+        successor = path.with_name(path.name.removeprefix("replaced-"))
+        return successor != path and (successor / MANIFEST_NAME).is_file()
+
+    def _read(self, path: Path) -> CheckpointInfo:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link")
+        info = read_manifest(path, self.files)
+        match = _FOLDER.fullmatch(path.name)
+        if match and int(match[1]) != info.step:
+            raise CheckpointError(f"its manifest is of step {info.step}")
+        return info
+
+    def verify(self, path: Path | str) -> CheckpointInfo:
+        """Check every byte of the checkpoint at `path`.
+
+        Raises:
+            CheckpointError: "Can't find a valid checkpoint at PATH", with the file and what is wrong with it.
+        """
+        path = Path(path)
+        try:
+            if not path.is_dir():
+                raise CheckpointError("there is no such folder")
+            info = self._read(path)
+            check_content(info, self.files)
+        except CheckpointError as error:
+            raise CheckpointError(f"Can't find a valid checkpoint at {path}: {error}") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {path}: it cannot be read ({error})"
+            ) from error
+        return info
+
+    def newest_verified(self) -> tuple[Path | None, _Skipped]:
+        """The checkpoint of the highest step that passes `verify` (None if none does), and the newer ones with
+        why they do not.
+        """
+        skipped: _Skipped = []
+        for path in reversed(self._candidates()):
+            try:
+                return self.verify(path).path, skipped
+            except CheckpointError as error:
+                skipped.append((path, str(error)))
+        return None, skipped
+
+    def resume_path(self, which: Literal[True] | str | Path) -> Path:
+        """What `resume_from_checkpoint` means: True takes the newest verified one and warns of newer ones it
+        skips; a path takes exactly that.
+
+        Raises:
+            CheckpointError: "No valid checkpoint found in output directory (PATH)", or the one of `verify`.
+        """
+        if which is not True:
+            return self.verify(Path(which)).path
+        path, skipped = self.newest_verified()
+        reasons = "".join(f"\n  - {why}" for _, why in skipped)
+        if path is None:
+            raise CheckpointError(f"No valid checkpoint found in output directory ({self.root}){reasons}")
+        if skipped:
+            _logger.warning("Resuming from %s; newer folders were skipped:%s", path, reasons)
+        return path
+
+    # --- writing
+
+    @contextlib.contextmanager
+    def writing(self, step: int, meta: Mapping[str, Any], *, needed: int = 0) -> Iterator[Draft]:
+        """Write checkpoint `step`: every rank enters, writes its parts into the draft, and leaves; then it is
+        committed.
+
+        Args:
+            meta: plain values kept in the manifest.
+            needed: bytes the whole checkpoint takes; more than the disk has free fails before anything is written.
+
+        Raises:
+            SaveDropped: another rank failed. Whatever failed on this rank is raised as it is. Either way the draft
+                is dropped on every rank and all earlier checkpoints stand.
+        """
+        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files)
+        try:
+            with self._agreed(step):
+                if self.rank == 0:
+                    self._prepare(needed)
+                    draft.open()
+            with self._agreed(step):
+                yield draft
+                draft.seal()
+            with self._agreed(step):
+                if self.rank == 0:
+                    draft.commit()
+        except BaseException:
+            if self.rank == 0:
+                draft.drop()
+            raise
+        if self.rank == 0:
+            self._remove_leftovers()
+
+    @contextlib.contextmanager
+    def _agreed(self, step: int) -> Iterator[None]:
+        """Run the body on every rank and go on only if it worked on all. An interrupt is not voted on: the
+        process is ending.
+        """
+        try:
+            yield
+        except Exception:
+            self.vote(False)
+            raise
+        if not self.vote(True):
+            raise SaveDropped(f"checkpoint-{step} was dropped: another rank could not write its part")
+
+    def _prepare(self, needed: int) -> None:
+        self.files.ensure_folder(self.root)
+        self._recover()
+        self._remove_leftovers()
+        free = self.files.free_bytes(self.root)
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC, f"the checkpoint needs {needed:,} bytes and {free:,} are free", str(self.root)
+            )
+
+    def _recover(self) -> None:
+        """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name
+        back.
+        """
+        for path in self._candidates():
+            if path.name.startswith("replaced-"):
+                target = path.with_name(path.name.removeprefix("replaced-"))
+                if not target.exists():
+                    self.files.rename(path, target)
+                    self.files.sync_folder(self.root)
+
+    def _remove_leftovers(self) -> None:
+        """Rank 0: remove what cut-off saves and removals left. It matters to nobody, so a failure is no
+        failure.
+        """
+        with contextlib.suppress(OSError):
+            for path in sorted(self.root.iterdir()):
+                superseded = path.name.startswith("replaced-") and self._is_superseded(path)
+                if superseded or _LEFTOVER.fullmatch(path.name):
+                    self.remove(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder such that no instant shows it half removed under its own name."""
+        if not _LEFTOVER.fullmatch(path.name):
+            doomed = path.with_name("tmp-removed-" + path.name)
+            if doomed.exists():
+                self.files.remove_tree(doomed)
+            self.files.rename(path, doomed)
+            path = doomed
+        self.files.remove_tree(path)

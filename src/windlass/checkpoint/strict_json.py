@@ -1,0 +1,59 @@
+"""JSON as checkpoints use it: ASCII bytes, no NaN, no key twice, bounded depth; anything odd is a
+`CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from windlass.core.errors import CheckpointError
+
+MAX_JSON_BYTES = 1 << 27  # written and read: one small object costs some 20 times its text in memory
+
+
+def dump(tree: Any, what: str) -> bytes:
+    """The bytes of `tree`, a map with each of its keys on a line of its own. `what` names it in errors.
+
+    Raises:
+        CheckpointError: it is larger than a reader would accept.
+    """
+    text = _lines(tree) if isinstance(tree, dict) else json.dumps(tree, allow_nan=False)
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} would be {len(text):,} bytes of JSON; at most {MAX_JSON_BYTES:,} are written"
+        )
+    return text.encode("ascii") + b"\n"
+
+
+def _lines(tree: dict[str, Any]) -> str:
+    """Readable where a person looks, and without `indent`, which costs ten times as long on a large tree."""
+    items = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in tree.items()]
+    return "{\n" + ",\n".join(items) + "\n}"
+
+
+def parse(data: bytes, what: str) -> Any:
+    """The value in `data`. `what` names the file in errors.
+
+    Raises:
+        CheckpointError: it is not strict JSON.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply") from None
+    except (
+        ValueError
+    ) as error:  # also UnicodeDecodeError, JSONDecodeError and numbers with absurdly many digits
+        raise CheckpointError(f"{what} is not valid JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,207 @@
+"""Reading and writing safetensors files, tensor by tensor.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
+`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}`, then the tensors' bytes,
+which the offsets tile without holes. Written here rather than by the package so that every byte passes through
+`Files` (hashed on its way, faults injected in tests) and never more than one tensor is copied to host memory;
+both directions are tested against the package.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.core.errors import CheckpointError
+
+MAX_HEADER_BYTES = 1 << 25  # some 250,000 tensors; a larger header is an attack or a broken file
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """Refuse by name what this format cannot hold.
+
+    Raises:
+        CheckpointError: sparse, quantised, sharded (DTensor), on the meta device, or of a dtype without a code.
+    """
+    if type(tensor).__name__ == "DTensor":
+        raise CheckpointError(f"{what} is a DTensor; gather it (`full_tensor()`) before it is saved")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{what} is a {tensor.layout} tensor; only plain dense tensors can be saved")
+    if tensor.is_meta:
+        raise CheckpointError(f"{what} is on the meta device: it has no data to save")
+    if tensor.dtype not in CODES:
+        raise CheckpointError(f"{what} has dtype {tensor.dtype}, which safetensors cannot hold")
+
+
+def _bytes_of(host: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, as it is."""
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, files: Files
+) -> FileEntry:
+    """Write a safetensors file. Tensors may lie on any device and have any strides; each is copied to the host
+    in its turn.
+
+    Raises:
+        CheckpointError: a tensor cannot be held (see `check_tensor`).
+    """
+    for name, tensor in tensors.items():
+        check_tensor(tensor, f"{path.name}: {name}")
+    # Wide types first, as the package does it: every tensor is aligned to its own element size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header = _header(order, tensors, metadata)
+    return files.write(path, _chunks(header, order, tensors))
+
+
+def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name in order:
+        tensor = tensors[name]
+        end = begin + nbytes(tensor)
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = strict_json.dump(header, "the header of a safetensors file").rstrip()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{len(tensors):,} tensors are too many for one safetensors file")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(header: bytes, order: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for name in order:
+        host = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        yield _bytes_of(host)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """An open safetensors file, its header checked in full before anything is allocated."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file = path, file
+        size = os.fstat(file.fileno()).st_size
+        header = self._read_header(size)
+        metadata = header.pop("__metadata__", {})
+        if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+            raise self._error("its metadata is not a map of strings")
+        self.metadata: dict[str, str] = metadata
+        self._slots = {name: self._slot(name, entry) for name, entry in header.items()}
+        self._check_tiling(size - self._data_start)
+
+    def _error(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is not a readable safetensors file: {why}")
+
+    def _read_header(self, size: int) -> dict[str, Any]:
+        if size < 8:
+            raise self._error(f"it has only {size} bytes")
+        length = int.from_bytes(self._read_bytes(8), "little")
+        if length > MAX_HEADER_BYTES or length > size - 8:
+            raise self._error(f"its header claims {length:,} bytes in a file of {size:,}")
+        self._data_start = 8 + length
+        header = strict_json.parse(self._read_bytes(length), f"the header of {self._path}")
+        if not isinstance(header, dict):
+            raise self._error("its header is not a map")
+        return header
+
+    def _read_bytes(self, count: int) -> bytes:
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer))
+        return bytes(buffer)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            count = self._file.readinto(view)
+            if not count:
+                raise self._error("it ends too early")
+            view = view[count:]
+
+    def _slot(self, name: str, entry: Any) -> _Slot:
+        try:
+            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            whole = all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            raise self._error(f"the entry of tensor {name[:100]!r} is malformed") from None
+        if not whole or end - begin != math.prod(shape) * dtype.itemsize:
+            raise self._error(f"shape and size of tensor {name[:100]!r} do not agree")
+        return _Slot(dtype, tuple(shape), begin, end)
+
+    def _check_tiling(self, data_size: int) -> None:
+        position = 0
+        for slot in sorted(self._slots.values(), key=lambda slot: (slot.begin, slot.end)):
+            if slot.begin != position:
+                raise self._error("its tensors overlap or leave holes")
+            position = slot.end
+        if position != data_size:
+            raise self._error(f"its tensors need {position:,} bytes and it holds {data_size:,}")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._slots)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._slots[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._slots[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on the host, in memory of its own."""
+        slot = self._slots[name]
+        try:
+            tensor = torch.empty(slot.shape, dtype=slot.dtype)
+        except (RuntimeError, OverflowError) as error:
+            raise self._error(f"tensor {name[:100]!r} cannot be made: {error}") from None
+        self._file.seek(self._data_start + slot.begin)
+        self._fill(_bytes_of(tensor))
+        return tensor
+
+
+@contextmanager
+def open_tensors(path: Path, files: Files) -> Iterator[TensorFile]:
+    """Open a safetensors file for reading.
+
+    Raises:
+        CheckpointError: it is missing, no plain file, or not what the format says. The file is named.
+    """
+    with files.reading(path) as file:
+        yield TensorFile(path, file)

@@ -1,0 +1,186 @@
+"""A model's weights as `model.safetensors`, which `from_pretrained` reads too.
+
+Names are canonical (no wrapper prefixes). Tensors that are the same memory seen the same way (tied weights) are
+written once, under the first name in the state dict's order; the file's metadata maps the others to it. Views
+that only overlap are written each in full, and rewritten in place on load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.tensor_file import TensorFile, nbytes, open_tensors, write_tensors
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+
+WEIGHTS_NAME = "model.safetensors"
+ALIASES_KEY = "windlass.aliases"  # metadata: JSON map of tied name -> name it is stored under
+_logger = get_logger(__name__)
+
+
+def save_weights(
+    folder: Path,
+    state_dict: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    files: Files | None = None,
+) -> FileEntry:
+    """Write `folder/model.safetensors` from `model.state_dict()`.
+
+    Args:
+        metadata: extra strings for the file's header; `format` and the alias map are added.
+
+    Raises:
+        CheckpointError: an entry is not a plain dense tensor; it is named.
+    """
+    stored, aliases = split_aliases(_canonical_state(state_dict))
+    header = {**(metadata or {}), "format": "pt"}
+    if aliases:
+        header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
+    return write_tensors(folder / WEIGHTS_NAME, stored, header, files=files or Files())
+
+
+def weights_bytes(state_dict: Mapping[str, Any]) -> int:
+    """How many bytes `save_weights` will write, its header aside."""
+    stored, _ = split_aliases(_canonical_state(state_dict))
+    return sum(nbytes(tensor) for tensor in stored.values())
+
+
+def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors to store by name, and the map of each further name to the stored one it equals in memory."""
+    first: dict[Any, str] = {}
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state.items():
+        kept = first.setdefault(_memory_key(tensor, name), name)
+        if kept == name:
+            stored[name] = tensor
+        else:
+            aliases[name] = kept
+    return stored, aliases
+
+
+def _memory_key(tensor: Tensor, name: str) -> Any:
+    """Equal for two tensors exactly when they are the same memory, seen the same way."""
+    if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+        return name  # no memory to share; what cannot be saved is refused later, by name
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _canonical_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = canonical_names(state_dict)
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"model state {name!r} is a {type(value).__name__}; {WEIGHTS_NAME} holds tensors only"
+            )
+    return {names[name]: value for name, value in state_dict.items()}
+
+
+def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) -> None:
+    """Copy the weights of a file (or of `source/model.safetensors`) into `model`, in place, so that ties and
+    devices stay.
+
+    Everything is checked before anything is written. A dtype that differs is converted, with a warning.
+
+    Raises:
+        CheckpointError: names missing or unexpected, shapes that differ (the first few of each and how many),
+            weights apart in the file that the model ties, or a damaged file.
+    """
+    path = source / WEIGHTS_NAME if source.is_dir() else source
+    targets = _canonical_state(model.state_dict(keep_vars=True))
+    with open_tensors(path, files or Files()) as file:
+        sources = _match(path, file, targets)
+        _check(path, file, targets, sources)
+        _check_ties(path, file, targets, sources)
+        _copy(file, targets, sources)
+
+
+def _match(path: Path, file: TensorFile, targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """Which stored tensor each of the model's names takes. A tied name that is not stored takes its twin's."""
+    aliases = _read_aliases(path, file)
+    sources = {name: aliases.get(name, name) for name in targets}
+    _, twins = split_aliases(targets)
+    groups = {name: [name] for name in targets if name not in twins}
+    for name, kept in twins.items():
+        groups[kept].append(name)
+    for group in groups.values():
+        stored = next((sources[name] for name in group if sources[name] in file), None)
+        if stored is not None:
+            sources.update({name: stored for name in group if sources[name] not in file})
+    return sources
+
+
+def _read_aliases(path: Path, file: TensorFile) -> dict[str, str]:
+    text = file.metadata.get(ALIASES_KEY)
+    if text is None:
+        return {}
+    aliases = strict_json.parse(text.encode(), f"the alias map of {path}")
+    if not (isinstance(aliases, dict) and all(isinstance(kept, str) for kept in aliases.values())):
+        raise CheckpointError(f"the alias map of {path} is not a map of names")
+    return aliases
+
+
+def _check(path: Path, file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
+    missing = [name for name, source in sources.items() if source not in file]
+    used = set(sources.values())
+    unexpected = [name for name in file.names if name not in used]
+    wrong = [
+        f"{name} is {list(file.shape(source))} in the file and {list(targets[name].shape)} in the model"
+        for name, source in sources.items()
+        if source in file and file.shape(source) != tuple(targets[name].shape)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} that the model does not have: {shorten(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit this {len(targets)}-tensor model: " + "; ".join(problems))
+    on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
+    if on_meta:
+        raise CheckpointError(
+            f"the model has {len(on_meta)} tensors on the meta device, which cannot take weights: {shorten(on_meta)}"
+        )
+
+
+def _check_ties(
+    path: Path, file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]
+) -> None:
+    """Two different stored tensors must not go into one: whichever came last would win, silently."""
+    _, twins = split_aliases(targets)
+    for name, kept in twins.items():
+        mine, other = sources[name], sources[kept]
+        if mine != other and not torch.equal(file.read(mine), file.read(other)):
+            raise CheckpointError(
+                f"{path} has different values for {name!r} and {kept!r}, which this model ties together"
+            )
+
+
+def _copy(file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
+    stored, _ = split_aliases(targets)
+    changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
+    if changed:
+        _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            tensor.copy_(file.read(sources[name]))
