@@ -1,0 +1,98 @@
+"""Stacking samples that need no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+Features = list[Any]
+Batch = dict[str, Any]
+
+
+def unknown_framework(return_tensors: object) -> ValueError:
+    return ValueError(
+        f"return_tensors={return_tensors!r}: use 'pt' for PyTorch tensors or 'np' for NumPy arrays"
+    )
+
+
+def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
+    """Stack the values of each key; `label` (a number) and `label_ids` (a list) become `labels`.
+
+    The first sample says which keys there are; its None and string values are left out. Samples may be mappings, or objects
+    whose attributes are the values.
+
+    Args:
+        features: the samples, all of one shape.
+        return_tensors: "pt" (labels int64 or float32) or "np" (int64 or float32).
+
+    Returns:
+        key -> tensor or array of shape (batch, *shape of the value).
+    """
+    samples = features if isinstance(features[0], Mapping) else [vars(feature) for feature in features]
+    if return_tensors == "pt":
+        return _collated(samples, _stack_torch, _torch_labels)
+    if return_tensors == "np":
+        return _collated(samples, _stack_numpy, _numpy_labels)
+    raise unknown_framework(return_tensors)
+
+
+@dataclass
+class DefaultDataCollator:
+    """`default_data_collator` as an object that remembers `return_tensors`."""
+
+    return_tensors: str = "pt"
+
+    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
+        return default_data_collator(features, return_tensors or self.return_tensors)
+
+
+def _collated(
+    samples: Features, stack: Callable[[list[Any]], Any], labels: Callable[[list[Any], bool], Any]
+) -> Batch:
+    first, batch = samples[0], {}
+    if first.get("label") is not None:
+        batch["labels"] = labels([sample["label"] for sample in samples], False)
+    elif first.get("label_ids") is not None:
+        batch["labels"] = labels([sample["label_ids"] for sample in samples], True)
+    for name, value in first.items():
+        if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
+            batch[name] = stack([sample[name] for sample in samples])
+    return batch
+
+
+def _stack_torch(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)
+
+
+def _stack_numpy(values: list[Any]) -> np.ndarray[Any, Any]:
+    return np.stack(values) if isinstance(values[0], np.ndarray) else np.array(values)
+
+
+def _torch_labels(values: list[Any], sequences: bool) -> torch.Tensor:
+    first = values[0]
+    if sequences and isinstance(first, torch.Tensor):
+        return torch.stack(values)
+    return torch.tensor(values, dtype=torch.long if _whole(first, sequences) else torch.float)
+
+
+def _numpy_labels(values: list[Any], sequences: bool) -> np.ndarray[Any, Any]:
+    first = values[0]
+    if sequences and isinstance(first, np.ndarray):
+        return np.stack(values)
+    return np.array(values, dtype=np.int64 if _whole(first, sequences) else np.float32)
+
+
+def _whole(first: Any, sequences: bool) -> bool:
+    """Whether labels are class numbers (else they are regression targets)."""
+    value = first[0] if sequences else first
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = value.item()
+    return isinstance(value, (int, np.integer))

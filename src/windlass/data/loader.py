@@ -1,0 +1,230 @@
+"""The loader that training and evaluation read: micro-batches of this rank, whole updates at a time, exactly resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.errors import DataError
+from windlass.core.logs import get_logger
+from windlass.core.types import Collator, State
+from windlass.data.cut import Cut
+from windlass.data.fetch import Fetch
+from windlass.data.group import Group
+from windlass.data.order import Order
+from windlass.data.source import Source
+
+logger = get_logger(__name__)
+
+
+class Loader(DataLoader[Any]):
+    """A PyTorch `DataLoader` to user code, and a source of `Group`s to the engine.
+
+    Its whole state is (seed, epoch, samples consumed over all ranks). `groups` moves it; plain iteration never does: it is a
+    full pass of this rank's micro-batches, in the order of the current epoch (and of the following ones, pass after pass).
+
+    Subclasses give the groups of a (part of an) epoch through `_groups`, and the number of samples through `_length`.
+    """
+
+    def __init__(
+        self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator, sampler: Any = None
+    ) -> None:
+        workers = {"prefetch_factor": plan.prefetch_factor, "persistent_workers": plan.persistent_workers}
+        super().__init__(
+            dataset,
+            batch_size=batch.micro,
+            sampler=sampler,
+            num_workers=plan.workers,
+            collate_fn=collate,
+            pin_memory=plan.pin_memory and torch.accelerator.is_available(),
+            drop_last=plan.drop_last,
+            **(workers if plan.workers else {}),  # type: ignore[arg-type]
+        )
+        self.batch, self.plan = batch, plan
+        self.seed, self.epoch, self.consumed = plan.seed, 0, 0
+        self._passes = 0
+        self._fixed_epoch = False
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that one micro-batch of every rank holds together."""
+        return self.batch.micro * self.batch.world
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch over all ranks; None where only reading the stream to its end would tell."""
+        return self._length(self.epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch on a rank; where the last row is short, a rank may have one less.
+
+        Raises:
+            TypeError: a stream, whose length nobody knows.
+        """
+        count = self.num_samples
+        if count is None:
+            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
+        return -(-count // self.total_batch_size)
+
+    def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
+        """Updates of an epoch, None for a stream without a length."""
+        count = self.num_samples
+        return (
+            None
+            if count is None
+            else -(-count // (self.total_batch_size * (accumulation or self.batch.accumulation)))
+        )
+
+    def groups(self, accumulation: int | None = None) -> Iterator[Group]:
+        """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
+
+        A group holds `accumulation` micro-batches of this rank, in host memory. All ranks get the same number of groups.
+        NumPy's and PyTorch's generators are left alone; Python's is not put back (the engine seeds it at each update).
+        """
+        length = self._length(self.epoch)
+        if length is not None and self.consumed >= length:
+            self.epoch, self.consumed = self.epoch + 1, 0
+        for group in self._groups(
+            self.epoch, self.consumed, accumulation or self.batch.accumulation, private=False
+        ):
+            self.epoch, self.consumed = group.position["epoch"], group.position["consumed"]
+            yield group
+
+    def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
+        """A full pass of this rank's micro-batches, each with the positions of its samples in the dataset."""
+        epoch = 0 if self._fixed_epoch else self.epoch + self._passes
+        for group in self._groups(epoch, 0, self._plain_accumulation(), private=True):
+            if not group.filler:
+                yield from zip(group.ids, group.batches, strict=True)
+        self._passes += 1
+
+    def __iter__(self) -> Any:
+        return (batch for _, batch in self.batches_with_ids())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; a no-op where it is the current one, so that a restored position is kept."""
+        self._passes = 0
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+
+    def state_dict(self) -> State:
+        """Where the group after the last one taken begins. O(1) in size and time."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "length": self._length(self.epoch),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue where `state` was taken, under its seed, in any world and with any batch size."""
+        self._passes = 0
+        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+        if int(state["seed"]) != self.seed:
+            logger.warning(
+                f"the data order continues under the checkpoint's seed {state['seed']}, not under {self.seed}"
+            )
+            self.seed = int(state["seed"])
+            self._reseed(self.seed)
+        then, now = state.get("length"), self._length(self.epoch)
+        if None not in (then, now) and then != now:
+            logger.warning(
+                f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's order is another, "
+                "so some samples of it may come twice or not at all"
+            )
+
+    def _position(self, epoch: int, consumed: int, last: bool, length: int | None) -> State:
+        at = {"epoch": epoch + 1, "consumed": 0} if last else {"epoch": epoch, "consumed": consumed}
+        return {"seed": self.seed, **at, "length": length}
+
+    def _plain_accumulation(self) -> int:
+        return 1
+
+    def _length(self, epoch: int) -> int | None:
+        raise NotImplementedError
+
+    def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
+        raise NotImplementedError
+
+    def _reseed(self, seed: int) -> None:
+        raise NotImplementedError
+
+
+class MapLoader(Loader):
+    """Reads a dataset that has `__getitem__`: any position is reached at once.
+
+    Args:
+        order: in which order an epoch's samples come.
+
+    Raises:
+        DataError: there is nothing to read.
+    """
+
+    def __init__(
+        self, dataset: Any, order: Order, batch: BatchPlan, plan: DataPlan, collate: Collator
+    ) -> None:
+        super().__init__(dataset, batch, plan, collate, sampler=order)
+        self._order = order
+        self._source = Source(Fetch(dataset, collate, plan.seed), plan)
+        if not self._length(0):
+            raise DataError(self._nothing())
+
+    def _nothing(self) -> str:
+        count = len(self._order.of(0))
+        if not count:
+            return (
+                f"the dataset ({type(self.dataset).__name__}) is empty: there is no sample to read. Check the file, the split and "
+                "any filter that made it."
+            )
+        row = self.total_batch_size
+        return (
+            f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of {row} (batch size "
+            f"{self.batch.micro} x {self.batch.world} processes), so nothing is left. Use dataloader_drop_last=False or a batch size "
+            f"of at most {max(1, count // self.batch.world)}."
+        )
+
+    def _length(self, epoch: int) -> int:
+        count = len(self._order.of(epoch))
+        return count - count % self.total_batch_size if self.drop_last else count
+
+    def _plain_accumulation(self) -> int:
+        return self.batch.accumulation if self._order.needs_accumulation else 1
+
+    def _reseed(self, seed: int) -> None:
+        self._order.seed = seed
+        self._source.reseed(seed)
+
+    def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
+        if not private:
+            self._order.set_epoch(epoch)
+        length = self._length(epoch)
+
+        def cuts() -> Iterator[Cut]:
+            return self._cuts(epoch, start, length, accumulation)
+
+        tasks: Callable[[], Iterator[list[int]]] = lambda: (ids for cut in cuts() for ids in cut.batches)  # noqa: E731
+        stream = self._source.batches(epoch, tasks, private)
+        for cut in cuts():
+            yield Group(
+                batches=list(islice(stream, len(cut.batches))),
+                ids=[[]] if cut.filler else cut.batches,
+                samples=cut.samples,
+                epoch=epoch,
+                last_in_epoch=cut.last,
+                filler=cut.filler,
+                position=self._position(epoch, cut.end, cut.last, length),
+            )
+
+    def _cuts(self, epoch: int, start: int, length: int, accumulation: int) -> Iterator[Cut]:
+        order, batch = self._order.of(epoch), self.batch
+        size = batch.micro * accumulation * batch.world
+        for begin in range(start, length, size):
+            end = min(begin + size, length)
+            ids = order[begin:end].tolist()
+            batches = self._order.cut(ids, batch.micro, accumulation, batch.world, batch.rank)
+            yield Cut(batches or [ids[:1]], end - begin, end, end == length, filler=not batches)

@@ -1,0 +1,200 @@
+"""In which order the samples of an epoch come: a function of (seed, epoch), never of ranks, workers or history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DistributedSampler, Sampler
+
+from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.logs import get_logger
+from windlass.core.rng import STREAM_ORDER, derive_seed, seed_generators
+from windlass.data.cut import cut_rows
+from windlass.data.lengths import sample_lengths
+from windlass.data.rebalance import balanced_batches
+from windlass.data.seeding import Sandbox, first_seed, rewind
+
+logger = get_logger(__name__)
+
+
+class Order(Sampler[int]):
+    """A sampler whose whole state is (seed, epoch). Iterating gives the current epoch's order.
+
+    Args:
+        length: number of samples in an epoch.
+        seed: the run's data seed.
+    """
+
+    # Whether micro-batches depend on how many of them make an update.
+    needs_accumulation = False
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.seed, self.epoch = seed, 0
+        self._length = length
+        self._cached: tuple[tuple[int, int], np.ndarray[Any, Any]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.of(self.epoch).tolist())
+
+    def of(self, epoch: int) -> np.ndarray[Any, Any]:
+        """Positions of the samples of `epoch` in their order, int64 of shape (samples,)."""
+        key = (self.seed, epoch)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, self._order(epoch))
+        return self._cached[1]
+
+    def cut(self, ids: list[int], micro: int, accumulation: int, world: int, rank: int) -> list[list[int]]:
+        """This rank's micro-batches of the update that holds `ids`."""
+        return cut_rows(ids, micro, world, rank)
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
+
+    def _shuffled(self, epoch: int) -> np.ndarray[Any, Any]:
+        # Sorting raw 64-bit draws rather than `permutation`: NumPy promises that a bit generator's stream never changes, but
+        # not what its distributions make of it; a checkpoint outlives a NumPy version.
+        draws = np.random.PCG64(derive_seed(STREAM_ORDER, self.seed, epoch)).random_raw(self._length)
+        return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
+
+
+class SequentialOrder(Order):
+    """The dataset's own order, in each epoch."""
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        return np.arange(self._length, dtype=np.int64)
+
+
+class RandomOrder(Order):
+    """A uniformly random permutation, another one in each epoch."""
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        return self._shuffled(epoch)
+
+
+class LengthGroupedOrder(Order):
+    """Samples of similar length side by side, so that little is padded; still random from epoch to epoch.
+
+    A random permutation is cut into stretches of up to 50 updates (at least four stretches where the data allows), each sorted
+    by falling length; the longest sample of all comes first, so that running out of memory happens at once.
+
+    Args:
+        lengths: int64 of shape (samples,).
+        batch: samples of one update.
+    """
+
+    def __init__(self, lengths: np.ndarray[Any, Any], batch: int, seed: int) -> None:
+        super().__init__(len(lengths), seed)
+        self.lengths = lengths
+        self._stretch = max(1, min(self._length // (batch * 4), 50)) * batch
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        order = self._shuffled(epoch)
+        starts = range(0, self._length, self._stretch)
+        for start in starts:
+            part = order[start : start + self._stretch]
+            order[start : start + self._stretch] = part[np.argsort(-self.lengths[part], kind="stable")]
+        longest = max(starts, key=lambda start: self.lengths[order[start]])
+        order[[0, longest]] = order[[longest, 0]]
+        return order
+
+
+class RebalancedOrder(RandomOrder):
+    """A random order whose updates are dealt to ranks and micro-batches by padded cost, not by count (token-budget batches)."""
+
+    needs_accumulation = True
+
+    def __init__(self, lengths: np.ndarray[Any, Any], seed: int) -> None:
+        super().__init__(len(lengths), seed)
+        self.lengths = lengths
+
+    def cut(self, ids: list[int], micro: int, accumulation: int, world: int, rank: int) -> list[list[int]]:
+        rows = -(-len(ids) // (micro * world))
+        dealt = balanced_batches(ids, self.lengths[ids].tolist(), rows, world)
+        return [row[rank] for row in dealt if row[rank]]
+
+
+class SamplerOrder(Order):
+    """A user's own sampler, run through once an epoch under generators seeded by (seed, epoch).
+
+    Raises:
+        DataError: the sampler shards, yields batches, or yields something else than whole numbers.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise DataError(
+                "the sampler is a DistributedSampler, which already keeps the samples of one rank, and Windlass deals samples to "
+                "ranks itself. Return a sampler over the whole dataset (for instance RandomSampler) instead."
+            )
+        self.sampler = sampler
+        self._first_seed = first_seed(getattr(sampler, "generator", None))
+        super().__init__(0, seed)
+
+    def __len__(self) -> int:
+        return len(self.of(self.epoch))
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        rewind(getattr(self.sampler, "generator", None), self._first_seed, epoch)
+        with Sandbox():
+            seed_generators(derive_seed(STREAM_ORDER, self.seed, epoch))
+            positions = list(self.sampler)
+        if any(isinstance(p, (list, tuple)) for p in positions[:1]):
+            fix = "return a plain Sampler; batches are cut from its order with per_device_train_batch_size"
+            raise DataError(
+                f"the sampler {type(self.sampler).__name__} yields batches, not positions: {fix}."
+            )
+        try:
+            return np.fromiter((p.__index__() for p in positions), dtype=np.int64, count=len(positions))
+        except (AttributeError, TypeError):
+            name, kind = type(self.sampler).__name__, type(positions[0]).__name__
+            raise DataError(
+                f"the sampler {name} yields {kind}; it must yield positions (whole numbers)."
+            ) from None
+
+
+def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan) -> Order:
+    """The sampler that `plan.order` names, for a map-style `dataset`.
+
+    Raises:
+        DataError: the dataset has no length, or lengths were asked for that it does not have.
+    """
+    if plan.order == "sequential":
+        return SequentialOrder(len(dataset), plan.seed)
+    if plan.order == "random":
+        return RandomOrder(len(dataset), plan.seed)
+    lengths = sample_lengths(dataset, plan.length_column)
+    if len(lengths) and (lengths == lengths[0]).all():
+        logger.warning(
+            f"train_sampling_strategy={plan.order!r}: all {len(lengths)} samples have the length {lengths[0]}, so it does nothing. "
+            f"Is {plan.length_column!r} right, and are the samples padded too early?"
+        )
+    if plan.order == "group_by_length":
+        return LengthGroupedOrder(lengths, batch.update, plan.seed)
+    return RebalancedOrder(lengths, plan.seed)
+
+
+def refuse_order_of_stream(plan: DataPlan) -> None:
+    """Raise where the plan wants an order that needs to know all samples beforehand.
+
+    Raises:
+        ConfigError: names the field and what to use.
+    """
+    if plan.order in ("group_by_length", "batch_rebalance"):
+        fix = "an iterable dataset comes in its own order; use 'random', or a dataset with __getitem__ and __len__"
+        raise ConfigError(Problem("train_sampling_strategy", plan.order, fix))
+
+
+def as_order(sampler: Any, seed: int) -> Order:
+    """`sampler` itself where its order is a function of position already, else wrapped."""
+    return sampler if isinstance(sampler, Order) else SamplerOrder(sampler, seed)

@@ -1,0 +1,100 @@
+"""From a dataset and a plan to a loader: which kind it is, and what must be refused first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate
+
+from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.errors import DataError
+from windlass.core.types import Collator
+from windlass.data.collate_default import default_data_collator
+from windlass.data.loader import Loader, MapLoader
+from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
+from windlass.data.stream import StreamLoader
+
+
+def build_train_loader(
+    dataset: Any, *, plan: DataPlan, batch: BatchPlan, collate: Collator | None, sampler: Any = None
+) -> Loader:
+    """The loader of a training set.
+
+    Args:
+        dataset: anything with `__getitem__` and `__len__` (lists of dicts, Hugging Face sets), or an iterable that can be begun anew.
+        plan: order, seed, workers.
+        batch: sizes; this rank's place.
+        collate: list of samples -> batch; None: `auto_collate`.
+        sampler: a user's own order over a map-style dataset; `plan.order` then means nothing.
+
+    Raises:
+        DataError: the dataset is empty, or of no kind that can be read.
+        ConfigError: the plan asks for an order that a stream cannot have.
+    """
+    collate = collate or auto_collate
+    if is_stream(dataset):
+        refuse_order_of_stream(plan)
+        _refuse_sampler_of_stream(sampler)
+        return StreamLoader(dataset, batch, plan, collate)
+    _refuse_unreadable(dataset, needs_length=sampler is None)
+    order = build_order(dataset, plan, batch) if sampler is None else as_order(sampler, plan.seed)
+    return MapLoader(dataset, order, batch, plan, collate)
+
+
+def build_eval_loader(
+    dataset: Any, *, plan: DataPlan, batch: BatchPlan, collate: Collator | None, sampler: Any = None
+) -> Loader:
+    """The loader of an evaluation set: in order, every sample exactly once over all ranks, in batches of `batch.eval`.
+
+    Nothing is padded or dropped (`plan.drop_last` is for training), so ranks may have different numbers of batches;
+    `batches_with_ids` says which sample is where. Every pass is the same, random transforms included. Errors as above.
+    """
+    collate = collate or auto_collate
+    plan = dataclasses.replace(plan, drop_last=False)
+    batch = dataclasses.replace(batch, micro=batch.eval, accumulation=1)
+    loader: Loader
+    if is_stream(dataset):
+        _refuse_sampler_of_stream(sampler)
+        loader = StreamLoader(dataset, batch, plan, collate)
+    else:
+        _refuse_unreadable(dataset, needs_length=sampler is None)
+        order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
+        loader = MapLoader(dataset, order, batch, plan, collate)
+    loader._fixed_epoch = True
+    return loader
+
+
+def auto_collate(samples: list[Any]) -> Any:
+    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's `default_collate` does."""
+    return default_data_collator(samples) if isinstance(samples[0], Mapping) else default_collate(samples)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether `dataset` can only be read from its beginning."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+def _refuse_unreadable(dataset: Any, needs_length: bool) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, Mapping) or type(dataset).__name__ == "BatchEncoding":
+        raise DataError(
+            f"the dataset is one mapping of whole columns ({name}), not a sequence of samples. Make it a list of dicts, or "
+            "`datasets.Dataset.from_dict(...)`."
+        )
+    if not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")
+    if needs_length and not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{name} has __getitem__ but no __len__. Give it one, return a sampler, or make it an IterableDataset."
+        )
+
+
+def _refuse_sampler_of_stream(sampler: Any) -> None:
+    if sampler is not None:
+        raise DataError(
+            f"a sampler ({type(sampler).__name__}) cannot order an iterable dataset; it comes in its own order."
+        )

@@ -1,0 +1,117 @@
+"""Where collated batches come from: this process, or worker processes that read ahead. The batches are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from windlass.config.plan import DataPlan
+from windlass.data.fetch import Fetch
+from windlass.data.pin import pin, wants_pinning
+
+Task = list[int]
+
+
+class Source:
+    """Turns tasks (lists of sample positions) into collated batches, in the order of the tasks."""
+
+    def __init__(self, fetch: Fetch, plan: DataPlan) -> None:
+        self.fetch, self._plan = fetch, plan
+        self._pool: WorkerPool | None = None
+
+    def batches(self, epoch: int, tasks: Callable[[], Iterator[Task]], private: bool) -> Iterator[Any]:
+        """Batches of `tasks()`.
+
+        Args:
+            epoch: goes into the seeds.
+            tasks: gives the tasks afresh each time it is called.
+            private: a look at the data from outside training; must disturb neither training's workers nor Python's generator.
+        """
+        if self._plan.workers == 0:
+            return self._in_process(epoch, tasks(), private)
+        if private:
+            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, tasks())
+        if self._pool is None:
+            self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
+        return self._pool.run(epoch, tasks())
+
+    def reseed(self, seed: int) -> None:
+        """Read with another seed from now on; workers that hold the old one are let go."""
+        self.fetch.reseed(seed)
+        self._pool = None
+
+    def _in_process(self, epoch: int, tasks: Iterator[Task], private: bool) -> Iterator[Any]:
+        fetch, pinned = self.fetch, wants_pinning(self._plan.pin_memory)
+        for ids in tasks:
+            batch = fetch(epoch, ids, private)
+            yield pin(batch) if pinned else batch
+
+
+class WorkerPool:
+    """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`: its queues, signals and shared memory are proven."""
+
+    def __init__(self, fetch: Fetch, plan: DataPlan, persistent: bool) -> None:
+        self._queue = _Queue()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Tasks(fetch), sampler=self._queue, **worker_options(plan, persistent)
+        )
+
+    def run(self, epoch: int, tasks: Iterator[Task]) -> Iterator[Any]:
+        self._queue.tasks = ((number, epoch, ids) for number, ids in enumerate(tasks))
+        return in_order(iter(self._loader))
+
+
+def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
+    """Arguments of a `DataLoader` that hands on what its workers give, one item a task."""
+    options: dict[str, Any] = {
+        "batch_size": None,
+        "collate_fn": _unchanged,
+        "num_workers": plan.workers,
+        "pin_memory": wants_pinning(plan.pin_memory),
+        "persistent_workers": persistent,
+        "multiprocessing_context": plan.multiprocessing_context,
+        "in_order": plan.in_order,
+        # Its own, because otherwise every pass would draw from the program's default generator.
+        "generator": torch.Generator().manual_seed(plan.seed),
+    }
+    if plan.prefetch_factor is not None:
+        options["prefetch_factor"] = plan.prefetch_factor
+    return options
+
+
+def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+    """Undo the shuffling of `in_order=False`: workers need not wait for a slow one, and still the order is what it always is."""
+    early: dict[int, Any] = {}
+    due = 0
+    for number, batch in numbered:
+        early[number] = batch
+        while due in early:
+            yield early.pop(due)
+            due += 1
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+class _Queue:
+    """The tasks of the coming pass, as the sampler of a `DataLoader`, which must exist before they do."""
+
+    tasks: Iterable[tuple[int, int, Task]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, int, Task]]:
+        return iter(self.tasks)
+
+
+class _Tasks(Dataset[Any]):
+    """What a worker runs: a task in, a numbered batch out."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, task: tuple[int, int, Task]) -> tuple[int, Any]:
+        number, epoch, ids = task
+        return number, self._fetch(epoch, ids, False)

@@ -1,0 +1,245 @@
+"""Reading datasets that can only be iterated, with an order that depends on neither ranks nor workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.errors import DataError
+from windlass.core.logs import get_logger
+from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
+from windlass.core.types import Collator
+from windlass.data.cut import share
+from windlass.data.group import Group
+from windlass.data.loader import Loader
+from windlass.data.pin import pin, wants_pinning
+from windlass.data.seeding import Sandbox
+from windlass.data.source import in_order, worker_options
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Row:
+    """One micro-batch of every rank, seen from this rank.
+
+    Attributes:
+        ids: positions of this rank's samples in the stream; empty where the stream ended before its turn.
+        batch: the collated samples; the row's first sample alone where this rank has none.
+        end: samples consumed over all ranks once this row is done.
+        last: the stream ends here.
+    """
+
+    ids: list[int]
+    batch: Any
+    end: int
+    last: bool
+
+    def pin_memory(self) -> Row:
+        self.batch = pin(self.batch)
+        return self
+
+
+@dataclass(slots=True)
+class _Raw:
+    """A row before collation: of a whole row only this rank's samples are kept."""
+
+    ids: list[int]
+    samples: list[Any]
+    first: int
+    end: int
+
+
+class StreamLoader(Loader):
+    """Every rank, and every worker process, reads the whole stream and keeps its own part of it.
+
+    That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a randomness) that no number
+    of ranks or workers changes. On resume the stream is read from its beginning up to the position.
+    """
+
+    def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
+        if batch.world > 1 and getattr(dataset, "_distributed", None) is not None:
+            raise DataError(
+                "the dataset was already split by node (split_dataset_by_node), and Windlass deals samples to ranks itself, so most "
+                "of them would be lost. Pass the whole dataset on every rank."
+            )
+        super().__init__(dataset, batch, plan, collate)
+        self._reader = StreamReader(dataset, batch, plan, collate)
+        self._pool: DataLoader[Any] | None = None
+
+    def _length(self, epoch: int) -> int | None:
+        if not hasattr(self.dataset, "__len__"):
+            return None
+        count = len(self.dataset)
+        return count - count % self.total_batch_size if self.drop_last else count
+
+    def _reseed(self, seed: int) -> None:
+        self._reader.seed = seed
+        self._pool = None
+
+    def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
+        if start and not private:
+            logger.warning(f"reading {start} samples of the stream again, to continue behind them")
+        rows: list[Row] = []
+        before = start
+        for row in self._rows(epoch, start, private):
+            rows.append(row)
+            if len(rows) == accumulation or row.last:
+                yield self._group(rows, before, epoch)
+                rows, before = [], row.end
+
+    def _group(self, rows: list[Row], before: int, epoch: int) -> Group:
+        own = [row for row in rows if row.ids]
+        end, last = rows[-1].end, rows[-1].last
+        return Group(
+            batches=[row.batch for row in own or rows],
+            ids=[row.ids for row in own or rows],
+            samples=end - before,
+            epoch=epoch,
+            last_in_epoch=last,
+            filler=not own,
+            position=self._position(epoch, end, last, None),
+        )
+
+    def _rows(self, epoch: int, start: int, private: bool) -> Iterator[Row]:
+        if self.plan.workers == 0:
+            pinned = wants_pinning(self.plan.pin_memory)
+            for _, row in self._reader.rows(epoch, start, 0, 1):
+                yield row.pin_memory() if pinned else row
+            return
+        if private or self._pool is None:
+            pool = _pool(self._reader, self.plan, persistent=self.plan.persistent_workers and not private)
+            if not private:
+                self._pool = pool
+        else:
+            pool = self._pool
+        pool.dataset.seek(epoch, start)  # type: ignore[attr-defined]
+        yield from in_order(iter(pool))
+
+
+class StreamReader:
+    """Cuts a stream into rows and collates this rank's part of them. Always seeds: a sample passed by cannot be read again."""
+
+    def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
+        self._dataset, self._collate = dataset, collate
+        self._micro, self._world, self._rank = batch.micro, batch.world, batch.rank
+        self._drop_last = plan.drop_last
+        self.seed = plan.seed
+        self._sandbox = Sandbox()
+
+    def rows(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[tuple[int, Row]]:
+        """Rows `worker`, `worker + workers`, ... of `epoch` from sample `start` on, numbered."""
+        raws = self._raw_rows(epoch, start)
+        raw, number = next(raws, None), 0
+        if raw is None:
+            raise DataError(self._nothing(epoch, start))
+        while raw is not None:
+            following = next(
+                raws, None
+            )  # known before this row is handed out: an update must know that it is the last
+            if number % workers == worker:
+                yield number, self._collated(raw, epoch, last=following is None)
+            raw, number = following, number + 1
+
+    def _nothing(self, epoch: int, start: int) -> str:
+        name = type(self._dataset).__name__
+        if start:
+            return f"the stream ({name}) ends at or before sample {start}, where training was to continue: it is not the same stream."
+        if epoch:
+            return (
+                f"the stream ({name}) gave no sample in epoch {epoch}. A generator or iterator can be read once only: pass an object "
+                "whose __iter__ begins anew, or train for one epoch."
+            )
+        return f"the stream ({name}) is empty{' or shorter than one batch (dataloader_drop_last=True)' * self._drop_last}."
+
+    def _raw_rows(self, epoch: int, start: int) -> Iterator[_Raw]:
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with self._sandbox:
+            seed_generators(derive_seed(STREAM_SAMPLE, self.seed, epoch, -1))
+            stream = iter(self._dataset)
+        size, position = self._micro * self._world, 0
+        while position < start:
+            passed = len(self._pull(stream, epoch, position, min(size, start - position)))
+            if not passed:
+                return
+            position += passed
+        while samples := self._pull(stream, epoch, position, size):
+            if len(samples) < size and self._drop_last:
+                return
+            yield self._own(samples, position)
+            position += len(samples)
+            if len(samples) < size:
+                return
+
+    def _pull(self, stream: Iterator[Any], epoch: int, position: int, count: int) -> list[Any]:
+        samples: list[Any] = []
+        with self._sandbox:
+            try:
+                for index in range(position, position + count):
+                    seed_generators(derive_seed(STREAM_SAMPLE, self.seed, epoch, index))
+                    samples.append(next(stream))
+            except StopIteration:
+                pass
+            except Exception as error:
+                error.add_note(
+                    f"raised while reading sample {position + len(samples)} of {type(self._dataset).__name__}"
+                )
+                raise
+        return samples
+
+    def _own(self, samples: list[Any], position: int) -> _Raw:
+        low, high = share(len(samples), self._world, self._rank)
+        ids = list(range(position + low, position + high))
+        return _Raw(ids, samples[low:high] or samples[:1], position, position + len(samples))
+
+    def _collated(self, raw: _Raw, epoch: int, last: bool) -> Row:
+        with self._sandbox:
+            seed_generators(
+                derive_seed(STREAM_COLLATE, self.seed, epoch, raw.ids[0] if raw.ids else raw.first)
+            )
+            try:
+                batch = self._collate(raw.samples)
+            except Exception as error:
+                error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
+                raise
+        return Row(raw.ids, batch, raw.end, last)
+
+
+class _WorkerStream(IterableDataset[Any]):
+    """What a worker iterates: its rows of the pass that `seek` chose."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._reader = reader
+        # Shared memory: a persistent worker keeps the copy of this object that it was started with.
+        self._at = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._place: tuple[int, int] | None = None
+
+    def seek(self, epoch: int, start: int) -> None:
+        self._at[0], self._at[1] = epoch, start
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        if self._place is None:
+            info = get_worker_info()
+            assert info is not None
+            self._place = info.id, info.num_workers
+            _hide_worker()
+        epoch, start = self._at.tolist()
+        return self._reader.rows(epoch, start, *self._place)
+
+
+def _hide_worker() -> None:
+    """Make `get_worker_info()` None here: a dataset that sees it would keep a part of the stream, and parts are dealt by rows."""
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
+def _pool(reader: StreamReader, plan: DataPlan, persistent: bool) -> DataLoader[Any]:
+    return DataLoader(_WorkerStream(reader), **worker_options(plan, persistent))
