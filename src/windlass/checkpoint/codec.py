@@ -133,7 +133,7 @@ class _Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """What stands for itself; told apart early, because a state may hold a hundred thousand numbers and a path costs time."""
+    """What stands for itself; told apart early: a state may hold 100,000 numbers, and building a path costs time."""
     kind = type(value)
     if kind is float:
         return math.isfinite(value)

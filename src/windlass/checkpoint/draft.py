@@ -73,9 +73,6 @@ class Draft:
         if self._rank == 0:
             self._adopt(self.folder, "")
         else:
-            listing = {
-                name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self._written.items()
-            }
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
             self._files.write(path, [strict_json.dump(listing(self._written), path.name)])
         self._files.sync_folder(self.folder)

@@ -59,9 +59,7 @@ def manifest_bytes(
         "version": VERSION,
         "step": step,
         "world_size": world_size,
-        "files": {
-            name: {"size": entries[name].size, "sha256": entries[name].sha256} for name in sorted(entries)
-        },
+        "files": listing(entries),
         "meta": tree,
     }
     return strict_json.dump(body | {"sha256": _seal(body)}, MANIFEST_NAME)
