@@ -1,0 +1,106 @@
+"""The metaclass that lets a dataclass, and every dataclass derived from it, take old names as well as its own.
+
+A dataclass writes its own `__init__`, and rewrites it in each subclass; so the place that sees every construction, and survives
+subclassing, is the call of the class itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.renamed import OLD_NAMES, TWINS, translate, twin_problems
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+# Said once when the value is given by the user: these names are accepted and do not do what they did.
+NOTES = {
+    "logging_nan_inf_filter": (
+        True,
+        "filters nothing: a non-finite loss is logged as it is, and nonfinite_policy decides",
+    ),
+}
+
+
+class AcceptsOldNames(type):
+    """`cls(**names)` with old names translated, unknown ones answered, and all problems raised together."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        names = known_names(cls)
+        copied = len(given) >= len(names)  # `replace(args, ...)` and `cls(**args.to_dict())` give everything
+        old = {name: value for name, value in given.items() if name in OLD_NAMES and name not in names}
+        positional = dict(zip(names, args, strict=False))
+        arguments, problems = translate({**positional, **given, **_old_fields(cls, given)})
+        arguments.update(
+            {name: value for name, value in given.items() if name in names and name in OLD_NAMES}
+        )
+        if copied:
+            _settle_twins(arguments)
+        problems += twin_problems(arguments)
+        if not _takes_anything(cls):
+            problems += _unknown(arguments, names)
+            arguments = {name: value for name, value in arguments.items() if name in names}
+        arguments = {name: value for name, value in arguments.items() if name not in positional}
+        instance = _construct(super().__call__, args, arguments, problems)
+        instance.__dict__["_old"] = old
+        if not copied:
+            _tell({**positional, **given})
+        return instance
+
+
+def _construct(make: Any, args: tuple[Any, ...], arguments: dict[str, Any], problems: list[Problem]) -> Any:
+    try:
+        instance = make(*args, **arguments)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return instance
+
+
+@functools.cache
+def known_names(cls: type) -> tuple[str, ...]:
+    """The names that `cls(...)` takes, in their order."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+@functools.cache
+def _takes_anything(cls: type) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+
+
+def _old_fields(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Old names that a script declares as fields of its own subclass: their values count too."""
+    fields: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+    return {name: given.get(name, field.default) for name, field in fields.items() if name in OLD_NAMES}
+
+
+def _settle_twins(arguments: dict[str, Any]) -> None:
+    """In a copy that changes one of two twin names the other still holds the old value: the newer name decides."""
+    for old, new in TWINS.items():
+        if old in arguments and new in arguments and arguments[old] != arguments[new]:
+            warn_once(
+                logger, f"a copy of the arguments holds two values for {old!r} and {new!r}; {new!r} decides"
+            )
+            arguments[old] = arguments[new]
+
+
+def _unknown(arguments: Mapping[str, Any], names: tuple[str, ...]) -> list[Problem]:
+    known = [*names, *OLD_NAMES]
+    return [
+        Problem(name, value, f"there is no such argument{did_you_mean(name, known)}")
+        for name, value in arguments.items()
+        if name not in names
+    ]
+
+
+def _tell(given: Mapping[str, Any]) -> None:
+    for name, (value, note) in NOTES.items():
+        if given.get(name) == value:
+            warn_once(logger, f"the argument {name!r} is accepted, and {note}")

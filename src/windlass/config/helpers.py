@@ -1,0 +1,173 @@
+"""What `TrainingArguments` answers beyond its fields: where this process stands, and itself as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from enum import Enum
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from windlass.config.enums import ParallelMode
+from windlass.config.turns import main_process_first
+from windlass.core.logs import log_levels
+from windlass.core.world import World, world_from_environment
+
+if TYPE_CHECKING:
+    import torch
+
+# Names that end in "_token" and hold no secret.
+_PUBLIC_TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token", "mask_token", "sep_token", "cls_token")
+
+
+class WorldHelpers:
+    """Answers that depend on the process. A world of one is the normal case; one process drives one device."""
+
+    if TYPE_CHECKING:
+        per_device_train_batch_size: int
+        per_device_eval_batch_size: int
+        use_cpu: bool
+        ddp_timeout: int
+        log_level: str
+        log_level_replica: str
+        log_on_each_node: bool
+        save_on_each_node: bool
+        warmup_steps: float
+
+    @property
+    def _world(self) -> World:
+        return world_from_environment()
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per process in one forward and backward."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples per process in one evaluation batch."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process (imports torch).
+
+        Raises:
+            ConfigError: there are fewer accelerators than processes on this machine.
+        """
+        from windlass.core.device import choose_device
+
+        return choose_device(self.use_cpu, self._world.local_rank)
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators that this process drives: 0 or 1 (imports torch)."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED if self._world.is_distributed else ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def process_index(self) -> int:
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self._world.local_rank
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs: the first of its machine, or of all with log_on_each_node=False."""
+        return self._world.is_local_main if self.log_on_each_node else self._world.is_main
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes what is shared by all."""
+        return self._world.is_local_main if self.save_on_each_node else self._world.is_main
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """None: the Trainer decides. A subclass may say otherwise."""
+        return None
+
+    def get_process_log_level(self) -> int:
+        """The logging level of this process: INFO on the main one and WARNING on replicas, unless set otherwise."""
+        if self.should_log:
+            return log_levels.get(self.log_level, logging.INFO)
+        return log_levels.get(self.log_level_replica, logging.WARNING)
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+        """`with args.main_process_first(): ...` runs the block on the main process first, then on the others.
+
+        Args:
+            local: the first process of each machine goes first; otherwise only the first of all.
+            desc: names the work in error messages.
+        """
+        return main_process_first(self._world, local, desc, self.ddp_timeout_delta)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Updates of warm-up in a run of `num_training_steps` updates."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+
+class SerialHelpers:
+    """The arguments as plain data."""
+
+    if TYPE_CHECKING:
+        train_batch_size: int
+        eval_batch_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON-ready values; secrets become `<NAME>`. `type(args)(**args.to_dict())` gives equal arguments."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """As trackers want it: numbers, truth values and text alone."""
+        values = {
+            **self.to_dict(),
+            "train_batch_size": self.train_batch_size,
+            "eval_batch_size": self.eval_batch_size,
+        }
+        return {k: v if type(v) in (bool, int, float, str) else str(v) for k, v in values.items()}
+
+
+def placeholder(name: str) -> str:
+    """What stands for the secret `name` in written arguments."""
+    return f"<{name.upper()}>"
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name.endswith("_token") and name not in _PUBLIC_TOKENS:
+        return None if value is None else placeholder(name)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain("", item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(str(key), item) for key, item in value.items()}
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return _plain("", value.to_dict())
+    if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return value

@@ -1,0 +1,218 @@
+"""Brings the many ways of saying a thing into one, in place; what is plainly wrong is left for `validate` to name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import types
+from enum import Enum
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from windlass.config import accelerator_config
+from windlass.config.enums import METRIC_DRIVEN, DebugOption
+from windlass.core.errors import ConfigError
+from windlass.core.logs import get_verbosity
+
+# Fields that hold a dict, and accept it as JSON text or as the path of a JSON file.
+DICT_FIELDS = (
+    "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "liger_kernel_config",
+)  # fmt: skip
+STRIDES = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")
+DEFAULT_OUTPUT_DIR = "trainer_output"
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """The resolved types of the fields that Windlass itself declares (a script's own fields are its own business)."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith("windlass.") and dataclasses.is_dataclass(base):
+            found = {**get_type_hints(base), **found}
+    return {name: hint for name, hint in found.items() if name in getattr(cls, "__dataclass_fields__", {})}
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type: `int | None` gives (int, NoneType)."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def normalise(args: Any) -> None:
+    """Bring `args` into its one form. May be called again after any assignment; what was derived is derived afresh."""
+    values = args.__dict__
+    for name, said in values.get("_derived", {}).items():
+        values[name] = said
+    values["_derived"] = {}
+    _paths(values)
+    _documents(values)
+    _words(values)
+    for name, hint in hints(type(args)).items():
+        values[name] = _plain(values[name], members(hint))
+    _strides(values)
+    _lists(values)
+    _twins(values)
+    _derive(args)
+
+
+def _paths(values: dict[str, Any]) -> None:
+    for name in ("output_dir", "resume_from_checkpoint"):
+        if isinstance(values[name], os.PathLike):
+            values[name] = os.fspath(values[name])
+    if values["output_dir"] is None:
+        values["output_dir"] = DEFAULT_OUTPUT_DIR
+    if isinstance(values["output_dir"], str):
+        values["output_dir"] = os.path.expanduser(values["output_dir"])
+
+
+def read_document(text: str) -> dict[str, Any]:
+    """A dict from JSON text, or from the JSON file that `text` is the path of.
+
+    Raises:
+        ValueError: neither of the two, with the reason.
+    """
+    source = text if text.lstrip().startswith("{") else None
+    try:
+        value = json.loads(Path(text).expanduser().read_text(encoding="utf-8") if source is None else source)
+    except OSError as error:
+        raise ValueError(f"is neither JSON nor a readable file ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds JSON of type {type(value).__name__}, not an object")
+    # A command line cannot quote types inside JSON easily, so words that look like numbers become numbers.
+    return {key: _typed(item) for key, item in value.items()} if source is not None else value
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _typed(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _documents(values: dict[str, Any]) -> None:
+    for name in DICT_FIELDS:
+        if isinstance(values[name], os.PathLike):
+            values[name] = os.fspath(values[name])
+        if not isinstance(values[name], str) or not values[name] or name == "deepspeed":
+            continue
+        try:
+            values[name] = read_document(values[name])
+        except ValueError:
+            continue  # `validate` gives the reason
+    try:
+        values["accelerator_config"] = accelerator_config.read(values["accelerator_config"])
+    except ConfigError:
+        return  # `validate` gives the reason
+
+
+def _words(values: dict[str, Any]) -> None:
+    if isinstance(values["include_num_input_tokens_seen"], bool):
+        values["include_num_input_tokens_seen"] = "all" if values["include_num_input_tokens_seen"] else "no"
+    if isinstance(values["debug"], str):
+        values["debug"] = values["debug"].split()
+    elif values["debug"] is None:
+        values["debug"] = []
+    if isinstance(values["debug"], list):
+        known = {option.value: option for option in DebugOption}
+        values["debug"] = [known.get(str(option), option) for option in values["debug"]]
+
+
+def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """An enum's member for its word, a Python number for a NumPy one, a whole number for 8.0 where one is meant."""
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
+            return next((member for member in kind if member.value == str(value)), value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, Integral) and (int in kinds or float in kinds):
+        return int(value)
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, float) and type(value) is not float:
+        return float(value)
+    return value
+
+
+def _strides(values: dict[str, Any]) -> None:
+    for name in STRIDES:
+        value = values[name]
+        if isinstance(value, float) and value > 1 and value.is_integer():
+            values[name] = int(value)
+    limit = values["save_total_limit"]
+    if isinstance(limit, int) and limit <= 0:
+        values["save_total_limit"] = None
+
+
+def _lists(values: dict[str, Any]) -> None:
+    report_to = values["report_to"]
+    if report_to in (None, "none", ["none"], "", []):
+        values["report_to"] = []
+    elif isinstance(report_to, str):
+        values["report_to"] = [report_to]
+    for name in ("include_for_metrics", "label_names"):
+        if isinstance(values[name], str):
+            values[name] = [values[name]]
+        elif isinstance(values[name], tuple):
+            values[name] = list(values[name])
+
+
+def _twins(values: dict[str, Any]) -> None:
+    for old, new in (
+        ("gradient_checkpointing", "activation_checkpointing"),
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    ):
+        if values[new] is None:
+            values[new] = values[old]
+        values[old] = values[new]
+    if values["activation_checkpointing"] is None:
+        values["activation_checkpointing"] = values["gradient_checkpointing"] = False
+
+
+def _derive(args: Any) -> None:
+    """Fill what follows from other fields, and remember what had been said, so that it can follow them again."""
+    values = args.__dict__
+
+    def follow(name: str, value: Any) -> None:
+        if values[name] != value:
+            values["_derived"][name] = values[name]
+            values[name] = value
+
+    if values["eval_strategy"] == "steps" and not values["eval_steps"]:
+        follow("eval_steps", values["logging_steps"])
+    if values["eval_strategy"] != "no" and values["do_eval"] is False:
+        follow("do_eval", True)
+    wants_metric = values["load_best_model_at_end"] or values["lr_scheduler_type"] in METRIC_DRIVEN
+    if values["metric_for_best_model"] is None and wants_metric:
+        follow("metric_for_best_model", "loss")
+    if values["greater_is_better"] is None and isinstance(values["metric_for_best_model"], str):
+        follow("greater_is_better", not values["metric_for_best_model"].endswith("loss"))
+    if values["disable_tqdm"] is None:
+        follow("disable_tqdm", get_verbosity() > logging.WARNING)
+    _derive_compile(values, follow)
+    config = values["accelerator_config"]
+    if (
+        isinstance(config, accelerator_config.AcceleratorConfig)
+        and values["gradient_accumulation_steps"] == 1
+    ):
+        follow("gradient_accumulation_steps", config.num_steps or 1)
+
+
+def _derive_compile(values: dict[str, Any], follow: Any) -> None:
+    if values["torch_compile_backend"] is not None or values["torch_compile_mode"] is not None:
+        follow("torch_compile", True)
+    if values["torch_compile"] is True and values["torch_compile_backend"] is None:
+        follow("torch_compile_backend", "inductor")

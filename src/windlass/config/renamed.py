@@ -1,0 +1,222 @@
+"""Names that scripts of the last years pass, and what each of them means now.
+
+An old name is one row: which field it became, how its value is carried over, and at which value it says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.errors import Problem
+from windlass.core.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Old:
+    """One old name.
+
+    Attributes:
+        new: the field it became; None when there is no such choice any more.
+        kind: the type that a command line reads it as.
+        neutral: values at which it asks for nothing.
+        carry: (value, what else was given) -> value of the new field.
+        back: value of the new field -> what reading the old name gives.
+        note: why the name is gone, or what to do instead; completes the sentence "NAME ...".
+        refused: a value that is not neutral cannot be honoured.
+    """
+
+    new: str | None
+    kind: type = str
+    neutral: tuple[Any, ...] = (None,)
+    carry: Callable[[Any, Given], Any] = lambda value, _: value
+    back: Callable[[Any], Any] = lambda value: value
+    note: str = ""
+    refused: bool = False
+
+    @property
+    def default(self) -> Any:
+        """What the name's own default was."""
+        return self.neutral[0]
+
+    def says_nothing(self, value: Any) -> bool:
+        return any(
+            value is neutral or (type(value) is type(neutral) and value == neutral)
+            for neutral in self.neutral
+        )
+
+
+def _switch(new: str, value: object) -> Old:
+    """An old flag that chose one value of a field that has several."""
+    return Old(new, bool, (False, None), carry=lambda _, __: value, back=lambda now: now == value)
+
+
+def _same(new: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    return Old(new, kind, neutral)
+
+
+def _gone(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    """No choice is left; asking for it is answered with a warning."""
+    return Old(None, kind, neutral, note=note)
+
+
+def _refused(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    return Old(None, kind, neutral, note=note, refused=True)
+
+
+def _with_inputs(_: Any, given: Given) -> list[str]:
+    return list(dict.fromkeys([*(given.get("include_for_metrics") or []), "inputs"]))
+
+
+def _hub_id(organization: Any, given: Given) -> str:
+    name = (
+        given.get("hub_model_id")
+        or given.get("push_to_hub_model_id")
+        or given.get("output_dir")
+        or "trainer_output"
+    )
+    return f"{organization}/{os.path.basename(os.path.normpath(str(name)))}"
+
+
+def _into(field: str, key: str) -> Callable[[Any, Given], Any]:
+    def carry(value: Any, given: Given) -> Any:
+        config = given.get(field)
+        return {**config, key: value} if isinstance(config, dict) else {key: value}
+
+    return carry
+
+
+def _debug(_: Any, given: Given) -> str:
+    return " ".join(filter(None, [str(given.get("debug") or ""), "tpu_metrics_debug"]))
+
+
+_APEX = "chose between Apex and PyTorch mixed precision; there is only PyTorch's, asked for with fp16 or bf16"
+
+OLD_NAMES: dict[str, Old] = {
+    "evaluation_strategy": _same("eval_strategy"),
+    "warmup_ratio": Old("warmup_steps", float, (0.0, 0, None), back=lambda now: now if now < 1 else 0.0),
+    "group_by_length": _switch("train_sampling_strategy", "group_by_length"),
+    "no_cuda": _same("use_cpu", bool, (False, None)),
+    "adafactor": _switch("optim", "adafactor"),
+    "torchdynamo": _same("torch_compile_backend"),
+    "include_tokens_per_second": Old(
+        "include_num_input_tokens_seen", bool, (False, None), lambda _, __: "all", lambda now: now not in ("no", False)
+    ),
+    "include_inputs_for_metrics": Old(
+        "include_for_metrics", bool, (False, None), carry=_with_inputs, back=lambda now: "inputs" in now
+    ),
+    "per_gpu_train_batch_size": _same("per_device_train_batch_size", int),
+    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", int),
+    "push_to_hub_token": _same("hub_token"),
+    "push_to_hub_model_id": _same("hub_model_id"),
+    "push_to_hub_organization": Old("hub_model_id", carry=_hub_id),
+    "fsdp_min_num_params": Old("fsdp_config", int, (0, None), carry=_into("fsdp_config", "min_num_params")),
+    "fsdp_transformer_layer_cls_to_wrap": Old(
+        "fsdp_config", carry=_into("fsdp_config", "transformer_layer_cls_to_wrap")
+    ),
+    "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
+    "xpu_backend": _same("ddp_backend"),
+    "split_batches": Old("accelerator_config", bool, (None,), carry=_into("accelerator_config", "split_batches")),
+    "dispatch_batches": Old(
+        "accelerator_config", bool, (None,), carry=_into("accelerator_config", "dispatch_batches")
+    ),
+    "logging_dir": _gone(
+        "named TensorBoard's folder; metrics.jsonl and report.html lie in output_dir, and a tracker reads its folder from "
+        "the environment (TENSORBOARD_LOGGING_DIR)"
+    ),
+    "overwrite_output_dir": _gone(
+        "has no effect: an output folder is never emptied, and training resumes only when train() is told to",
+        bool,
+        (False, None),
+    ),
+    "use_mps_device": _gone("is not needed: Apple's GPU is chosen by itself", bool, (False, None)),
+    "fp16_opt_level": _gone(_APEX, str, ("O1", None)),
+    "fp16_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
+    "half_precision_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
+    "save_safetensors": _refused("cannot be False: weights are always safetensors, never pickle", bool, (True, None)),
+    "jit_mode_eval": _refused("is gone with TorchScript; use torch_compile", bool, (False, None)),
+    "use_ipex": _refused("is gone; PyTorch's own CPU and XPU kernels are used", bool, (False, None)),
+    "past_index": _refused("is gone: no state is carried from batch to batch", int, (-1, None)),
+    "mp_parameters": _refused("belonged to SageMaker's model parallelism, which is not built", str, ("", None)),
+    "_n_gpu": _refused("is gone: one process drives one device; start one process per GPU", int, (-1, 0, 1, None)),
+    "use_legacy_prediction_loop": _refused("is gone: there is one evaluation loop", bool, (False, None)),
+    "tpu_num_cores": _refused("needs PyTorch/XLA, which is not built", int, (None,)),
+    "ray_scope": _refused("belongs to hyperparameter search, which is not built", str, ("last", None)),
+}  # fmt: skip
+
+# Two names of one choice that both still exist: setting either sets both, and the newer one decides.
+TWINS = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+BOTH_WAYS = {**TWINS, **{new: old for old, new in TWINS.items()}}
+
+
+def announce(name: str) -> None:
+    """Say once what became of an old name."""
+    old = OLD_NAMES[name]
+    if old.new:
+        warn_once(logger, f"the argument {name!r} is now {old.new!r}; it was taken as that")
+    else:
+        warn_once(logger, f"the argument {name!r} {old.note}")
+
+
+def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """New names for old ones.
+
+    Args:
+        given: arguments by name, old and new ones mixed.
+
+    Returns:
+        The arguments under new names alone, and what contradicts itself or cannot be honoured.
+    """
+    arguments = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    problems: list[Problem] = []
+    for name in (n for n in OLD_NAMES if n in given):
+        value, old = given[name], OLD_NAMES[name]
+        announce(name)
+        if old.says_nothing(value):
+            continue
+        problem = _objection(name, value, given)
+        if problem is not None:
+            problems.append(problem)
+        elif old.new is not None:
+            arguments[old.new] = old.carry(value, {**given, **arguments})
+    return arguments, problems
+
+
+# Old names that add to their new field rather than set it, and so never contradict it.
+_MERGED = ("include_inputs_for_metrics", "tpu_metrics_debug", "push_to_hub_organization")
+
+
+def _objection(name: str, value: Any, given: Given) -> Problem | None:
+    old = OLD_NAMES[name]
+    if old.refused:
+        return Problem(name, value, old.note)
+    if name == "warmup_ratio" and not (isinstance(value, (int, float)) and 0 <= value < 1):
+        return Problem(name, value, "must be a share of all updates, at least 0 and below 1")
+    if old.new not in given or name in _MERGED or isinstance(given[old.new], dict):
+        return None
+    present = given[old.new]
+    if present is None or present == old.carry(value, given):
+        return None
+    shown = "***" if name.endswith("_token") else repr(present)
+    return Problem(
+        name,
+        "***" if name.endswith("_token") else value,
+        f"contradicts {old.new}={shown}; give {old.new} alone",
+    )
+
+
+def twin_problems(given: Given) -> list[Problem]:
+    """Both names of one choice, given with different values."""
+    return [
+        Problem(old, given[old], f"contradicts {new}={given[new]!r}; give {new} alone")
+        for old, new in TWINS.items()
+        if given.get(old) is not None and given.get(new) is not None and given[old] != given[new]
+    ]

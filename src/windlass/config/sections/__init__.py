@@ -1,0 +1,1 @@
+"""The arguments by topic. Each section is a dataclass mixin; `TrainingArguments` is all of them."""

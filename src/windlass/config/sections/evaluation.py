@@ -1,0 +1,31 @@
+"""When and how a model is evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.config.enums import IntervalStrategy
+from windlass.config.sections.setting import setting
+
+
+@dataclass(repr=False)
+class EvaluationSection:
+    eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate during training.")
+    eval_steps: float | None = setting(
+        None, "Updates between evaluations; below 1 a share of all updates; not said: logging_steps."
+    )
+    eval_delay: float = setting(0, "Epochs (or updates, by eval_strategy) before the first evaluation.")
+    per_device_eval_batch_size: int = setting(8, "Samples per process in one evaluation batch.")
+    prediction_loss_only: bool = setting(False, "Evaluate the loss alone; keep no predictions.")
+    eval_on_start: bool = setting(False, "Evaluate once before the first update.")
+    eval_do_concat_batches: bool = setting(
+        True, "Concatenate batches into one array; otherwise keep a list of batches."
+    )
+    eval_use_gather_object: bool = setting(False, "Gather nested Python objects from all processes.")
+    eval_accumulation_steps: int | None = setting(
+        None, "Move predictions to host memory every so many batches."
+    )
+    include_for_metrics: list[str] = setting([], "What compute_metrics also receives: inputs, loss.")
+    batch_eval_metrics: bool = setting(
+        False, "Call compute_metrics for each batch, so that no predictions are kept."
+    )

@@ -1,0 +1,92 @@
+"""Where a run happens and how its data reach it: seeds, hardware, loaders, process groups, sharding, script switches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.config.enums import DebugOption
+from windlass.config.sections.setting import setting
+
+SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
+
+
+@dataclass(repr=False)
+class SeedSection:
+    full_determinism: bool = setting(False, "Deterministic kernels everywhere; slower.")
+    seed: int = setting(42, "Seed of everything random.")
+    data_seed: int | None = setting(None, "Seed of the order of samples; not said: seed.")
+
+
+@dataclass(repr=False)
+class HardwareSection:
+    use_cpu: bool = setting(False, "Train on the CPU although there is an accelerator.")
+    accelerator_config: dict[str, Any] | str | None = setting(
+        None, "Loader options: a dict, JSON, a JSON file, or a dataclass."
+    )
+    parallelism_config: Any = setting(None, "Tensor, context and sequence parallelism.")
+
+
+@dataclass(repr=False)
+class DataSection:
+    dataloader_drop_last: bool = setting(False, "Leave out the last incomplete batch.")
+    dataloader_num_workers: int = setting(0, "Processes that load data; 0 loads in the training process.")
+    dataloader_pin_memory: bool = setting(True, "Pin batches in host memory.")
+    dataloader_persistent_workers: bool = setting(False, "Keep loader processes alive between epochs.")
+    dataloader_prefetch_factor: int | None = setting(None, "Batches that each loader process keeps ready.")
+    dataloader_multiprocessing_context: str | None = setting(
+        None, "How loader processes start: fork, spawn, forkserver."
+    )
+    dataloader_in_order: bool = setting(True, "Take batches from loader processes in order.")
+    remove_unused_columns: bool = setting(True, "Leave out columns that the model's forward does not name.")
+    label_names: list[str] | None = setting(None, "Columns that hold labels.")
+    train_sampling_strategy: str = setting(
+        "random", "Order of training samples.", choices=SAMPLING_STRATEGIES
+    )
+    length_column_name: str = setting("length", "Column that holds lengths, for group_by_length.")
+
+
+@dataclass(repr=False)
+class DistributedSection:
+    ddp_find_unused_parameters: bool | None = setting(None, "Let DDP look for parameters without gradients.")
+    ddp_bucket_cap_mb: int | None = setting(None, "Size of DDP's gradient buckets in MiB.")
+    ddp_broadcast_buffers: bool | None = setting(None, "Let DDP broadcast buffers from the first process.")
+    ddp_static_graph: bool | None = setting(None, "Tell DDP that the graph never changes.")
+    ddp_backend: str | None = setting(None, "Process-group backend; not said: the one for the device.")
+    ddp_timeout: int = setting(1800, "Seconds before a collective gives up.")
+
+
+@dataclass(repr=False)
+class ShardingSection:
+    fsdp: bool | str | list[str] | None = setting(None, "Fully sharded data parallelism.")
+    fsdp_config: dict[str, Any] | str | None = setting(
+        None, "Options of sharding: a dict, JSON, or a JSON file."
+    )
+    deepspeed: dict[str, Any] | str | None = setting(
+        None, "DeepSpeed configuration: a dict, JSON, or a JSON file."
+    )
+
+
+@dataclass(repr=False)
+class DebugSection:
+    debug: str | list[DebugOption] = setting("", "Debugging aids: underflow_overflow.")
+    skip_memory_metrics: bool = setting(True, "Leave memory figures out of the metrics.")
+
+
+@dataclass(repr=False)
+class ScriptSection:
+    do_train: bool = setting(False, "For scripts: train.")
+    do_eval: bool = setting(False, "For scripts: evaluate on the validation set.")
+    do_predict: bool = setting(False, "For scripts: predict on the test set.")
+
+
+@dataclass(repr=False)
+class ProcessSection:
+    local_rank: int = setting(-1, "Set by old launchers; the environment says the same and is read instead.")
+
+
+@dataclass(repr=False)
+class WindlassSection:
+    nonfinite_policy: str = setting(
+        "raise", "What a NaN or infinite loss or gradient norm does.", choices=("raise", "skip", "rollback")
+    )

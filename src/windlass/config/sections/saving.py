@@ -1,0 +1,59 @@
+"""Checkpoints: written, published, chosen from and resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.config.enums import HubStrategy, SaveStrategy
+from windlass.config.sections.setting import setting
+
+
+@dataclass(repr=False)
+class SaveSection:
+    save_only_model: bool = setting(False, "Save the model without what resuming needs.")
+    save_strategy: SaveStrategy | str = setting("steps", "When to save a checkpoint.")
+    save_steps: float = setting(500, "Updates between checkpoints; below 1 it is a share of all updates.")
+    save_on_each_node: bool = setting(False, "Save on every machine, for machines without a shared folder.")
+    save_total_limit: int | None = setting(
+        None, "Checkpoints to keep; the best and the last are always kept."
+    )
+    enable_jit_checkpoint: bool = setting(False, "Save at once when the scheduler asks the job to stop.")
+
+
+@dataclass(repr=False)
+class HubSection:
+    push_to_hub: bool = setting(False, "Publish the model on the hub.")
+    hub_token: str | None = setting(None, "Token for the hub; never written anywhere.", secret=True)
+    hub_private_repo: bool | None = setting(None, "Make the hub repository private.")
+    hub_model_id: str | None = setting(None, "Repository on the hub.")
+    hub_strategy: HubStrategy | str = setting("every_save", "What is published, and when.")
+    hub_always_push: bool = setting(False, "Publish even while the last publication is under way.")
+    hub_revision: str | None = setting(None, "Branch on the hub.")
+
+
+@dataclass(repr=False)
+class BestSection:
+    load_best_model_at_end: bool = setting(False, "End with the best evaluated weights.")
+    metric_for_best_model: str | None = setting(
+        None, "Metric that says which is best, with or without 'eval_'."
+    )
+    greater_is_better: bool | None = setting(
+        None, "Direction of the metric; not said: True unless its name ends in 'loss'."
+    )
+
+
+@dataclass(repr=False)
+class ResumeSection:
+    ignore_data_skip: bool = setting(
+        False, "Start the data afresh after a resume, not where the checkpoint was."
+    )
+    restore_callback_states_from_checkpoint: bool = setting(
+        False, "Restore callback states on resume (always so)."
+    )
+
+
+@dataclass(repr=False)
+class ResumeFromSection:
+    resume_from_checkpoint: str | bool | None = setting(
+        None, "Checkpoint to resume from, for scripts to hand to train()."
+    )

@@ -1,0 +1,130 @@
+"""The support table: every name that users of `Trainer` know, and what Windlass does with it.
+
+It is the one source of three things: what `validate` refuses, what `docs/support.md` says, and what the tests hold the code to.
+`python -m windlass.config.support > docs/support.md` writes the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windlass.config import support_rows as rows
+from windlass.config.enums import OptimizerNames, SchedulerType
+from windlass.config.renamed import OLD_NAMES
+
+Status = Literal["honoured", "mapped", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What happens to a name.
+
+    Attributes:
+        status: honoured: does what its name says. mapped: accepted, and taken as something else that `note` names.
+            refused: an error says why, when it is set to other than its default.
+        note: a sentence to follow the name.
+    """
+
+    status: Status
+    note: str = ""
+
+
+def _table(honoured: str, mapped: dict[str, str], refused: dict[str, str]) -> dict[str, Support]:
+    table = {name: Support("honoured") for name in honoured.split()}
+    table.update({name: Support("mapped", note) for name, note in mapped.items()})
+    table.update({name: Support("refused", note) for name, note in refused.items()})
+    return table
+
+
+def _old_names() -> dict[str, Support]:
+    table = {}
+    for name, old in OLD_NAMES.items():
+        status: Status = "refused" if old.refused else "mapped"
+        table[name] = Support(status, old.note or f"is now {old.new}")
+    return table
+
+
+def _optimizers() -> dict[str, Support]:
+    table = {}
+    for member in OptimizerNames:
+        reason = unbuilt_optimizer(member.value)
+        table[member.value] = Support("honoured") if reason is None else Support("refused", reason)
+    table.update({name: Support("refused", note) for name, note in rows.GONE_OPTIMIZERS.items()})
+    return table
+
+
+def unbuilt_optimizer(name: str) -> str | None:
+    """Why optimizer `name` cannot be used; None when it can."""
+    if name in rows.OPTIMIZERS:
+        return None
+    advice = next((note for start, note in rows.OPTIMIZER_ADVICE.items() if start in name), "")
+    return f"is not built yet{advice or '; use one of ' + ', '.join(rows.OPTIMIZERS)}"
+
+
+def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
+    """Each name of `report_to` that cannot be reported to, and why."""
+    for name in report_to:
+        known = name in rows.TRACKERS or name == "all"
+        yield (
+            name,
+            rows.TRACKER_NOTE if known else f"is not a tracker; known names: {', '.join(rows.TRACKERS)}",
+        )
+
+
+TRAINING_ARGUMENTS = _table(rows.HONOURED, rows.MAPPED, rows.REFUSED)
+SECTIONS: dict[str, dict[str, Support]] = {
+    "TrainingArguments": TRAINING_ARGUMENTS,
+    "Renamed and removed arguments": _old_names(),
+    "TrainingArguments helpers": _table(rows.HELPERS, {}, {}),
+    "accelerator_config": _table(
+        "gradient_accumulation_kwargs", rows.ACCELERATOR_MAPPED, rows.ACCELERATOR_REFUSED
+    ),
+    "optim": _optimizers(),
+    "lr_scheduler_type": _table(" ".join(member.value for member in SchedulerType), {}, {}),
+    "report_to": {name: Support("refused", rows.TRACKER_NOTE) for name in rows.TRACKERS},
+    "Trainer constructor": _table(rows.CONSTRUCTOR, rows.CONSTRUCTOR_MAPPED, {}),
+    "Trainer methods": _table(rows.METHODS, {}, rows.METHODS_REFUSED),
+    "Callbacks": _table(rows.CALLBACKS, {}, rows.CALLBACKS_REFUSED),
+    "Data collators": _table(rows.COLLATORS, {}, {}),
+}
+
+
+def refusal(name: str) -> str | None:
+    """Why argument `name` cannot be set; None when it can."""
+    row = TRAINING_ARGUMENTS.get(name)
+    return row.note if row is not None and row.status == "refused" else None
+
+
+def is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether `value` asks for nothing: the field's default, or an empty value."""
+    if value in (None, False, "", 0) or value == [] or value == {}:
+        return True
+    return bool(value == field.default)
+
+
+def markdown() -> str:
+    """The table as the page `docs/support.md`."""
+    lines = [
+        "# What Windlass does with each name",
+        "",
+        "Made from the code by `python -m windlass.config.support > docs/support.md`; a test holds the two together.",
+        "",
+        "*honoured*: does what its name says. *mapped*: accepted, and taken as what the note says. *refused*: an error says why",
+        "before anything starts, when it is set to something other than its default.",
+    ]
+    for title, table in SECTIONS.items():
+        counts = ", ".join(
+            f"{sum(r.status == s for r in table.values())} {s}" for s in ("honoured", "mapped", "refused")
+        )
+        lines += ["", f"## {title}", "", f"{counts}.", "", "| name | status | note |", "|---|---|---|"]
+        lines += [
+            f"| `{name}` | {row.status} | {row.note.replace('|', '/')} |" for name, row in table.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,54 @@
+"""One process first, the others after it: for work such as tokenising, whose result is cached on disk."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from windlass.core.world import World
+
+_turn = itertools.count()
+
+
+@contextmanager
+def main_process_first(world: World, local: bool, description: str, timeout: timedelta) -> Iterator[None]:
+    """Let the main process (of each machine with `local`) through first; the others enter when it has left.
+
+    The processes meet in the launcher's key-value store, not in a process group: a script calls this before there is one. All
+    processes must come here in the same order.
+
+    Raises:
+        RuntimeError: the main process failed at its turn; the others must not go on without its result.
+    """
+    if not world.is_distributed:
+        yield
+        return
+    store = _store(world.rank, world.size)
+    node = os.environ.get("GROUP_RANK", str(world.rank // world.local_size)) if local else "all"
+    key = f"windlass/first/{next(_turn)}/{node}"
+    if not (world.is_local_main if local else world.is_main):
+        store.wait([key], timeout)
+        if store.get(key) != b"done":
+            raise RuntimeError(f"the main process failed at {description!r}; its own error says why")
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        store.set(key, "failed")
+        raise
+    store.set(key, "done")
+
+
+@functools.cache
+def _store(rank: int, size: int) -> Any:
+    """The job's store, joined once; the process group that is made later joins the same one."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, size))
+    return store

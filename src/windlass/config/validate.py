@@ -1,0 +1,227 @@
+"""Everything that can be wrong with the arguments by themselves, found at once.
+
+What needs the dataset, the model or the device is checked when a run is resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from windlass.config import accelerator_config
+from windlass.config.enums import METRIC_DRIVEN
+from windlass.config.normalise import DICT_FIELDS, hints, normalise, read_document
+from windlass.config.support import is_neutral, refusal, unbuilt_optimizer, unbuilt_trackers
+from windlass.config.values import CHOICES, RANGES, choice_fault, options_from, type_fault
+from windlass.core.errors import ConfigError, Problem
+
+Check = Callable[[Any], Iterator[Problem]]
+_RULES: list[tuple[tuple[str, ...], Check]] = []
+
+
+def check(args: Any) -> None:
+    """Normalise `args` in place and raise if anything about them is wrong.
+
+    Raises:
+        ConfigError: carries every problem.
+    """
+    normalise(args)
+    found = problems(args)
+    if found:
+        raise ConfigError(found)
+
+
+def problems(args: Any) -> list[Problem]:
+    """All problems of normalised arguments, those of single values first. A rule is skipped when a value it reads is already wrong."""
+    found = list(_value_problems(args))
+    wrong = {problem.field.split(".")[0] for problem in found}
+    for reads, rule in _RULES:
+        if wrong.isdisjoint(reads):
+            found.extend(rule(args))
+    return found
+
+
+def _rule(*reads: str) -> Callable[[Check], Check]:
+    """Register a cross-field rule with the fields it reads."""
+
+    def register(check: Check) -> Check:
+        _RULES.append((reads, check))
+        return check
+
+    return register
+
+
+def _value_problems(args: Any) -> Iterator[Problem]:
+    fields = {f.name: f for f in dataclasses.fields(args)}
+    for name, hint in hints(type(args)).items():
+        value = getattr(args, name)
+        fault = _value_fault(name, value, hint, fields[name].metadata.get("choices"))
+        if fault is not None:
+            yield Problem(name, value, fault)
+
+
+def _value_fault(name: str, value: Any, hint: Any, choices: Any) -> str | None:
+    if name in DICT_FIELDS:
+        return _document_fault(name, value)
+    fault = type_fault(value, hint)
+    if fault is None and value is not None and name in RANGES and not RANGES[name].holds(value):
+        fault = RANGES[name].words
+    choices = choices or CHOICES.get(name)
+    if fault is None and value is not None and choices is not None:
+        fault = choice_fault(value, choices)
+    return fault
+
+
+def _document_fault(name: str, value: Any) -> str | None:
+    """Of a field that holds a dict, and is still text when its JSON could not be read."""
+    if name == "accelerator_config" and isinstance(value, accelerator_config.AcceleratorConfig):
+        return None
+    if isinstance(value, str) and value and name != "deepspeed":
+        try:
+            read_document(value)
+        except ValueError as error:
+            return str(error)
+    if name == "accelerator_config":
+        try:
+            accelerator_config.read(value)
+        except ConfigError as error:
+            return "; ".join(f"{p.field.partition('.')[2] or name}: {p.fix}" for p in error.problems)
+    if value is None or isinstance(value, (dict, str)):
+        return None
+    return f"must be a dict, JSON, or the path of a JSON file, and is {type(value).__name__}"
+
+
+@_rule("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
+def _one_precision(args: Any) -> Iterator[Problem]:
+    for half, brain in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        if getattr(args, half) and getattr(args, brain):
+            yield Problem(half, True, f"contradicts {brain}=True; choose one of the two")
+
+
+@_rule("max_steps", "num_train_epochs")
+def _some_length(args: Any) -> Iterator[Problem]:
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        fix = f"gives nothing to train with max_steps={args.max_steps}; set one of the two above 0"
+        yield Problem("num_train_epochs", args.num_train_epochs, fix)
+
+
+@_rule("logging_strategy", "eval_strategy", "save_strategy", "logging_steps", "eval_steps", "save_steps")
+def _strides(args: Any) -> Iterator[Problem]:
+    for kind in ("logging", "eval", "save"):
+        if getattr(args, f"{kind}_strategy") == "steps" and not getattr(args, f"{kind}_steps"):
+            fix = f"must be above 0 with {kind}_strategy='steps'; use {kind}_strategy='no' to switch it off"
+            yield Problem(f"{kind}_steps", getattr(args, f"{kind}_steps"), fix)
+
+
+@_rule("save_strategy", "metric_for_best_model", "eval_strategy")
+def _best_needs_metric(args: Any) -> Iterator[Problem]:
+    if args.save_strategy != "best":
+        return
+    if args.metric_for_best_model is None:
+        yield Problem("save_strategy", "best", "needs metric_for_best_model, which says what is best")
+    if args.eval_strategy == "no":
+        yield Problem(
+            "save_strategy", "best", "needs evaluations to compare; set eval_strategy='epoch' or 'steps'"
+        )
+
+
+@_rule("load_best_model_at_end", "eval_strategy", "save_strategy", "save_only_model")
+def _best_needs_evaluations(args: Any) -> Iterator[Problem]:
+    if not args.load_best_model_at_end:
+        return
+    if args.eval_strategy == "no":
+        yield Problem(
+            "load_best_model_at_end", True, "needs evaluations; set eval_strategy='epoch' or 'steps'"
+        )
+    if args.save_strategy == "no":
+        yield Problem(
+            "load_best_model_at_end", True, "needs checkpoints; set save_strategy to other than 'no'"
+        )
+
+
+@_rule("lr_scheduler_type", "eval_strategy")
+def _metric_schedule(args: Any) -> Iterator[Problem]:
+    if args.lr_scheduler_type in METRIC_DRIVEN and args.eval_strategy == "no":
+        fix = "follows an evaluated metric; set eval_strategy='epoch' or 'steps'"
+        yield Problem("lr_scheduler_type", str(args.lr_scheduler_type), fix)
+
+
+@_rule("dataloader_num_workers")
+def _workers(args: Any) -> Iterator[Problem]:
+    if args.dataloader_num_workers > 0:
+        return
+    for name in (
+        "dataloader_prefetch_factor",
+        "dataloader_persistent_workers",
+        "dataloader_multiprocessing_context",
+    ):
+        if getattr(args, name):
+            yield Problem(
+                name, getattr(args, name), "needs loader processes; set dataloader_num_workers above 0"
+            )
+
+
+@_rule("average_tokens_across_devices")
+def _one_denominator(args: Any) -> Iterator[Problem]:
+    if not args.average_tokens_across_devices:
+        fix = "is not built: the loss is always normalised by the targets of all processes, so it equals one process's"
+        yield Problem("average_tokens_across_devices", False, fix)
+
+
+@_rule("nonfinite_policy")
+def _nonfinite(args: Any) -> Iterator[Problem]:
+    if args.nonfinite_policy == "rollback":
+        yield Problem("nonfinite_policy", "rollback", "is not built yet; use 'raise' or 'skip'")
+
+
+@_rule("optim_args")
+def _optimizer_options(args: Any) -> Iterator[Problem]:
+    try:
+        options_from(args.optim_args or "")
+    except ValueError as error:
+        yield Problem("optim_args", args.optim_args, str(error))
+
+
+@_rule("optim", "report_to", "debug")
+def _unbuilt_words(args: Any) -> Iterator[Problem]:
+    """Words of honoured fields whose feature is not built."""
+    reason = unbuilt_optimizer(str(args.optim))
+    if reason is not None:
+        yield Problem("optim", str(args.optim), reason)
+    for tracker, why in unbuilt_trackers(args.report_to):
+        yield Problem("report_to", tracker, why)
+    if "tpu_metrics_debug" in args.debug:
+        yield Problem("debug", "tpu_metrics_debug", "needs PyTorch/XLA, which is not built")
+
+
+@_rule()
+def _unbuilt_fields(args: Any) -> Iterator[Problem]:
+    for field in dataclasses.fields(args):
+        reason = refusal(field.name)
+        if reason is not None and not is_neutral(field, getattr(args, field.name)):
+            value = "***" if field.name.endswith("_token") else getattr(args, field.name)
+            yield Problem(field.name, value, reason)
+
+
+@_rule("accelerator_config", "gradient_accumulation_steps")
+def _accelerator(args: Any) -> Iterator[Problem]:
+    yield from accelerator_config.objections(args.accelerator_config, args.gradient_accumulation_steps)
+
+
+@_rule("activation_checkpointing_kwargs")
+def _recompute_options(args: Any) -> Iterator[Problem]:
+    options = args.activation_checkpointing_kwargs or {}
+    every = options.get("every_n_layers", 1)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        fix = "must be a whole number of at least 1"
+        yield Problem("activation_checkpointing_kwargs.every_n_layers", every, fix)
+
+
+@_rule("local_rank")
+def _launcher_agrees(args: Any) -> Iterator[Problem]:
+    said = os.environ.get("LOCAL_RANK")
+    if args.local_rank > 0 and said != str(args.local_rank):
+        fix = f"disagrees with the environment (LOCAL_RANK={said}); leave it out, and start the script with torchrun"
+        yield Problem("local_rank", args.local_rank, fix)
