@@ -22,8 +22,8 @@ def unknown_framework(return_tensors: object) -> ValueError:
 def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
     """Stack the values of each key; `label` (a number) and `label_ids` (a list) become `labels`.
 
-    The first sample says which keys there are; its None and string values are left out. Samples may be mappings, or objects
-    whose attributes are the values.
+    The first sample says which keys there are; its None and string values are left out. Samples may be
+    mappings, or objects whose attributes are the values.
 
     Args:
         features: the samples, all of one shape.

@@ -1,7 +1,8 @@
 """How the samples of one update are dealt to ranks and micro-batches.
 
-An update's samples are laid out in *rows* of `micro * world` samples; row j holds micro-batch j of every rank, rank r's being the
-r-th run of `micro` samples. Only the last row of an epoch can be short: it is dealt evenly, so that every rank has work if it can.
+An update's samples are laid out in *rows* of `micro * world` samples; row j holds micro-batch j of every
+rank, rank r's being the r-th run of `micro` samples. Only the last row of an epoch can be short: it is dealt
+evenly, so that every rank has work if it can.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ class Cut(NamedTuple):
     """One update's share of this rank.
 
     Attributes:
-        batches: sample positions of each micro-batch of this rank; for a filler, one position that belongs to another rank.
+        batches: sample positions of each micro-batch of this rank; for a filler, one position that belongs to
+            another rank.
         samples: number of samples of the update over all ranks.
         end: samples of the epoch consumed over all ranks once this update is done.
         last: no update follows in this epoch.
@@ -28,7 +30,9 @@ class Cut(NamedTuple):
 
 
 def share(count: int, world: int, rank: int) -> tuple[int, int]:
-    """The half-open range of `count` things that `rank` of `world` gets; sizes differ by one at most, larger ones first."""
+    """The half-open range of `count` things that `rank` of `world` gets; sizes differ by one at most, larger
+    ones first.
+    """
     base, extra = divmod(count, world)
     low = rank * base + min(rank, extra)
     return low, low + base + (rank < extra)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from windlass.core.types import Collator
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
+from windlass.core.types import Collator
 from windlass.data.seeding import Sandbox, disturbed, fingerprint, rest
 
 
 class Fetch:
     """`fetch(epoch, ids)` -> collated batch, the same bits in any process and after any history.
 
-    Sample i is read under generators seeded by (seed, epoch, i); collation under (seed, epoch, first id). Seeding three generators
-    costs 8 us a sample, so a dataset (or collator) that draws nothing is read without: the generators rest in a known state, and
-    when they are found moved after all, the batch is read again, seeded, and so is every later one.
+    Sample i is read under generators seeded by (seed, epoch, i); collation under (seed, epoch, first id).
+    Seeding three generators costs 8 us a sample, so a dataset (or collator) that draws nothing is read
+    without: the generators rest in a known state, and when they are found moved after all, the batch is read
+    again, seeded, and so is every later one.
 
     Args:
         dataset: anything with `__getitem__`; `__getitems__(list of ids)` is used where there is one.

@@ -53,6 +53,6 @@ def _length(sample: Any, index: int, column: str, tokens: str) -> int:
         else f"the type {type(sample).__name__}"
     )
     raise DataError(
-        f"sample {index} has {has}: its length is neither in {column!r} nor in {tokens!r}. Name the column that holds it with "
-        "length_column_name, or use train_sampling_strategy='random'."
+        f"sample {index} has {has}: its length is neither in {column!r} nor in {tokens!r}. "
+        "Name the column that holds it with length_column_name, or use train_sampling_strategy='random'."
     )

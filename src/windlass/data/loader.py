@@ -1,4 +1,6 @@
-"""The loader that training and evaluation read: micro-batches of this rank, whole updates at a time, exactly resumable."""
+"""The loader that training and evaluation read: micro-batches of this rank, whole updates at a time, exactly
+resumable.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ logger = get_logger(__name__)
 class Loader(DataLoader[Any]):
     """A PyTorch `DataLoader` to user code, and a source of `Group`s to the engine.
 
-    Its whole state is (seed, epoch, samples consumed over all ranks). `groups` moves it; plain iteration never does: it is a
-    full pass of this rank's micro-batches, in the order of the current epoch (and of the following ones, pass after pass).
+    Its whole state is (seed, epoch, samples consumed over all ranks). `groups` moves it; plain iteration
+    never does: it is a full pass of this rank's micro-batches, in the order of the current epoch (and of the
+    following ones, pass after pass).
 
     Subclasses give the groups of a (part of an) epoch through `_groups`, and the number of samples through `_length`.
     """
@@ -83,8 +86,9 @@ class Loader(DataLoader[Any]):
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
 
-        A group holds `accumulation` micro-batches of this rank, in host memory. All ranks get the same number of groups.
-        NumPy's and PyTorch's generators are left alone; Python's is not put back (the engine seeds it at each update).
+        A group holds `accumulation` micro-batches of this rank, in host memory. All ranks get the same number
+        of groups. NumPy's and PyTorch's generators are left alone; Python's is not put back (the engine seeds
+        it at each update).
         """
         length = self._length(self.epoch)
         if length is not None and self.consumed >= length:
@@ -134,8 +138,8 @@ class Loader(DataLoader[Any]):
         then, now = state.get("length"), self._length(self.epoch)
         if None not in (then, now) and then != now:
             logger.warning(
-                f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's order is another, "
-                "so some samples of it may come twice or not at all"
+                f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's "
+                "order is another, so some samples of it may come twice or not at all"
             )
 
     def _position(self, epoch: int, consumed: int, last: bool, length: int | None) -> State:
@@ -178,14 +182,14 @@ class MapLoader(Loader):
         count = len(self._order.of(0))
         if not count:
             return (
-                f"the dataset ({type(self.dataset).__name__}) is empty: there is no sample to read. Check the file, the split and "
-                "any filter that made it."
+                f"the dataset ({type(self.dataset).__name__}) is empty: there is no sample to read. "
+                "Check the file, the split and any filter that made it."
             )
         row = self.total_batch_size
         return (
-            f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of {row} (batch size "
-            f"{self.batch.micro} x {self.batch.world} processes), so nothing is left. Use dataloader_drop_last=False or a batch size "
-            f"of at most {max(1, count // self.batch.world)}."
+            f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of "
+            f"{row} (batch size {self.batch.micro} x {self.batch.world} processes), so nothing is left. "
+            f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.world)}."
         )
 
     def _length(self, epoch: int) -> int:

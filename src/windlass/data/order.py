@@ -60,8 +60,8 @@ class Order(Sampler[int]):
         raise NotImplementedError
 
     def _shuffled(self, epoch: int) -> np.ndarray[Any, Any]:
-        # Sorting raw 64-bit draws rather than `permutation`: NumPy promises that a bit generator's stream never changes, but
-        # not what its distributions make of it; a checkpoint outlives a NumPy version.
+        # Sorting raw 64-bit draws rather than `permutation`: NumPy promises that a bit generator's stream
+        # never changes, but not what its distributions make of it; a checkpoint outlives a NumPy version.
         draws = np.random.PCG64(derive_seed(STREAM_ORDER, self.seed, epoch)).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
 
@@ -83,8 +83,9 @@ class RandomOrder(Order):
 class LengthGroupedOrder(Order):
     """Samples of similar length side by side, so that little is padded; still random from epoch to epoch.
 
-    A random permutation is cut into stretches of up to 50 updates (at least four stretches where the data allows), each sorted
-    by falling length; the longest sample of all comes first, so that running out of memory happens at once.
+    A random permutation is cut into stretches of up to 50 updates (at least four stretches where the data
+    allows), each sorted by falling length; the longest sample of all comes first, so that running out of
+    memory happens at once.
 
     Args:
         lengths: int64 of shape (samples,).
@@ -108,7 +109,9 @@ class LengthGroupedOrder(Order):
 
 
 class RebalancedOrder(RandomOrder):
-    """A random order whose updates are dealt to ranks and micro-batches by padded cost, not by count (token-budget batches)."""
+    """A random order whose updates are dealt to ranks and micro-batches by padded cost, not by count
+    (token-budget batches).
+    """
 
     needs_accumulation = True
 
@@ -132,8 +135,8 @@ class SamplerOrder(Order):
     def __init__(self, sampler: Any, seed: int) -> None:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise DataError(
-                "the sampler is a DistributedSampler, which already keeps the samples of one rank, and Windlass deals samples to "
-                "ranks itself. Return a sampler over the whole dataset (for instance RandomSampler) instead."
+                "the sampler is a DistributedSampler, which already keeps the samples of one rank, and Windlass "
+                "deals samples to ranks itself. Return a sampler over the whole dataset (for instance RandomSampler) instead."
             )
         self.sampler = sampler
         self._first_seed = first_seed(getattr(sampler, "generator", None))
@@ -176,8 +179,8 @@ def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan) -> Order:
     lengths = sample_lengths(dataset, plan.length_column)
     if len(lengths) and (lengths == lengths[0]).all():
         logger.warning(
-            f"train_sampling_strategy={plan.order!r}: all {len(lengths)} samples have the length {lengths[0]}, so it does nothing. "
-            f"Is {plan.length_column!r} right, and are the samples padded too early?"
+            f"train_sampling_strategy={plan.order!r}: all {len(lengths)} samples have the length {lengths[0]}, so "
+            f"it does nothing. Is {plan.length_column!r} right, and are the samples padded too early?"
         )
     if plan.order == "group_by_length":
         return LengthGroupedOrder(lengths, batch.update, plan.seed)

@@ -23,7 +23,8 @@ def build_train_loader(
     """The loader of a training set.
 
     Args:
-        dataset: anything with `__getitem__` and `__len__` (lists of dicts, Hugging Face sets), or an iterable that can be begun anew.
+        dataset: anything with `__getitem__` and `__len__` (lists of dicts, Hugging Face sets), or an iterable
+            that can be begun anew.
         plan: order, seed, workers.
         batch: sizes; this rank's place.
         collate: list of samples -> batch; None: `auto_collate`.
@@ -67,7 +68,9 @@ def build_eval_loader(
 
 
 def auto_collate(samples: list[Any]) -> Any:
-    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's `default_collate` does."""
+    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
+    `default_collate` does.
+    """
     return default_data_collator(samples) if isinstance(samples[0], Mapping) else default_collate(samples)
 
 
@@ -82,8 +85,8 @@ def _refuse_unreadable(dataset: Any, needs_length: bool) -> None:
     name = type(dataset).__name__
     if isinstance(dataset, Mapping) or type(dataset).__name__ == "BatchEncoding":
         raise DataError(
-            f"the dataset is one mapping of whole columns ({name}), not a sequence of samples. Make it a list of dicts, or "
-            "`datasets.Dataset.from_dict(...)`."
+            f"the dataset is one mapping of whole columns ({name}), not a sequence of samples. "
+            "Make it a list of dicts, or `datasets.Dataset.from_dict(...)`."
         )
     if not hasattr(dataset, "__getitem__"):
         raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")

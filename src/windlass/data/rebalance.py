@@ -1,6 +1,7 @@
 """Token-budget batches: an update's samples dealt so that every micro-batch costs about the same.
 
-Cost of a padded micro-batch of b samples, the longest of n tokens: b * (n + 0.001 * n^2); the second term is attention's.
+Cost of a padded micro-batch of b samples, the longest of n tokens: b * (n + 0.001 * n^2); the second term is
+attention's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ _QUADRATIC = 0.001
 def balanced_batches(ids: list[int], lengths: list[int], rows: int, world: int) -> list[list[list[int]]]:
     """Deal `ids` into `rows` micro-batches for each of `world` ranks, minimising the largest cost.
 
-    Samples are sorted by falling length and cut into contiguous groups; the cheapest cut under a cost limit is greedy, and the
-    smallest feasible limit is found by bisection. Groups are dealt by falling cost: the dearest `world` of them make row 0, so
-    that the ranks of one row cost alike.
+    Samples are sorted by falling length and cut into contiguous groups; the cheapest cut under a cost limit
+    is greedy, and the smallest feasible limit is found by bisection. Groups are dealt by falling cost: the
+    dearest `world` of them make row 0, so that the ranks of one row cost alike.
 
     Returns:
         `rows` lists of `world` lists of ids; empty lists only where there are fewer samples than `rows * world`.
@@ -58,7 +59,8 @@ def _sizes(costs: list[float], count: int) -> list[int]:
 
 def _greedy(costs: list[float], limit: float, count: int) -> list[int] | None:
     """Fill each group up to `limit`; None where more than `count` groups are needed."""
-    sizes, start = [], 0
+    sizes: list[int] = []
+    start = 0
     while start < len(costs):
         if len(sizes) == count:
             return None

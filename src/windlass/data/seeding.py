@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
-# The known state in which generators wait while nothing is expected to draw from them, and the first draw each would give.
+# The known state in which generators wait while nothing is expected to draw from them, and the first draw
+# each would give.
 _PYTHON_REST = random.Random(0).getstate()
 _PYTHON_FIRST = random.Random(0).random()
 _NUMPY_FIRST = np.random.RandomState(0).random_sample()
@@ -23,8 +25,9 @@ _PROBE = torch.empty((), dtype=torch.int64)
 class Sandbox:
     """Python's, NumPy's and PyTorch's default CPU generators, lent to the data and given back afterwards.
 
-    `with sandbox:` leaves NumPy's and PyTorch's generators exactly as they were. Python's is put back too where `python` is
-    true; that costs 10 us, and the engine, which seeds it at each update anyway, does without.
+    `with sandbox:` leaves NumPy's and PyTorch's generators exactly as they were. Python's is put back too
+    where `python` is true; that costs 10 us, and the engine, which seeds it at each update anyway, does
+    without.
     """
 
     def __init__(self, python: bool = True) -> None:
@@ -32,14 +35,14 @@ class Sandbox:
         self._bits = np.random.MT19937(0)
 
     def __enter__(self) -> None:
-        self._numpy_outside = np.random.get_bit_generator()
+        self._numpy_outside = get_bit_generator()
         self._torch_outside = torch.default_generator.get_state()
         if self._python:
             self._python_outside: Any = random.getstate()
-        np.random.set_bit_generator(self._bits)
+        set_bit_generator(self._bits)
 
     def __exit__(self, *_: object) -> None:
-        np.random.set_bit_generator(self._numpy_outside)
+        set_bit_generator(self._numpy_outside)
         torch.default_generator.set_state(self._torch_outside)
         if self._python:
             random.setstate(self._python_outside)
@@ -74,7 +77,9 @@ def fingerprint() -> tuple[Any, ...]:
 
 
 def rewind(generator: object, first: int | None, epoch: int) -> None:
-    """Make a user's own `torch.Generator` a function of the epoch: as the user seeded it in epoch 0, derived from that later."""
+    """Make a user's own `torch.Generator` a function of the epoch: as the user seeded it in epoch 0, derived
+    from that later.
+    """
     if first is not None and isinstance(generator, torch.Generator):
         generator.manual_seed(first if epoch == 0 else derive_seed(STREAM_ORDER, first, epoch))
 

@@ -28,7 +28,8 @@ class Source:
         Args:
             epoch: goes into the seeds.
             tasks: gives the tasks afresh each time it is called.
-            private: a look at the data from outside training; must disturb neither training's workers nor Python's generator.
+            private: a look at the data from outside training; must disturb neither training's workers nor
+                Python's generator.
         """
         if self._plan.workers == 0:
             return self._in_process(epoch, tasks(), private)
@@ -51,7 +52,9 @@ class Source:
 
 
 class WorkerPool:
-    """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`: its queues, signals and shared memory are proven."""
+    """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`: its queues, signals and
+    shared memory are proven.
+    """
 
     def __init__(self, fetch: Fetch, plan: DataPlan, persistent: bool) -> None:
         self._queue = _Queue()
@@ -83,7 +86,9 @@ def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
 
 
 def in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[Any]:
-    """Undo the shuffling of `in_order=False`: workers need not wait for a slow one, and still the order is what it always is."""
+    """Undo the shuffling of `in_order=False`: workers need not wait for a slow one, and still the order is
+    what it always is.
+    """
     early: dict[int, Any] = {}
     due = 0
     for number, batch in numbered:

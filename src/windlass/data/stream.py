@@ -58,15 +58,16 @@ class _Raw:
 class StreamLoader(Loader):
     """Every rank, and every worker process, reads the whole stream and keeps its own part of it.
 
-    That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a randomness) that no number
-    of ranks or workers changes. On resume the stream is read from its beginning up to the position.
+    That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a
+    randomness) that no number of ranks or workers changes. On resume the stream is read from its beginning up
+    to the position.
     """
 
     def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
         if batch.world > 1 and getattr(dataset, "_distributed", None) is not None:
             raise DataError(
-                "the dataset was already split by node (split_dataset_by_node), and Windlass deals samples to ranks itself, so most "
-                "of them would be lost. Pass the whole dataset on every rank."
+                "the dataset was already split by node (split_dataset_by_node), and Windlass deals samples "
+                "to ranks itself, so most of them would be lost. Pass the whole dataset on every rank."
             )
         super().__init__(dataset, batch, plan, collate)
         self._reader = StreamReader(dataset, batch, plan, collate)
@@ -123,7 +124,9 @@ class StreamLoader(Loader):
 
 
 class StreamReader:
-    """Cuts a stream into rows and collates this rank's part of them. Always seeds: a sample passed by cannot be read again."""
+    """Cuts a stream into rows and collates this rank's part of them. Always seeds: a sample passed by cannot
+    be read again.
+    """
 
     def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
         self._dataset, self._collate = dataset, collate
@@ -149,13 +152,17 @@ class StreamReader:
     def _nothing(self, epoch: int, start: int) -> str:
         name = type(self._dataset).__name__
         if start:
-            return f"the stream ({name}) ends at or before sample {start}, where training was to continue: it is not the same stream."
+            return (
+                f"the stream ({name}) ends at or before sample {start}, where training was to continue: "
+                "it is not the same stream."
+            )
         if epoch:
             return (
-                f"the stream ({name}) gave no sample in epoch {epoch}. A generator or iterator can be read once only: pass an object "
-                "whose __iter__ begins anew, or train for one epoch."
+                f"the stream ({name}) gave no sample in epoch {epoch}. A generator or iterator can be read "
+                "once only: pass an object whose __iter__ begins anew, or train for one epoch."
             )
-        return f"the stream ({name}) is empty{' or shorter than one batch (dataloader_drop_last=True)' * self._drop_last}."
+        short = " or shorter than one batch (dataloader_drop_last=True)" if self._drop_last else ""
+        return f"the stream ({name}) is empty{short}."
 
     def _raw_rows(self, epoch: int, start: int) -> Iterator[_Raw]:
         set_epoch = getattr(self._dataset, "set_epoch", None)
@@ -218,7 +225,7 @@ class _WorkerStream(IterableDataset[Any]):
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
         # Shared memory: a persistent worker keeps the copy of this object that it was started with.
-        self._at = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._at = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._place: tuple[int, int] | None = None
 
     def seek(self, epoch: int, start: int) -> None:
@@ -235,7 +242,9 @@ class _WorkerStream(IterableDataset[Any]):
 
 
 def _hide_worker() -> None:
-    """Make `get_worker_info()` None here: a dataset that sees it would keep a part of the stream, and parts are dealt by rows."""
+    """Make `get_worker_info()` None here: a dataset that sees it would keep a part of the stream, and parts
+    are dealt by rows.
+    """
     from torch.utils.data._utils import worker
 
     worker._worker_info = None
