@@ -1,0 +1,71 @@
+"""Python blocks in the documentation run as printed: each page in one namespace, in an empty folder."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!-- no-run: (?P<reason>.+?) -->\n+)?^```python[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    code: str
+    reason: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text("utf-8")
+    return [
+        Block(page, text.count("\n", 0, m.start("code")) + 1, m["code"], m["reason"])
+        for m in BLOCK.finditer(text)
+    ]
+
+
+RUNNABLE = [page for page in PAGES if any(b.reason is None for b in blocks(page))]
+LEFT_OUT = [block for page in PAGES for block in blocks(page) if block.reason is not None]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": f"docs_{page.stem}"}
+    for block in blocks(page):
+        if block.reason is None:
+            # Leading newlines make a traceback point at the line of the page.
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+            exec(code, namespace)
+
+
+@pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.name)
+def test_the_block_is_left_out(block: Block) -> None:
+    compile(block.code, block.name, "exec")
+    pytest.skip(f"marked no-run: {block.reason}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = [target for target in LINK.findall(page.read_text("utf-8")) if not (page.parent / target).exists()]
+    assert not lost
+
+
+def test_blocks_are_found() -> None:
+    text = "a\n\n<!-- no-run: needs a network -->\n```python\nx = 1\n```\n\n```python\ny = 2\n```\n"
+    found = [(m["reason"], m["code"]) for m in BLOCK.finditer(text)]
+    assert found == [("needs a network", "x = 1\n"), (None, "y = 2\n")]
+    assert len(RUNNABLE) >= 5
