@@ -152,7 +152,7 @@ def test_metrics_become_python_numbers_with_the_prefix_once(model: TinyTagger) -
         return {
             "f1": np.float32(0.5),
             "test_hits": torch.tensor(3),
-            "per_class": np.array([1, 2]),
+            "each": np.array([1, 2]),
             "deep": {"a": np.int64(1)},
         }
 

@@ -18,7 +18,7 @@ from windlass.core.logs import get_logger
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
-from windlass.metrics.gather import EvalGroup, SoloGroup, agree, report_failure
+from windlass.metrics.gather import EvalGroup, SoloGroup, agree, telling_others
 from windlass.metrics.nested import batch_size_of
 from windlass.metrics.rows import OrderLog, RowStore
 
@@ -123,14 +123,11 @@ def evaluation_loop(
     """
     ranks = SoloGroup() if group is None else group
     run = _Evaluation(request, weigh, ranks)
-    try:
+    with telling_others(ranks):
         for ids, batch in batches:
             run.step(predict_step, ids, batch)
             on_batch()
         batchwise = run.batch_metrics.finish()
-    except Exception as error:
-        report_failure(ranks, error)
-        raise
     return run.conclude(batchwise)
 
 
@@ -200,7 +197,9 @@ class _Evaluation:
             raise DataError("the evaluation data is empty: no batch came on any rank")
         loss = mean_of([message["loss"] for message in messages])
         fields = self._gathered()
-        metrics = self._metrics(fields) if batchwise is None else batchwise
+        with telling_others(self._group):
+            metrics = self._metrics(fields) if batchwise is None else batchwise
+        agree(self._group, {})  # no rank goes on while another stands still with an error of its metrics
         return EvalLoopOutput(
             predictions=fields["predictions"],
             label_ids=fields["label_ids"],

@@ -57,10 +57,15 @@ class MeanLoss:
             self._sum = _plus(self._sum, _wide(loss) * weight)
 
     def _add_terms(self, terms: LossTerms, samples: int) -> None:
-        weight, total = _wide(terms.weight), _wide(terms.sum)
-        weight = weight.to(total.device)
-        self._weight = _plus(self._weight, weight)
-        self._sum = _plus(self._sum, torch.where(weight == 0, torch.zeros_like(total), total))
+        total = _wide(terms.sum)
+        if isinstance(terms.weight, Tensor) and terms.weight.device == total.device:
+            weight = _wide(terms.weight)
+            self._weight = _plus(self._weight, weight)
+            total = torch.where(weight == 0, torch.zeros_like(total), total)
+        else:  # known on the host: no need to wait for the device
+            self._plain_weight += float(terms.weight)
+            total = total if float(terms.weight) else torch.zeros_like(total)
+        self._sum = _plus(self._sum, total)
         for name, value in terms.aux.items():
             self._aux[name] = _plus(self._aux.get(name), _wide(value) * samples)
 
@@ -137,7 +142,8 @@ def ignored_keys(model: Any) -> list[str]:
 def labels_of(batch: Mapping[str, Any], label_names: Sequence[str]) -> Any:
     """The batch's labels, detached: a tensor for one name, a tuple for several, None where any of them is missing.
 
-    Read them before the loss is computed: some losses take them out of the batch.
+    Read them before the loss is computed: some losses take them out of the batch. Where the loss needs no labels, the
+    caller says so with `()`.
     """
     labels = tuple(batch.get(name) for name in label_names)
     if not labels or any(label is None for label in labels):

@@ -159,7 +159,7 @@ def agree(group: EvalGroup, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Every rank's message; the meeting point at which a rank learns that another one failed.
 
     Raises:
-        PeerError: another rank called `report_failure` instead; its words are quoted.
+        PeerError: another rank failed in `telling_others` instead; its words are quoted.
     """
     messages: list[dict[str, Any]] = group.gather_json(message)
     failures = [f"rank {rank}: {m[_FAILED]}" for rank, m in enumerate(messages) if _FAILED in m]
@@ -168,9 +168,17 @@ def agree(group: EvalGroup, message: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def report_failure(group: EvalGroup, error: Exception) -> None:
-    """Tell the ranks that wait in `agree`, so that they stop with a reason instead of waiting for their time-out."""
-    if isinstance(error, PeerError):
-        return  # the others know already, and have left
-    with contextlib.suppress(Exception):  # the failure to be told of matters more than the telling
-        group.gather_json({_FAILED: f"{type(error).__name__}: {error}"})
+@contextlib.contextmanager
+def telling_others(group: EvalGroup) -> Iterator[None]:
+    """Around work that may fail on one rank alone, and is followed by `agree`.
+
+    The ranks that wait there stop with this one's reason, instead of waiting for their time-out.
+    """
+    try:
+        yield
+    except PeerError:
+        raise  # the others know already, and have left
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the failure to be told of matters more than the telling
+            group.gather_json({_FAILED: f"{type(error).__name__}: {error}"})
+        raise
