@@ -55,7 +55,7 @@ def read(value: Any) -> AcceleratorConfig:
         return value
     if isinstance(value, type):
         raise ConfigError(Problem("accelerator_config", value, "is a class; give an instance of it"))
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if not isinstance(value, dict):
         raise ConfigError(

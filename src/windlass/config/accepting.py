@@ -1,7 +1,7 @@
 """The metaclass that lets a dataclass, and every dataclass derived from it, take old names as well as its own.
 
-A dataclass writes its own `__init__`, and rewrites it in each subclass; so the place that sees every construction, and survives
-subclassing, is the call of the class itself.
+A dataclass writes its own `__init__`, and rewrites it in each subclass; so the place that sees every construction,
+and survives subclassing, is the call of the class itself.
 """
 
 from __future__ import annotations
@@ -63,16 +63,20 @@ def _construct(make: Any, args: tuple[Any, ...], arguments: dict[str, Any], prob
     return instance
 
 
-@functools.cache
-def known_names(cls: type) -> tuple[str, ...]:
+def known_names(cls: Any) -> tuple[str, ...]:
     """The names that `cls(...)` takes, in their order."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    return _known_names(cls)
+
+
+@functools.cache
+def _known_names(cls: Any) -> tuple[str, ...]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 @functools.cache
-def _takes_anything(cls: type) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+def _takes_anything(cls: Any) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())
 
 
 def _old_fields(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`TrainingArguments`: everything a script sets about a run, as one object of plain data.
 
-It makes no folder, touches no device and writes no environment. It stays assignable, because scripts assign to it; each `train()`
-and `evaluate()` checks it again as a whole.
+It makes no folder, touches no device and writes no environment. It stays assignable, because scripts assign to it;
+each `train()` and `evaluate()` checks it again as a whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from windlass.core.errors import ConfigError
 
 @dataclass(repr=False)
 class TrainingArguments(
-    # A dataclass takes the fields of its last base first, so the sections stand in reverse: `output_dir` is the last line.
+    # A dataclass takes the fields of its last base first, so the sections stand in reverse: `output_dir` is last.
     running.WindlassSection,
     running.ProcessSection,
     saving.ResumeFromSection,
@@ -62,12 +62,12 @@ class TrainingArguments(
 ):
     """The settings of a run; `docs/support.md` lists each name. Scripts may subclass it as a dataclass.
 
-    Names of earlier versions (`evaluation_strategy`, `warmup_ratio`, ...) are accepted with one warning each, also when read or
-    assigned later.
+    Names of earlier versions (`evaluation_strategy`, `warmup_ratio`, ...) are accepted with one warning each, also when
+    read or assigned later.
 
     Raises:
-        ConfigError: everything that is wrong, at once: unknown names (with the nearest known one), wrong types, values out of
-            range, contradictions, and features that are not built.
+        ConfigError: everything that is wrong, at once: unknown names (with the nearest known one), wrong types, values
+            out of range, contradictions, and features that are not built.
     """
 
     def __post_init__(self) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NoReturn
 
 from windlass.config.nearest import did_you_mean
 
 
-class Choice(str, Enum):
+class Choice(StrEnum):
     """A string enumeration whose error lists what could have been said."""
-
-    # `str.__str__`, so that f-strings and JSON show the word and not the member's name.
-    __str__ = str.__str__
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:

@@ -133,7 +133,7 @@ class SerialHelpers:
         eval_batch_size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON-ready values; secrets become `<NAME>`. `type(args)(**args.to_dict())` gives equal arguments."""
+        """All fields as JSON-ready values; secrets become `<NAME>`. `cls(**args.to_dict())` gives equal arguments."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
 

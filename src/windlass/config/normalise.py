@@ -27,9 +27,13 @@ STRIDES = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")
 DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
-@functools.cache
-def hints(cls: type) -> dict[str, Any]:
+def hints(cls: Any) -> dict[str, Any]:
     """The resolved types of the fields that Windlass itself declares (a script's own fields are its own business)."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in cls.__mro__:
         if base.__module__.startswith("windlass.") and dataclasses.is_dataclass(base):
@@ -67,6 +71,10 @@ def _paths(values: dict[str, Any]) -> None:
         values["output_dir"] = DEFAULT_OUTPUT_DIR
     if isinstance(values["output_dir"], str):
         values["output_dir"] = os.path.expanduser(values["output_dir"])
+    if (
+        values["hub_token"] == "<HUB_TOKEN>"
+    ):  # read back from written arguments, where the secret was left out
+        values["hub_token"] = None
 
 
 def read_document(text: str) -> dict[str, Any]:

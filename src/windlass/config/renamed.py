@@ -126,8 +126,8 @@ OLD_NAMES: dict[str, Old] = {
         "accelerator_config", bool, (None,), carry=_into("accelerator_config", "dispatch_batches")
     ),
     "logging_dir": _gone(
-        "named TensorBoard's folder; metrics.jsonl and report.html lie in output_dir, and a tracker reads its folder from "
-        "the environment (TENSORBOARD_LOGGING_DIR)"
+        "has no effect: it named TensorBoard's folder, which now comes from the environment (TENSORBOARD_LOGGING_DIR); "
+        "metrics.jsonl and report.html lie in output_dir"
     ),
     "overwrite_output_dir": _gone(
         "has no effect: an output folder is never emptied, and training resumes only when train() is told to",
@@ -195,22 +195,18 @@ _MERGED = ("include_inputs_for_metrics", "tpu_metrics_debug", "push_to_hub_organ
 
 
 def _objection(name: str, value: Any, given: Given) -> Problem | None:
+    """What is wrong with giving old `name` this value: it cannot be honoured, or contradicts its new name."""
     old = OLD_NAMES[name]
     if old.refused:
         return Problem(name, value, old.note)
     if name == "warmup_ratio" and not (isinstance(value, (int, float)) and 0 <= value < 1):
         return Problem(name, value, "must be a share of all updates, at least 0 and below 1")
-    if old.new not in given or name in _MERGED or isinstance(given[old.new], dict):
+    present = given.get(old.new) if old.new else None
+    if name in _MERGED or present is None or isinstance(present, dict) or present == old.carry(value, given):
         return None
-    present = given[old.new]
-    if present is None or present == old.carry(value, given):
-        return None
-    shown = "***" if name.endswith("_token") else repr(present)
-    return Problem(
-        name,
-        "***" if name.endswith("_token") else value,
-        f"contradicts {old.new}={shown}; give {old.new} alone",
-    )
+    if name.endswith("_token"):
+        value = present = "***"
+    return Problem(name, value, f"contradicts {old.new}={present!r}; give {old.new} alone")
 
 
 def twin_problems(given: Given) -> list[Problem]:

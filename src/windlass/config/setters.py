@@ -1,4 +1,4 @@
-"""The grouped setters `args.set_training(...)`, `args.set_save(...)`, ...: each sets a topic at once and returns the arguments."""
+"""The grouped setters `args.set_training(...)`, `args.set_save(...)`, ...: each sets a topic, and returns itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The support table: every name that users of `Trainer` know, and what Windlass does with it.
 
-It is the one source of three things: what `validate` refuses, what `docs/support.md` says, and what the tests hold the code to.
+It is the one source of what `validate` refuses, what `docs/support.md` says and what the tests hold the code to.
 `python -m windlass.config.support > docs/support.md` writes the page.
 """
 
@@ -112,8 +112,8 @@ def markdown() -> str:
         "",
         "Made from the code by `python -m windlass.config.support > docs/support.md`; a test holds the two together.",
         "",
-        "*honoured*: does what its name says. *mapped*: accepted, and taken as what the note says. *refused*: an error says why",
-        "before anything starts, when it is set to something other than its default.",
+        "*honoured*: does what its name says. *mapped*: accepted, and taken as what the note says. *refused*: an error",
+        "says why before anything starts, when it is set to something other than its default.",
     ]
     for title, table in SECTIONS.items():
         counts = ", ".join(

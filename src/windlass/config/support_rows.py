@@ -7,7 +7,9 @@ _SHARDING = "is not built yet; DDP (start the script with torchrun) is the only 
 _TRACKIO = (
     "needs the trackio tracker, which is not built yet; metrics.jsonl and report.html are always written"
 )
-TRACKER_NOTE = "is not built yet; metrics.jsonl and report.html are always written, and a callback's on_log can send them on"
+TRACKER_NOTE = (
+    "is not built yet; metrics.jsonl and report.html are always written, and a callback can send logs on"
+)
 
 HONOURED = """
 output_dir per_device_train_batch_size num_train_epochs max_steps
@@ -101,9 +103,9 @@ TRACKERS = (
 )  # fmt: skip
 
 HELPERS = """
-train_batch_size eval_batch_size ddp_timeout_delta device n_gpu parallel_mode world_size process_index local_process_index
-should_log should_save place_model_on_device get_process_log_level main_process_first get_warmup_steps
-to_dict to_json_string to_sanitized_dict
+train_batch_size eval_batch_size ddp_timeout_delta device n_gpu parallel_mode world_size process_index
+local_process_index should_log should_save place_model_on_device get_process_log_level main_process_first
+get_warmup_steps to_dict to_json_string to_sanitized_dict
 set_training set_evaluate set_testing set_save set_logging set_push_to_hub set_optimizer set_lr_scheduler set_dataloader
 """
 

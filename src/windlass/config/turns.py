@@ -19,8 +19,8 @@ _turn = itertools.count()
 def main_process_first(world: World, local: bool, description: str, timeout: timedelta) -> Iterator[None]:
     """Let the main process (of each machine with `local`) through first; the others enter when it has left.
 
-    The processes meet in the launcher's key-value store, not in a process group: a script calls this before there is one. All
-    processes must come here in the same order.
+    The processes meet in the launcher's key-value store, not in a process group: a script calls this before there is
+    one. All processes must come here in the same order.
 
     Raises:
         RuntimeError: the main process failed at its turn; the others must not go on without its result.

@@ -34,7 +34,7 @@ def check(args: Any) -> None:
 
 
 def problems(args: Any) -> list[Problem]:
-    """All problems of normalised arguments, those of single values first. A rule is skipped when a value it reads is already wrong."""
+    """All problems of normalised arguments. A rule is skipped when a value it reads is already wrong by itself."""
     found = list(_value_problems(args))
     wrong = {problem.field.split(".")[0] for problem in found}
     for reads, rule in _RULES:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """Precision, memory and compilation: how the same update is computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """When and how a model is evaluated."""
 
 from __future__ import annotations

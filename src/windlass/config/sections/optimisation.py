@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """How long to train, and how the weights are updated."""
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OptimizerSection:
     adam_beta1: float = setting(0.9, "Decay of the first moment in Adam-like optimizers.")
     adam_beta2: float = setting(0.999, "Decay of the second moment in Adam-like optimizers.")
     adam_epsilon: float = setting(1e-8, "Added to the denominator of Adam-like optimizers.")
-    optim_target_modules: None | str | list[str] = setting(
+    optim_target_modules: str | list[str] | None = setting(
         None, "Modules that a projecting optimizer (GaLore, APOLLO) projects."
     )
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """What a run tells, and to whom."""
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class LoggingSection:
 
 @dataclass(repr=False)
 class TrackingSection:
-    report_to: None | str | list[str] = setting("none", "Experiment trackers that receive the logs.")
+    report_to: str | list[str] | None = setting("none", "Experiment trackers that receive the logs.")
     run_name: str | None = setting(None, "A name for the run.")
     project: str = setting("huggingface", "Project name for trackers.")
     trackio_space_id: str | None = setting(None, "Space that shows trackio logs.")
     trackio_bucket_id: str | None = setting(None, "Bucket that holds trackio logs.")
-    trackio_static_space_id: str | None | Literal[False] = setting(None, "Static space of trackio logs.")
+    trackio_static_space_id: str | Literal[False] | None = setting(None, "Static space of trackio logs.")

@@ -1,4 +1,5 @@
-"""Where a run happens and how its data reach it: seeds, hardware, loaders, process groups, sharding, script switches."""
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
+"""Where a run happens and how its data reach it: seeds, hardware, loaders, process groups, script switches."""
 
 from __future__ import annotations
 

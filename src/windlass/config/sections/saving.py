@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """Checkpoints: written, published, chosen from and resumed."""
 
 from __future__ import annotations

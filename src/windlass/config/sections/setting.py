@@ -7,7 +7,7 @@ from typing import Any
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
-    """A dataclass field with its help text; a list or dict default is copied for each instance. A secret is never printed."""
+    """A dataclass field with its help text; a list default is copied for each instance, a secret never printed."""
     info = {"help": help, **metadata}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=info)

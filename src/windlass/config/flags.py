@@ -1,0 +1,123 @@
+"""How the type of a dataclass field becomes a command-line flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Literal, get_args, get_origin
+
+from windlass.config.normalise import members
+
+_YES, _NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+
+
+def string_to_bool(text: str | bool) -> bool:
+    """Read yes/no, true/false, t/f, y/n, 1/0 in any case.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if isinstance(text, bool):
+        return text
+    if text.lower() in (*_YES, *_NO):
+        return text.lower() in _YES
+    raise argparse.ArgumentTypeError(f"{text!r} is no truth value; use true or false")
+
+
+def _bool_or_text(text: str) -> bool | str:
+    """For fields that take both: only the two words are truth values, so that a path named `1` or `no` stays one."""
+    return text.lower() == "true" if text.lower() in ("true", "false") else text
+
+
+class _OneOrMany(argparse.Action):
+    """One word stays a word; several become a list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    """Add the flags of one dataclass field: `--name`, `--na-me`, aliases, and `--no_name` for a bool that is True."""
+    metadata = dict(field.metadata)
+    aliases = metadata.pop("aliases", [])
+    aliases = [aliases] if isinstance(aliases, str) else aliases
+    names = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))
+    kwargs = {**metadata, **_conversion(field, hint), **_default(field, hint)}
+    group.add_argument(*names, *aliases, **kwargs)
+    if field.default is True and _is_bool(hint):
+        negated = list(dict.fromkeys([f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]))
+        # Behind the flag itself: of two actions with one destination the first sets the default.
+        extra = {key: value for key, value in metadata.items() if key == "help"}
+        group.add_argument(*negated, action="store_false", dest=field.name, default=False, **extra)
+
+
+def _is_bool(hint: Any) -> bool:
+    return set(members(hint)) - {type(None)} == {bool}
+
+
+def _default(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    if field.default is not dataclasses.MISSING:
+        return {"default": field.default}
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default": field.default_factory()}
+    return {"default": False} if hint is bool else {"required": True}
+
+
+def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """The `type`, `nargs`, `choices` of a flag, from the type of its field.
+
+    Raises:
+        ValueError: a union of types that one flag cannot tell apart.
+    """
+    kinds = [kind for kind in members(hint) if kind is not type(None)]
+    if _is_bool(hint):
+        return _bool_flag(field, hint)
+    words = [kind for kind in kinds if kind is not str]
+    if (
+        len(words) == 1
+        and (choices := _choices(words[0])) is not None
+        and get_origin(words[0]) is not Literal
+    ):
+        return {"choices": choices, "type": _choice_reader(choices)}
+    if len(kinds) == 1 and (choices := _choices(kinds[0])) is not None:
+        return {"choices": choices, "type": _choice_reader(choices)}
+    lists = [kind for kind in kinds if get_origin(kind) is list or kind is list]
+    if lists:
+        item = (get_args(lists[0]) or (str,))[0]
+        return {"nargs": "+", "type": item, **({"action": _OneOrMany} if str in kinds else {})}
+    if bool in kinds and str in kinds:
+        return {"type": _bool_or_text, "nargs": "?", "const": True}
+    if str in kinds or Any in kinds:
+        return {"type": str}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"field {field.name!r}: a flag has one type, Optional[X] or a union with str, and not {hint}"
+        )
+    return {"type": kinds[0]}
+
+
+def _bool_flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    if hint is bool or field.default not in (None, dataclasses.MISSING):
+        return {"type": string_to_bool, "nargs": "?", "const": True}
+    return {"type": string_to_bool}
+
+
+def _choices(kind: Any) -> Sequence[Any] | None:
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [member.value for member in kind]
+    return None
+
+
+def _choice_reader(choices: Sequence[Any]) -> Callable[[str], Any]:
+    by_text = {str(choice): choice for choice in choices}
+    return lambda text: by_text.get(text, text)
