@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
+from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
 from windlass.core.types import Collator
-from windlass.data.seeding import Sandbox, disturbed, fingerprint, rest
+from windlass.data.seeding import Sandbox, fingerprint
 
 
 class Fetch:
@@ -46,17 +46,18 @@ class Fetch:
         """`isolate` puts Python's generator back too; NumPy's and PyTorch's always are."""
         if epoch != self._epoch:
             self._enter(epoch)
-        with self._sandboxes[isolate]:
+        sandbox = self._sandboxes[isolate]
+        with sandbox:
             if self._quiet_reads:
-                rest()
+                sandbox.rest()
                 samples = self._read_many(ids)
                 if self._quiet_collate:
                     batch = self._collated(samples, ids)
-                    if not disturbed():
+                    if not sandbox.disturbed():
                         return batch
-                elif not disturbed():
-                    return self._collated_seeded(samples, ids)
-            return self._collated_seeded(self._read_seeded(ids), ids)
+                elif not sandbox.disturbed():
+                    return self._collated_seeded(samples, ids, sandbox)
+            return self._collated_seeded(self._read_seeded(ids, sandbox), ids, sandbox)
 
     def _enter(self, epoch: int) -> None:
         self._epoch = epoch
@@ -74,10 +75,10 @@ class Fetch:
             raise
         return samples
 
-    def _read_seeded(self, ids: list[int]) -> list[Any]:
+    def _read_seeded(self, ids: list[int], sandbox: Sandbox) -> list[Any]:
         learning, drew, samples = self._quiet_reads is not False, False, []
         for index in ids:
-            seed_generators(derive_seed(STREAM_SAMPLE, self._seed, self._epoch or 0, index))
+            sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch or 0, index))
             before = fingerprint() if learning else None
             samples += self._one_by_one([index])
             drew = drew or (learning and fingerprint() != before)
@@ -85,8 +86,8 @@ class Fetch:
             self._quiet_reads = not drew
         return samples
 
-    def _collated_seeded(self, samples: list[Any], ids: list[int]) -> Any:
-        seed_generators(derive_seed(STREAM_COLLATE, self._seed, self._epoch or 0, ids[0]))
+    def _collated_seeded(self, samples: list[Any], ids: list[int], sandbox: Sandbox) -> Any:
+        sandbox.seed(derive_seed(STREAM_COLLATE, self._seed, self._epoch or 0, ids[0]))
         learning = self._quiet_collate is not False
         before = fingerprint() if learning else None
         batch = self._collated(samples, ids)

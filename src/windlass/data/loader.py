@@ -4,7 +4,8 @@ resumable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -208,14 +209,19 @@ class MapLoader(Loader):
             self._order.set_epoch(epoch)
         length = self._length(epoch)
 
-        def cuts() -> Iterator[Cut]:
-            return self._cuts(epoch, start, length, accumulation)
+        pending: deque[Cut] = deque()
 
-        tasks: Callable[[], Iterator[list[int]]] = lambda: (ids for cut in cuts() for ids in cut.batches)  # noqa: E731
-        stream = self._source.batches(epoch, tasks, private)
-        for cut in cuts():
+        def tasks() -> Iterator[list[int]]:
+            # Workers read ahead of the groups: the cuts made for them wait here.
+            for cut in self._cuts(epoch, start, length, accumulation):
+                pending.append(cut)
+                yield from cut.batches
+
+        stream = self._source.batches(epoch, tasks(), private)
+        for first in stream:
+            cut = pending.popleft()
             yield Group(
-                batches=list(islice(stream, len(cut.batches))),
+                batches=[first, *islice(stream, len(cut.batches) - 1)],
                 ids=[[]] if cut.filler else cut.batches,
                 samples=cut.samples,
                 epoch=epoch,

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
-from windlass.core.rng import STREAM_ORDER, derive_seed, seed_generators
+from windlass.core.rng import STREAM_ORDER, derive_seed
 from windlass.data.cut import cut_rows
 from windlass.data.lengths import sample_lengths
 from windlass.data.rebalance import balanced_batches
@@ -135,8 +135,8 @@ class SamplerOrder(Order):
     def __init__(self, sampler: Any, seed: int) -> None:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise DataError(
-                "the sampler is a DistributedSampler, which already keeps the samples of one rank, and Windlass "
-                "deals samples to ranks itself. Return a sampler over the whole dataset (for instance RandomSampler) instead."
+                "the sampler is a DistributedSampler, which already keeps the samples of one rank, and "
+                "Windlass deals samples to ranks itself. Return a sampler over the whole dataset."
             )
         self.sampler = sampler
         self._first_seed = first_seed(getattr(sampler, "generator", None))
@@ -149,8 +149,9 @@ class SamplerOrder(Order):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         rewind(getattr(self.sampler, "generator", None), self._first_seed, epoch)
-        with Sandbox():
-            seed_generators(derive_seed(STREAM_ORDER, self.seed, epoch))
+        sandbox = Sandbox()
+        with sandbox:
+            sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
             positions = list(self.sampler)
         if any(isinstance(p, (list, tuple)) for p in positions[:1]):
             fix = "return a plain Sampler; batches are cut from its order with per_device_train_batch_size"

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from windlass.config.plan import BatchPlan, DataPlan
@@ -71,7 +73,18 @@ def auto_collate(samples: list[Any]) -> Any:
     """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
     `default_collate` does.
     """
-    return default_data_collator(samples) if isinstance(samples[0], Mapping) else default_collate(samples)
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return default_data_collator(samples)
+    if (
+        type(first) is tuple
+        and all(type(value) is Tensor for value in first)
+        and len(set(map(len, samples))) == 1
+    ):
+        return [
+            torch.stack(values) for values in zip(*samples, strict=True)
+        ]  # what default_collate gives, sooner
+    return default_collate(samples)
 
 
 def is_stream(dataset: Any) -> bool:

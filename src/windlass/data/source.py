@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,22 +22,22 @@ class Source:
         self.fetch, self._plan = fetch, plan
         self._pool: WorkerPool | None = None
 
-    def batches(self, epoch: int, tasks: Callable[[], Iterator[Task]], private: bool) -> Iterator[Any]:
-        """Batches of `tasks()`.
+    def batches(self, epoch: int, tasks: Iterator[Task], private: bool) -> Iterator[Any]:
+        """Batches of `tasks`.
 
         Args:
             epoch: goes into the seeds.
-            tasks: gives the tasks afresh each time it is called.
+            tasks: sample positions of each batch.
             private: a look at the data from outside training; must disturb neither training's workers nor
                 Python's generator.
         """
         if self._plan.workers == 0:
-            return self._in_process(epoch, tasks(), private)
+            return self._in_process(epoch, tasks, private)
         if private:
-            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, tasks())
+            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, tasks)
         if self._pool is None:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
-        return self._pool.run(epoch, tasks())
+        return self._pool.run(epoch, tasks)
 
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are let go."""

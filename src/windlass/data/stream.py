@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
-from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
+from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
 from windlass.core.types import Collator
 from windlass.data.cut import share
 from windlass.data.group import Group
@@ -169,7 +169,7 @@ class StreamReader:
         if callable(set_epoch):
             set_epoch(epoch)
         with self._sandbox:
-            seed_generators(derive_seed(STREAM_SAMPLE, self.seed, epoch, -1))
+            self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, -1))
             stream = iter(self._dataset)
         size, position = self._micro * self._world, 0
         while position < start:
@@ -190,7 +190,7 @@ class StreamReader:
         with self._sandbox:
             try:
                 for index in range(position, position + count):
-                    seed_generators(derive_seed(STREAM_SAMPLE, self.seed, epoch, index))
+                    self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, index))
                     samples.append(next(stream))
             except StopIteration:
                 pass
@@ -208,7 +208,7 @@ class StreamReader:
 
     def _collated(self, raw: _Raw, epoch: int, last: bool) -> Row:
         with self._sandbox:
-            seed_generators(
+            self._sandbox.seed(
                 derive_seed(STREAM_COLLATE, self.seed, epoch, raw.ids[0] if raw.ids else raw.first)
             )
             try:

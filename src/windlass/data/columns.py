@@ -1,0 +1,92 @@
+"""Columns that the model's forward does not take: left out, with one line that says so."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from windlass.core.errors import DataError
+from windlass.core.logs import get_logger
+from windlass.core.types import Collator
+
+logger = get_logger(__name__)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> list[str]:
+    """Names of the columns that `model.forward` takes, labels included (`label` and `label_ids` become `labels` in collators).
+
+    Returns:
+        the names, without repeats; an empty list where forward takes `**kwargs` alone, that is, anything.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parameters = inspect.signature(inner.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in _NAMED]
+    if not names and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return []
+    return list(dict.fromkeys([*names, "label", "label_ids", *(label_names or ())]))
+
+
+def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
+    """`dataset` without the columns that are not in `columns`, where it knows its columns (Hugging Face sets); else itself.
+
+    Args:
+        dataset: any dataset.
+        columns: from `signature_columns`; empty: keep all.
+        what: "training", "evaluation", ...: for the message.
+
+    Raises:
+        DataError: not one column is left.
+    """
+    present = getattr(dataset, "column_names", None)
+    if not columns or not present or isinstance(present, Mapping) or not hasattr(dataset, "remove_columns"):
+        return dataset
+    unused = _unused(present, columns, what)
+    return dataset.remove_columns(unused) if unused else dataset
+
+
+class ColumnCollator:
+    """Leaves the columns that are not in `columns` out of dict samples, and hands them to `collate`.
+
+    Samples that are no mappings pass untouched.
+
+    Raises:
+        DataError: not one column of the first batch is left.
+    """
+
+    def __init__(self, collate: Collator, columns: list[str], what: str = "training") -> None:
+        self.collate, self.columns, self.what = collate, columns, what
+        self._keep = frozenset(columns)
+        self._said = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self._keep and isinstance(samples[0], Mapping):
+            if not self._said:
+                _unused(samples[0], self.columns, self.what)
+                self._said = True
+            samples = [self._kept(sample) for sample in samples]
+        return self.collate(samples)
+
+    def _kept(self, sample: Any) -> Any:
+        keep = self._keep
+        if keep.issuperset(sample):
+            return sample
+        return {name: value for name, value in sample.items() if name in keep}
+
+
+def _unused(present: Iterable[str], columns: list[str], what: str) -> list[str]:
+    present = list(present)
+    unused = [name for name in present if name not in columns]
+    if len(unused) == len(present):
+        raise DataError(
+            f"no column of the {what} set fits the model. Columns: {', '.join(map(str, present))}. The model's forward takes: "
+            f"{', '.join(columns)}. Rename the columns, tokenize the texts first, or set remove_unused_columns=False and let "
+            "the collator make the inputs."
+        )
+    if unused:
+        logger.info(
+            f"columns of the {what} set that the model's forward does not take, left out: {', '.join(map(str, unused))} "
+            "(keep them with remove_unused_columns=False)"
+        )
+    return unused
