@@ -34,7 +34,7 @@ class AcceptsOldNames(type):
         names = known_names(cls)
         copied = len(given) >= len(names)  # `replace(args, ...)` and `cls(**args.to_dict())` give everything
         old = {name: value for name, value in given.items() if name in OLD_NAMES and name not in names}
-        positional = dict(zip(names, args, strict=False))
+        positional = dict(zip(_positional_names(cls), args, strict=False))
         arguments, problems = translate({**positional, **given, **_old_fields(cls, given)})
         arguments.update(
             {name: value for name, value in given.items() if name in names and name in OLD_NAMES}
@@ -72,6 +72,12 @@ def known_names(cls: Any) -> tuple[str, ...]:
 def _known_names(cls: Any) -> tuple[str, ...]:
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+@functools.cache
+def _positional_names(cls: Any) -> tuple[str, ...]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 @functools.cache

@@ -1,0 +1,167 @@
+"""Names of earlier versions: each is accepted with one warning, means what it meant, and never contradicts in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from windlass.config.arguments import TrainingArguments
+from windlass.config.renamed import OLD_NAMES
+from windlass.core.errors import ConfigError
+
+# old name -> (a value, the field it sets, the value that field then has)
+CARRIED: dict[str, tuple[Any, str, Any]] = {
+    "evaluation_strategy": ("epoch", "eval_strategy", "epoch"),
+    "warmup_ratio": (0.1, "warmup_steps", 0.1),
+    "group_by_length": (True, "train_sampling_strategy", "group_by_length"),
+    "no_cuda": (True, "use_cpu", True),
+    "adafactor": (True, "optim", "adafactor"),
+    "torchdynamo": ("eager", "torch_compile_backend", "eager"),
+    "include_tokens_per_second": (True, "include_num_input_tokens_seen", "all"),
+    "include_inputs_for_metrics": (True, "include_for_metrics", ["inputs"]),
+    "per_gpu_train_batch_size": (3, "per_device_train_batch_size", 3),
+    "per_gpu_eval_batch_size": (5, "per_device_eval_batch_size", 5),
+    "xpu_backend": ("gloo", "ddp_backend", "gloo"),
+}
+# old name -> a value, and the new field whose refusal it then meets, because that feature is not built
+CARRIED_TO_REFUSED: dict[str, tuple[Any, str]] = {
+    "push_to_hub_token": ("t", "hub_token"),
+    "push_to_hub_model_id": ("m", "hub_model_id"),
+    "push_to_hub_organization": ("o", "hub_model_id"),
+    "fsdp_min_num_params": (100, "fsdp_config"),
+    "fsdp_transformer_layer_cls_to_wrap": ("Block", "fsdp_config"),
+    "tpu_metrics_debug": (True, "debug"),
+    "split_batches": (True, "accelerator_config.split_batches"),
+    "dispatch_batches": (True, "accelerator_config.dispatch_batches"),
+}
+# old name -> a value that is accepted and changes nothing
+WITHOUT_EFFECT: dict[str, Any] = {
+    "logging_dir": "logs",
+    "overwrite_output_dir": True,
+    "use_mps_device": True,
+    "fp16_opt_level": "O2",
+    "fp16_backend": "apex",
+    "half_precision_backend": "cuda_amp",
+}
+REFUSED: dict[str, Any] = {
+    "save_safetensors": False,
+    "jit_mode_eval": True,
+    "use_ipex": True,
+    "past_index": 2,
+    "mp_parameters": "x",
+    "_n_gpu": 4,
+    "use_legacy_prediction_loop": True,
+    "tpu_num_cores": 8,
+    "ray_scope": "all",
+}
+
+
+def test_every_old_name_is_tested_here() -> None:
+    assert {*CARRIED, *CARRIED_TO_REFUSED, *WITHOUT_EFFECT, *REFUSED} == set(OLD_NAMES)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_is_taken_as_the_new_name_with_one_warning(name: str, said: list[str]) -> None:
+    value, field, expected = CARRIED[name]
+    for _ in range(2):
+        args = TrainingArguments("out", **{name: value})
+    assert getattr(args, field) == expected
+    assert getattr(args, name) == value
+    assert len([m for m in said if repr(name) in m and repr(field) in m]) == 1
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_may_be_assigned_later(name: str) -> None:
+    value, field, expected = CARRIED[name]
+    args = TrainingArguments("out")
+    setattr(args, name, value)
+    assert getattr(args, field) == expected
+    assert name not in args.to_dict()
+
+
+@pytest.mark.parametrize("name", [n for n, old in OLD_NAMES.items() if n not in WITHOUT_EFFECT])
+def test_at_its_old_default_it_changes_nothing(name: str) -> None:
+    assert TrainingArguments("out", **{name: OLD_NAMES[name].default}) == TrainingArguments("out")
+
+
+@pytest.mark.parametrize("name", CARRIED_TO_REFUSED)
+def test_leads_to_the_refusal_of_the_new_name(name: str) -> None:
+    value, field = CARRIED_TO_REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", **{name: value})
+    assert field in [p.field for p in error.value.problems]
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_is_accepted_and_said_to_do_nothing(name: str, said: list[str]) -> None:
+    args = TrainingArguments("out", **{name: WITHOUT_EFFECT[name]})
+    assert args == TrainingArguments("out")
+    assert getattr(args, name) == WITHOUT_EFFECT[name]
+    assert len([m for m in said if repr(name) in m]) == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", **{name: REFUSED[name]})
+    assert [p.field for p in error.value.problems] == [name]
+    args = TrainingArguments("out")
+    with pytest.raises(ConfigError):
+        setattr(args, name, REFUSED[name])
+
+
+@pytest.mark.parametrize("name", [n for n in CARRIED if n != "include_inputs_for_metrics"])
+def test_a_contradiction_is_a_problem(name: str) -> None:
+    value, field, _ = CARRIED[name]
+    others = {
+        "eval_strategy": "steps",
+        "optim": "sgd",
+        "ddp_backend": "nccl",
+        "train_sampling_strategy": "sequential",
+    }
+    other = others.get(field, {str: "non_padding", bool: False, int: 77, float: 0.5}[type(value)])
+    if field == "include_num_input_tokens_seen":
+        other = "non_padding"
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", **{name: value, field: other})
+    assert [p.field for p in error.value.problems] == [name]
+    assert "contradicts" in str(error.value)
+
+
+def test_both_names_with_one_meaning_are_fine() -> None:
+    assert (
+        TrainingArguments("out", evaluation_strategy="epoch", eval_strategy="epoch").eval_strategy == "epoch"
+    )
+    args = TrainingArguments("out", include_inputs_for_metrics=True, include_for_metrics=["loss"])
+    assert args.include_for_metrics == ["loss", "inputs"]
+
+
+@pytest.mark.parametrize("ratio", [1, 1.5, -0.1])
+def test_a_ratio_is_a_share(ratio: float) -> None:
+    with pytest.raises(ConfigError, match="share of all updates"):
+        TrainingArguments("out", warmup_ratio=ratio)
+
+
+def test_problems_of_old_and_new_names_come_together() -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", past_index=3, learning_rat=1, evaluation_strategy="sometimes", seed=-1)
+    assert {p.field for p in error.value.problems} == {"past_index", "learning_rat", "eval_strategy", "seed"}
+
+
+def test_the_nan_filter_says_once_that_it_does_not_filter(said: list[str]) -> None:
+    TrainingArguments("out")
+    TrainingArguments("out", logging_nan_inf_filter=False)
+    assert not said
+    for _ in range(2):
+        TrainingArguments("out", logging_nan_inf_filter=True)
+    assert len([m for m in said if "logging_nan_inf_filter" in m]) == 1
+    said.clear()
+    TrainingArguments(**TrainingArguments("out").to_dict())
+    assert not said
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    args = TrainingArguments("out")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = args.nothing
+    assert not hasattr(args, "__deepcopy__")
