@@ -1,0 +1,132 @@
+"""The model of a run: fresh from a config, or loaded by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from windlass.cli.schema import Recipe
+from windlass.config.nearest import did_you_mean
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.optional import require
+
+# What the recipe's data and tokenizer decide; saying it twice could only contradict them.
+DECIDED = ("num_labels", "id2label", "label2id")
+AUTO_CLASSES = {"causal-lm": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}
+
+
+def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
+    """A `PreTrainedModel` on the CPU, with weights drawn from the current default generator where they are new.
+
+    Args:
+        labels: names of the classes, in the order of their ids; empty for a language model.
+
+    Raises:
+        ConfigError: unknown or impossible keys in `model.config`, all at once.
+        ModelError: a named model that cannot be loaded.
+    """
+    transformers = require("transformers", "run a recipe")
+    auto = getattr(transformers, AUTO_CLASSES[recipe.task])
+    torch_dtype = getattr(require("torch", "train"), recipe.model.dtype)
+    head = _head(labels)
+    if recipe.model.name is not None:
+        return _loaded(auto, recipe.model.name, {**head, "dtype": torch_dtype})
+    assert recipe.model.config is not None  # `checks.py` asks for one of the two
+    config = _config(recipe, tokenizer, head)
+    try:
+        return auto.from_config(config, dtype=torch_dtype)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            Problem("model.config", recipe.model.config, f"cannot be built for {recipe.task}: {reason}")
+        ) from error
+
+
+def _head(labels: list[str]) -> dict[str, Any]:
+    if not labels:
+        return {}
+    return {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {name: index for index, name in enumerate(labels)},
+    }
+
+
+def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
+    try:
+        return auto.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+
+
+def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any]) -> Any:
+    transformers = require("transformers", "run a recipe")
+    given = dict(recipe.model.config or {})
+    model_type = given.pop("model_type")
+    kind = _config_class(transformers, model_type)
+    known = _keywords(kind)
+    problems = [
+        _unknown_key(key, value, known, model_type) for key, value in given.items() if key not in known
+    ]
+    problems += [_decided_key(key, given[key]) for key in DECIDED if key in given]
+    if problems:
+        raise ConfigError(problems)
+    implied = {**_implied(recipe, tokenizer, known), **head}
+    try:
+        config = kind(**{**implied, **given})
+    except Exception as error:  # strict config classes raise types of their own
+        reason = " ".join(str(error).split())
+        raise ConfigError(Problem("model.config", recipe.model.config, reason)) from error
+    _check_against_tokens(recipe, config, tokenizer)
+    return config
+
+
+def _config_class(transformers: Any, model_type: str) -> Any:
+    mapping = transformers.CONFIG_MAPPING
+    if model_type not in mapping:
+        fix = f"transformers knows no such model{did_you_mean(model_type, mapping)}"
+        raise ConfigError(Problem("model.config.model_type", model_type, fix))
+    return mapping[model_type]
+
+
+def _keywords(kind: Any) -> set[str]:
+    """Names that a config class takes. Its constructor swallows any other name in silence, so they are checked here."""
+    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DECIDED)
+    return names - {"self", "kwargs"}
+
+
+def _unknown_key(key: str, value: Any, known: set[str], model_type: str) -> Problem:
+    return Problem(
+        f"model.config.{key}", value, f"{model_type} has no such setting{did_you_mean(key, sorted(known))}"
+    )
+
+
+def _decided_key(key: str, value: Any) -> Problem:
+    return Problem(f"model.config.{key}", value, "is taken from the data; leave it out")
+
+
+def _implied(recipe: Recipe, tokenizer: Any, known: set[str]) -> dict[str, Any]:
+    """What follows from tokenizer and data unless the recipe says otherwise."""
+    length = recipe.data.block_size if recipe.task == "causal-lm" else recipe.data.max_length
+    implied = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": length,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return {key: value for key, value in implied.items() if key in known}
+
+
+def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
+    problems = []
+    if config.vocab_size < len(tokenizer):
+        fix = f"the tokenizer has {len(tokenizer)} entries; leave it out or give at least that"
+        problems.append(Problem("model.config.vocab_size", config.vocab_size, fix))
+    key = "block_size" if recipe.task == "causal-lm" else "max_length"
+    length, most = getattr(recipe.data, key), getattr(config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        problems.append(
+            Problem(f"data.{key}", length, f"the model reaches {most} positions (max_position_embeddings)")
+        )
+    if problems:
+        raise ConfigError(problems)

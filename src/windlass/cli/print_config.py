@@ -1,0 +1,82 @@
+"""`windlass train --print-config`: the whole recipe as it would run, as YAML that can be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import yaml
+
+from windlass.cli.schema import Recipe
+from windlass.cli.training import training_arguments
+
+MARK = "# * "
+HEAD = f"""\
+# The whole recipe, defaults included. Lines marked `{MARK.strip()}` differ from the default.
+# Save it and run it: windlass train FILE
+"""
+
+
+def render_config(recipe: Recipe) -> str:
+    """YAML of every key of `recipe`; reading it back gives an equal recipe."""
+    lines = [HEAD]
+    for item in fields(recipe):
+        if item.name == "training":
+            continue
+        value = getattr(recipe, item.name)
+        lines += _entry(item.name, value, _default(item), item.metadata.get("doc", ""), indent="")
+    lines.append("\ntraining:")
+    lines += _training(recipe)
+    return "\n".join(lines) + "\n"
+
+
+def _default(item: Any) -> Any:
+    return item.default_factory() if callable(item.default_factory) else item.default
+
+
+def _entry(name: str, value: Any, default: Any, doc: str, indent: str) -> Iterator[str]:
+    if is_dataclass(value) and not isinstance(value, type):
+        yield f"{'' if indent else chr(10)}{indent}{name}:"
+        base = default if default is not None else type(value)()
+        for item in fields(value):
+            inner = getattr(value, item.name), getattr(base, item.name)
+            yield from _entry(item.name, *inner, item.metadata.get("doc", ""), indent + "  ")
+    else:
+        comment = doc if value == default else f"{doc} (default: {_scalar(default)})"
+        yield _line(f"{indent}{name}: {_scalar(value)}", comment, changed=value != default)
+
+
+def _training(recipe: Recipe) -> Iterator[str]:
+    from windlass.config.arguments import describe
+
+    for name, value, is_default in describe(training_arguments(recipe.training)):
+        if name.endswith("_token"):
+            continue  # secrets stay out of what is printed; the environment holds them
+        if name in recipe.training or not is_default:
+            yield _line(f"  {name}: {_scalar(value)}", "", changed=not is_default)
+        else:
+            yield f"  {name}: {_scalar(value)}"
+
+
+def _line(text: str, comment: str, *, changed: bool) -> str:
+    if changed:
+        return f"{text}  {MARK}{comment}".rstrip()
+    return f"{text}  # {comment}" if comment else text
+
+
+def _scalar(value: Any) -> str:
+    """`value` on one line of YAML, quoted where a plain word would be read as something else."""
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
+def _plain(value: Any) -> Any:
+    """Values of arguments as YAML knows them: enums by value, tuples as lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return str(getattr(value, "value", value))
+    return value

@@ -1,0 +1,198 @@
+"""Read records from files: one reader per format, each error naming the file and the line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.checks import format_of
+from windlass.cli.schema import DataSpec
+from windlass.core.errors import DataError
+from windlass.core.optional import require
+
+# (where it stands, its values)
+Record = tuple[str, dict[str, Any]]
+# Cells of a csv file may hold whole documents; the csv module's own limit is 128 KiB.
+LONGEST_CELL = 1 << 30
+
+
+def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
+    """All records of `source`, in its order, at most `data.max_samples`.
+
+    Args:
+        source: path, or hub name where `data.format` is hub.
+        split: read by the hub reader only.
+
+    Raises:
+        DataError: a line or a file that cannot be read, naming it; or no record at all.
+    """
+    kind = format_of(source, data)
+    if kind == "hub":
+        records = _hub(source, data, split)
+    elif kind == "python-docs":
+        records = _python_docs(data)
+    else:
+        records = FILE_READERS[kind or ""](Path(source), data)
+    found = list(islice(records, data.max_samples))
+    if not found:
+        raise DataError(f"{source or kind}: holds no records")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line) without line ends; only line feeds separate lines, as other tools count them."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line)") from None
+            yield number, text.rstrip("\r\n")
+
+
+def _jsonl(path: Path, data: DataSpec) -> Iterator[Record]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            shown = line if len(line) <= 80 else line[:77] + "..."
+            raise DataError(
+                f"{path}:{number}: not valid JSON ({error.msg}, column {error.colno}): {shown}"
+            ) from None
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{path}:{number}: each line must be a JSON object, this one is a {type(value).__name__}"
+            )
+        yield f"{path}:{number}", value
+
+
+def _csv(path: Path, data: DataSpec) -> Iterator[Record]:
+    return _table(path, data, delimiter=",", quoting=csv.QUOTE_MINIMAL)
+
+
+def _tsv(path: Path, data: DataSpec) -> Iterator[Record]:
+    # Tab-separated files carry quotation marks as text: nothing is quoted in them.
+    return _table(path, data, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Iterator[Record]:
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(
+        (line + "\n" for _, line in _lines(path)), delimiter=delimiter, quoting=quoting, strict=True
+    )
+    names = list(data.columns) if data.columns else None
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            if names is None:
+                names = _header(path, cells, data)
+                continue
+            where = f"{path}:{reader.line_num}"
+            if len(cells) != len(names):
+                raise DataError(
+                    f"{where}: {len(cells)} columns where {len(names)} are expected ({', '.join(names)})"
+                )
+            yield where, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: {error}") from None
+
+
+def _header(path: Path, cells: list[str], data: DataSpec) -> list[str]:
+    if data.text_column not in cells:
+        shown = ", ".join(cell[:40] for cell in cells)
+        raise DataError(
+            f"{path}:1: no column {data.text_column!r} in the first line ({shown}). If that line is a header, set "
+            f"data.text_column; if the file has none, name its columns: data.columns='[text, label]'"
+        )
+    return cells
+
+
+def _txt(path: Path, data: DataSpec) -> Iterator[Record]:
+    """The whole file is one text."""
+    text = "\n".join(line for _, line in _lines(path))
+    if text.strip():
+        yield str(path), {data.text_column: text + "\n"}
+
+
+def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
+    """Every text file below `path` is a record; its folder's name is its label."""
+    for file in sorted(
+        p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".text", ".md") and p.is_file()
+    ):
+        for where, values in _txt(file, data):
+            yield where, {**values, data.label_column: file.parent.name}
+
+
+def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
+    parquet = require("pyarrow.parquet", "read parquet files")
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow raises several unrelated types for a damaged file
+        raise DataError(f"{path}: not a readable parquet file ({error})") from None
+    wanted = [name for name in (data.text_column, data.label_column) if name in file.schema_arrow.names]
+    row = 0
+    for batch in file.iter_batches(columns=wanted or None):
+        for values in batch.to_pylist():
+            row += 1
+            yield f"{path}: row {row}", values
+
+
+def _hub(name: str, data: DataSpec, split: str) -> Iterator[Record]:
+    datasets = require("datasets", "read a dataset of the hub")
+    try:
+        dataset = datasets.load_dataset(name, data.subset, split=split)
+    except Exception as error:  # network, name, split and configuration each raise a type of their own
+        raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
+    for row, values in enumerate(dataset):
+        yield f"{name}[{split}] row {row}", values
+
+
+def _python_docs(data: DataSpec) -> Iterator[Record]:
+    """English that every Python carries: the language reference behind `help("if")`."""
+    from pydoc_data.topics import topics
+
+    for name, text in topics.items():
+        yield f"pydoc_data.topics[{name!r}]", {data.text_column: text}
+
+
+FILE_READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "tsv": _tsv,
+    "txt": _txt,
+    "folder": _folder,
+    "parquet": _parquet,
+}
+
+
+def column(records: list[Record], name: str) -> list[Any]:
+    """The values of column `name`.
+
+    Raises:
+        DataError: a record lacks it or has nothing in it; names the record and the columns it does have.
+    """
+    values = []
+    for where, record in records:
+        value = record.get(name)
+        if value is None:
+            have = ", ".join(map(str, record)) or "none"
+            what = "is empty" if name in record else f"is missing; this record has: {have}"
+            raise DataError(f"{where}: column {name!r} {what}")
+        values.append(value)
+    return values
+
+
+def texts(records: list[Record], name: str) -> list[str]:
+    """As `column`, and each value must be text."""
+    values = column(records, name)
+    for (where, _), value in zip(records, values, strict=True):
+        if not isinstance(value, str):
+            raise DataError(f"{where}: column {name!r} must hold text, not {type(value).__name__}")
+    return values

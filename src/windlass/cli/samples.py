@@ -1,0 +1,82 @@
+"""From records to what the model eats: packed blocks of tokens, or encoded texts with a class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.core.errors import DataError
+
+IGNORED = -100
+# Texts are encoded so many at a time: enough to keep the tokenizer's threads busy, little enough to stay in cache.
+ENCODE_BATCH = 256
+
+
+class Blocks:
+    """Texts joined by end marks and cut into blocks of fixed length; the last one is filled up and its filling ignored.
+
+    Items are `{"input_ids": int64 [block], "labels": int64 [block]}`. The model shifts the labels.
+    """
+
+    def __init__(self, tokens: Tensor, block: int, filler: int) -> None:
+        self.tokens = len(tokens)
+        missing = -len(tokens) % block
+        self._ids = torch.cat([tokens, tokens.new_full((missing,), filler)]).view(-1, block)
+        self._labels = self._ids
+        if missing:
+            self._labels = self._ids.clone()
+            self._labels[-1, block - missing :] = IGNORED
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._labels[index]}
+
+
+def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
+    """Encode and pack `texts`.
+
+    Raises:
+        DataError: they hold no token to predict.
+    """
+    end = tokenizer.eos_token_id
+    pieces: list[np.ndarray[Any, Any]] = []
+    for ids in _encode(texts, tokenizer, add_special_tokens=False):
+        pieces.append(np.asarray(ids if end is None else [*ids, end], dtype=np.int64))
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+    if len(tokens) < 2:
+        raise DataError("the text holds no tokens to train on")
+    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or 0)
+    return Blocks(torch.from_numpy(tokens), block, filler)
+
+
+class LabelledTexts:
+    """Encoded texts with their class: items `{"input_ids": list[int], "labels": int}`; padding is the collator's."""
+
+    def __init__(self, ids: list[list[int]], labels: list[int]) -> None:
+        self._ids, self._labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._ids[index], "labels": self._labels[index]}
+
+
+def encode_labelled(
+    texts: Sequence[str], labels: list[int], tokenizer: Any, max_length: int
+) -> LabelledTexts:
+    """Encode texts, each cut to `max_length` tokens, marks included."""
+    return LabelledTexts(list(_encode(texts, tokenizer, truncation=True, max_length=max_length)), labels)
+
+
+def _encode(texts: Sequence[str], tokenizer: Any, **options: Any) -> Iterator[list[int]]:
+    for start in range(0, len(texts), ENCODE_BATCH):
+        batch = list(texts[start : start + ENCODE_BATCH])
+        # verbose=False: a text longer than the model reaches is no mistake here, it is cut into blocks
+        yield from tokenizer(batch, return_attention_mask=False, verbose=False, **options)["input_ids"]

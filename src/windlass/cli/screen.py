@@ -1,0 +1,127 @@
+"""What a run says in words: a few lines before it, one screen after it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.build import Parts
+from windlass.cli.samples import Blocks
+
+WIDTH = 100
+FILES = (("log", "metrics.jsonl"), ("report", "report.html"), ("picture", "training.png"))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the last screen is made of.
+
+    Attributes:
+        runtime: seconds that `train()` took, evaluations included.
+        first_step: the step at which this process took the run up.
+        evaluation: metrics of the final weights; empty where the recipe evaluates nothing.
+        command: what resumes the run.
+    """
+
+    parts: Parts
+    trainer: Any
+    runtime: float
+    first_step: int
+    evaluation: dict[str, float]
+    before: str | None
+    after: str | None
+    command: str
+
+
+def describe_run(parts: Parts, trainer: Any) -> str:
+    """Model and data in numbers."""
+    config = trainer.model.config
+    size = sum(p.numel() for p in trainer.model.parameters())
+    held = (
+        f", {_amount(parts.evaluation)} held back for evaluation"
+        if parts.evaluation is not None
+        else ", no evaluation"
+    )
+    return "\n".join(
+        [
+            f"Model       {config.model_type}, {count(size)} parameters, vocabulary {len(parts.tokenizer):,}",
+            f"Data        {_amount(parts.train)}{held}",
+            f"Output      {trainer.args.output_dir}",
+        ]
+    )
+
+
+def _amount(data: Any) -> str:
+    if isinstance(data, Blocks):
+        return f"{data.tokens:,} tokens in {len(data):,} blocks"
+    return f"{len(data):,} texts"
+
+
+def count(number: float) -> str:
+    """1234567 as `1.23 M`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `75 s`, `12 min` or `3.4 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def render_screen(outcome: Outcome) -> str:
+    """The screen that ends a run."""
+    rule = "-" * 72
+    rows = [*_results(outcome), *_places(outcome)]
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    return "\n".join(["", rule, *_sentences(outcome), *lines, f"{'resume':<12}{outcome.command}", rule])
+
+
+def _sentences(outcome: Outcome) -> Iterator[str]:
+    for name, text in (("before", outcome.before), ("after", outcome.after)):
+        if text:
+            yield textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
+
+
+def _results(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    state = outcome.trainer.state
+    losses = [(row["step"], row["loss"]) for row in state.log_history if "loss" in row]
+    if losses:
+        (first_step, first), (last_step, last) = losses[0], losses[-1]
+        yield "loss", f"{first:.4f} (step {first_step}) -> {last:.4f} (step {last_step})"
+    for name in ("eval_loss", "eval_accuracy"):
+        if name in outcome.evaluation:
+            yield name.replace("_", " "), f"{outcome.evaluation[name]:.4f}"
+    yield "speed", _speed(outcome)
+
+
+def _speed(outcome: Outcome) -> str:
+    state, parts = outcome.trainer.state, outcome.parts
+    steps = state.global_step - outcome.first_step
+    if steps <= 0:
+        return f"nothing was left to train: the run was complete at step {state.global_step}"
+    evaluating = sum(
+        row.get("eval_runtime", 0.0) for row in state.log_history if row["step"] > outcome.first_step
+    )
+    seconds = max(outcome.runtime - evaluating, 1e-9)
+    samples = steps * outcome.trainer.get_total_train_batch_size(outcome.trainer.args)
+    if parts.recipe.task == "causal-lm":
+        rate = f"{samples * parts.recipe.data.block_size / seconds:,.0f} tokens/s"
+    else:
+        rate = f"{samples / seconds:,.0f} samples/s"
+    return f"{rate}, {steps} steps in {duration(outcome.runtime)}"
+
+
+def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    folder, step = Path(outcome.trainer.args.output_dir), outcome.trainer.state.global_step
+    checkpoint = folder / f"checkpoint-{step}"
+    yield "model", str(checkpoint if checkpoint.is_dir() else folder)
+    for name, file in FILES:
+        if (folder / file).is_file():
+            yield name, str(folder / file)

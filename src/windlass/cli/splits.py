@@ -1,0 +1,90 @@
+"""Hold out a part of the data for evaluation, the same part in every run with the same seed."""
+
+from __future__ import annotations
+
+import random
+
+from windlass.cli.readers import Record, column, read_records, texts
+from windlass.cli.schema import DataSpec, Recipe
+from windlass.core.errors import DataError
+from windlass.core.rng import STREAM_ORDER, derive_seed
+
+# Fewer texts than this are too unequal to be shared out whole: then every text gives up its tail instead.
+ENOUGH_DOCUMENTS = 200
+
+
+def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]:
+    """(train, evaluation) records of a recipe; the second is empty where it asks for no evaluation."""
+    data = recipe.data
+    train = read_records(data.train, data, data.split)
+    if data.eval is not None:
+        return train, read_records(data.eval, data, data.eval_split or data.split)
+    if data.eval_split is not None:
+        return train, read_records(data.train, data, data.eval_split)
+    if data.eval_fraction == 0:
+        return train, []
+    if recipe.task == "causal-lm" and len(train) < ENOUGH_DOCUMENTS:
+        return _hold_out_tails(train, data.text_column, data.eval_fraction)
+    return _hold_out_records(train, data, seed)
+
+
+def _hold_out_records(records: list[Record], data: DataSpec, seed: int) -> tuple[list[Record], list[Record]]:
+    count = round(len(records) * data.eval_fraction)
+    if count == 0 or count == len(records):
+        raise DataError(
+            f"{data.train}: {len(records)} records cannot give data.eval_fraction={data.eval_fraction} for evaluation; "
+            "name data.eval, raise the fraction, or set it to 0"
+        )
+    held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(records)), count))
+    train = [record for index, record in enumerate(records) if index not in held]
+    return train, [records[index] for index in sorted(held)]
+
+
+def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[list[Record], list[Record]]:
+    """The last `fraction` of every text, cut at the end of a line."""
+    train, held = [], []
+    for (where, values), text in zip(records, texts(records, name), strict=True):
+        cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1
+        if cut > 0:
+            train.append((where, {**values, name: text[:cut]}))
+        if text[cut:].strip() and cut > 0:
+            held.append((where, {**values, name: text[cut:]}))
+        elif cut == 0:
+            train.append((where, values))
+    if not held:
+        raise DataError(
+            "the text is too short to hold out a part of it; name data.eval or set data.eval_fraction=0"
+        )
+    return train, held
+
+
+def label_names(train: list[Record], name: str) -> list[str]:
+    """The classes of the training data, in order: numbers by value, words by the alphabet.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    found = set(map(str, column(train, name)))
+    whole = all(label.lstrip("-").isdigit() for label in found)
+    names = sorted(found, key=int) if whole else sorted(found)
+    if len(names) < 2:
+        raise DataError(
+            f"column {name!r} of the training data holds one class only ({names[0]}); two are needed"
+        )
+    return names
+
+
+def label_ids(records: list[Record], name: str, names: list[str]) -> list[int]:
+    """The class of each record as its index in `names`.
+
+    Raises:
+        DataError: a class that the training data does not have.
+    """
+    ids = {label: index for index, label in enumerate(names)}
+    found = []
+    for (where, _), label in zip(records, map(str, column(records, name)), strict=True):
+        if label not in ids:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            raise DataError(f"{where}: class {label!r} never occurs in the training data (known: {shown})")
+        found.append(ids[label])
+    return found

@@ -1,0 +1,116 @@
+"""The tokenizer of a run: loaded by name, taken from the checkpoint that is resumed, or trained on the training text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.schema import Recipe, TokenizerTraining
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.optional import require
+
+END_OF_TEXT = "<|endoftext|>"
+PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
+# The marks between which a classifier's text stands.
+CLASSIFIER_MARKS = {
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+    "cls_token": CLASS,
+    "sep_token": SEPARATOR,
+    "mask_token": MASK,
+}
+
+
+def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = None) -> Any:
+    """A `PreTrainedTokenizerFast` for `recipe`.
+
+    Args:
+        texts: the *training* text only: a tokenizer that has seen the evaluation text flatters its loss.
+        saved: folder of a checkpoint that holds this run's tokenizer; wins over training a new one.
+    """
+    transformers = require("transformers", "run a recipe")
+    training = recipe.tokenizer.train
+    if training is not None and saved is not None:
+        return transformers.AutoTokenizer.from_pretrained(str(saved))
+    if training is not None:
+        return _trained(training, texts, recipe.task)
+    name = recipe.tokenizer.name or recipe.model.name
+    assert name is not None  # `checks.py` asks for one of the two
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {error}") from error
+    return _with_padding(tokenizer)
+
+
+def _with_padding(tokenizer: Any) -> Any:
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                Problem("tokenizer.name", tokenizer.name_or_path, "has neither a pad nor an end token")
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # masked out wherever it pads, so it is never learnt from
+    return tokenizer
+
+
+def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> Any:
+    algorithm = training.algorithm
+    if algorithm == "auto":
+        algorithm = "bpe" if task == "causal-lm" else "wordpiece"
+    marks = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    if task == "classification":
+        marks = CLASSIFIER_MARKS
+    specials = list(dict.fromkeys(marks.values()))
+    if algorithm == "bpe":
+        tokenizer = _byte_level_bpe(texts, training.vocab_size, specials)
+    else:
+        tokenizer = _wordpiece(texts, training, specials)
+    if task == "classification":
+        _stand_between_marks(tokenizer)
+    transformers = require("transformers", "run a recipe")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **marks
+    )
+
+
+def _byte_level_bpe(texts: Sequence[str], vocab_size: int, specials: list[str]) -> Any:
+    """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019): no text is unknown to it."""
+    tk = require("tokenizers", "train a tokenizer")
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _wordpiece(texts: Sequence[str], training: TokenizerTraining, specials: list[str]) -> Any:
+    """WordPiece over words cut at blanks and punctuation (Devlin et al. 2019)."""
+    tk = require("tokenizers", "train a tokenizer")
+    if UNKNOWN not in specials:
+        specials = [*specials, UNKNOWN]
+    tokenizer = tk.Tokenizer(tk.models.WordPiece(unk_token=UNKNOWN))
+    tokenizer.normalizer = tk.normalizers.BertNormalizer(lowercase=training.lowercase)
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tk.decoders.WordPiece()
+    trainer = tk.trainers.WordPieceTrainer(
+        vocab_size=training.vocab_size, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _stand_between_marks(tokenizer: Any) -> None:
+    tk = require("tokenizers", "train a tokenizer")
+    ids = [(mark, tokenizer.token_to_id(mark)) for mark in (CLASS, SEPARATOR)]
+    tokenizer.post_processor = tk.processors.TemplateProcessing(
+        single=f"{CLASS} $A {SEPARATOR}",
+        pair=f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
+        special_tokens=ids,
+    )

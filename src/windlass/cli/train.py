@@ -1,0 +1,108 @@
+"""`windlass train`: from a recipe to a trained model, and one screen that says where everything is."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.main import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.print_config import render_config
+from windlass.cli.recipe import load_recipe
+from windlass.cli.schema import Recipe
+from windlass.cli.training import training_arguments
+from windlass.config.arguments import TrainingArguments
+from windlass.core.world import world_from_environment
+
+
+def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
+    """Run `windlass train`; `arguments` are the words of the command line, for the command that resumes."""
+    recipe = load_recipe(options.recipe, options.overrides, options.output_dir)
+    if options.print_config:
+        print(render_config(recipe), end="")
+        return 0
+    args = training_arguments(recipe.training)
+    resume = options.resume or args.resume_from_checkpoint or None
+    command = resume_command(arguments)
+    try:
+        if options.dry_run:
+            from windlass.cli.dry_run import dry_run
+
+            dry_run(recipe, args, _speaker())
+            return 0
+        return _train(recipe, args, resume, command)
+    except KeyboardInterrupt:
+        return _interrupted(args, command)
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """The command line that goes on where this one stops, ready to be pasted into a shell."""
+    kept, skip = [], False
+    for index, word in enumerate(arguments):
+        if skip:
+            skip = False
+        elif word == "--resume":
+            # The checkpoint named after it is the past of this run, not the newest one.
+            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+            skip = not (
+                following.startswith("-") or "=" in following or following.endswith((".yaml", ".yml"))
+            )
+        elif not word.startswith("--resume=") and word != "--dry-run":
+            kept.append(word)
+    return shlex.join(["windlass", *kept, "--resume"])
+
+
+def _speaker() -> Callable[[str], None]:
+    """Prints on the first process only; at once, also into a pipe."""
+    if world_from_environment().is_main:
+        return lambda text: print(text, flush=True)
+    return lambda text: None
+
+
+def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
+    say = _speaker()
+    say("Preparing: reading the data, building tokenizer and model ...")
+    from windlass.cli.build import build_parts, build_trainer, saved_tokenizer
+    from windlass.cli.sampling import continue_prompt
+    from windlass.cli.screen import Outcome, describe_run, render_screen
+    from windlass.cli.taken_up import TakenUp
+
+    parts = build_parts(recipe, args, saved_tokenizer(args.output_dir, resume))
+    trainer, taken_up = build_trainer(parts, args), TakenUp()
+    trainer.add_callback(taken_up)
+    say(describe_run(parts, trainer))
+    before = continue_prompt(parts, trainer.model)
+    if before:
+        say(f"\nBefore training, the model writes: {before}\n")
+    output = trainer.train(resume_from_checkpoint=resume)
+    evaluation = _final_evaluation(trainer, parts.evaluation is not None)
+    if not (Path(args.output_dir).expanduser() / f"checkpoint-{trainer.state.global_step}").is_dir():
+        trainer.save_model(args.output_dir)
+    after = continue_prompt(parts, trainer.model)
+    runtime = float(output.metrics["train_runtime"])
+    say(render_screen(Outcome(parts, trainer, runtime, taken_up.step, evaluation, before, after, command)))
+    return 0
+
+
+def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
+    """Metrics of the weights that the run ended with: those of its last evaluation where that measured them."""
+    if not has_data:
+        return {}
+    state = trainer.state
+    rows = [row for row in state.log_history if "eval_loss" in row]
+    if rows and rows[-1]["step"] == state.global_step and not trainer.args.load_best_model_at_end:
+        return rows[-1]
+    metrics: dict[str, float] = trainer.evaluate()
+    return metrics
+
+
+def _interrupted(args: TrainingArguments, command: str) -> int:
+    from windlass.checkpoint.store import Store
+
+    newest, _ = Store(Path(args.output_dir).expanduser()).newest_verified()
+    if world_from_environment().is_main:
+        state = f"{newest} is whole. Go on with:\n  {command}" if newest else "there is no checkpoint yet."
+        print(f"\nInterrupted: {state}", file=sys.stderr)
+    return EXIT_INTERRUPTED
