@@ -9,12 +9,23 @@ import torch
 
 def process_peak_bytes() -> int | None:
     """The most resident memory this process ever had, in bytes; None where the system does not say (Windows)."""
+    if sys.platform == "linux":
+        return _linux_peak()
     try:
         import resource
     except ImportError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS
+
+
+def _linux_peak() -> int | None:
+    """From the kernel's own status: `getrusage` would count the launcher's peak too, which a child inherits."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def device_peak_bytes(device: torch.device) -> int | None:

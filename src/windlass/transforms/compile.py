@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +26,21 @@ def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None
     """
     chosen = backend or DEFAULT_BACKEND
     _check(chosen, mode)
-    model.compile(backend=chosen, mode=mode)
+    if type(model).__module__.startswith("torch.nn"):
+        # Dynamo leaves the frames of torch's own modules alone: a bare `Sequential` would run uncompiled, silently.
+        model._compiled_call_impl = torch.compile(_whole(model._call_impl), backend=chosen, mode=mode)
+    else:
+        model.compile(backend=chosen, mode=mode)
     return model
+
+
+def _whole(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` behind a frame of ours, at which the compiler starts."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run
 
 
 def _check(backend: str, mode: str | None) -> None:

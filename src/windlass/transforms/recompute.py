@@ -99,7 +99,8 @@ def _wrap_blocks(model: nn.Module, chosen: dict[str, Any], every: int, offload: 
         )
         raise ConfigError(Problem("activation_checkpointing", True, fix))
     for block in blocks[::every]:
-        block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
+        if not hasattr(block, "_recompute"):  # a second `train()` finds its model prepared
+            block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
         block._recompute = functools.partial(checkpoint, **chosen)  # type: ignore[assignment]
         block._recompute_offload = offload  # type: ignore[assignment]
 
@@ -115,19 +116,15 @@ def _check_plain_options(chosen: Mapping[str, Any]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: modules with layers inside, of a class that its list holds at least twice."""
-    for child in model.children():
-        chosen: set[int] = set()
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            members = [m for m in child if _is_block(m)]
-            counts = Counter(type(m) for m in members)
-            repeated = [m for m in members if counts[type(m)] > 1]
-            chosen = {id(m) for m in repeated}
-            yield from repeated
-        if chosen:
-            for member in child.children():
-                if id(member) not in chosen:
-                    yield from repeated_blocks(member)
+    """The outermost repeated blocks: modules with layers inside, of a class that their list holds at least twice."""
+    taken: set[nn.Module] = set()
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        blocks = [member for member in model if _is_block(member)]
+        counts = Counter(type(block) for block in blocks)
+        taken = {block for block in blocks if counts[type(block)] > 1}
+    for child in model.children():  # each once, also where one block stands in several places
+        if child in taken:
+            yield child
         else:
             yield from repeated_blocks(child)
 

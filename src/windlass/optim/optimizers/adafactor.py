@@ -153,4 +153,4 @@ def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) 
 
 def _rms(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor)
-    return norm / (tensor.numel() ** 0.5)
+    return norm / math.sqrt(tensor.numel())

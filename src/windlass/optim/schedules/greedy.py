@@ -98,14 +98,15 @@ class GreedyLR:
 
     def state_dict(self) -> State:
         state: State = {name: getattr(self, name) for name in _COUNTERS}
-        state.update(window=list(self._window), window_sum=self._window_sum, lrs=list(self._last_lr))
+        state.update(window=list(self._window), window_sum=self._window_sum)
+        state.update(lrs=list(self._last_lr), base_lrs=list(self.base_lrs))
         return state
 
     def load_state_dict(self, state: State) -> None:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self._window, self._window_sum = deque(state["window"]), state["window_sum"]
-        self._last_lr = list(state["lrs"])
+        self._last_lr, self.base_lrs = list(state["lrs"]), list(state["base_lrs"])
         self._write(self._last_lr)
 
     def _smoothed(self, value: float) -> float:

@@ -1,0 +1,28 @@
+"""Small things that the optimizer tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def parameters(lr: float = 0.1, groups: int = 1) -> torch.optim.SGD:
+    """An optimizer whose groups start at lr, 2 lr, 3 lr, ..."""
+    return torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr * (i + 1)} for i in range(groups)], lr=lr
+    )
+
+
+class Net(nn.Module):
+    """One of each kind of parameter that decay distinguishes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.embed = nn.Embedding(7, 3)
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"attn": nn.Linear(3, 3), "ln": nn.LayerNorm(3)}) for _ in range(2)]
+        )
+        self.q_norm = nn.Linear(3, 3, bias=False)
+        self.head = nn.Linear(3, 7, bias=False)

@@ -1,0 +1,112 @@
+"""Optimizers by name: each learns, each repeats its bits, the rest is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.helpers import Net
+from torch import nn
+
+from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ConfigError, ModelError
+from windlass.optim.groups import decay_groups
+from windlass.optim.registry import OPTIMIZERS, REFUSED, build_optimizer, make_optimizer, optimizer_factory
+
+
+def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and final parameters of a linear regression."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    inputs, targets = torch.randn(16, 4), torch.randn(16, 1)
+    optimizer = build_optimizer(
+        model, OptimizerPlan(name=name, learning_rate=1e-2, weight_decay=0.01, **plan)
+    )
+    losses = []
+    for _ in range(steps):
+        loss = (model(inputs) - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_learns_and_repeats_its_bits(name: str) -> None:
+    (losses, parameters), (again, others) = trained(name), trained(name)
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+
+
+def test_every_name_of_transformers_is_built_or_refused() -> None:
+    arguments = pytest.importorskip("transformers.training_args")
+    assert not OPTIMIZERS.keys() & REFUSED.keys()
+    assert OPTIMIZERS.keys() | REFUSED.keys() == {member.value for member in arguments.OptimizerNames}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), optim=name, learning_rate=3e-4, adam_beta2=0.95, use_cpu=True
+    )
+    cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+    ours, our_kwargs = optimizer_factory(OptimizerPlan(name=name, learning_rate=3e-4, betas=(0.9, 0.95)))
+    assert ours.__name__ == cls.__name__
+    assert our_kwargs == kwargs
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_built_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"optim='{name}'.*(not built).*adamw_torch"):
+        optimizer_factory(OptimizerPlan(name=name))
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'adamw_torch'"):
+        optimizer_factory(OptimizerPlan(name="adamw_troch"))
+
+
+def test_options_arrive_as_values_of_their_type() -> None:
+    _, kwargs = optimizer_factory(OptimizerPlan(name="sgd", options={"momentum": "0.9", "nesterov": "True"}))
+    assert kwargs == {"lr": 5e-5, "momentum": 0.9, "nesterov": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sgd", {"momentun": "0.9"}, "optim_args.momentun='0.9': sgd takes momentum, dampening, nesterov"),
+        ("sgd", {"momentum": "fast"}, "must be a float"),
+        ("rmsprop", {"centered": "maybe"}, "must be a bool"),
+        ("adamw_torch", {"weight_decay": "0.1"}, "set the weight_decay argument instead"),
+        ("adafactor", {"lr": "1"}, "set the learning_rate argument instead"),
+    ],
+)
+def test_options_that_do_not_belong_are_refused(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        optimizer_factory(OptimizerPlan(name=name, options=options))
+    assert message in str(caught.value)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="no parameter that requires gradients"):
+        build_optimizer(Net().requires_grad_(False), OptimizerPlan())
+
+
+def test_the_fused_kernel_is_used_where_it_exists_and_left_out_where_not() -> None:
+    plan = OptimizerPlan(name="adamw_torch_fused")
+    assert build_optimizer(nn.Linear(2, 2), plan).defaults["fused"] is True
+    strange = build_optimizer(nn.Linear(2, 2, device="meta"), plan)
+    assert not strange.defaults["fused"]
+
+
+def test_an_empty_group_is_kept() -> None:
+    optimizer = make_optimizer(
+        decay_groups(nn.Linear(2, 2, bias=False), 0.1), torch.optim.AdamW, {"lr": 0.1, "fused": True}
+    )
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+    optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]

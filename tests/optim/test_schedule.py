@@ -1,0 +1,266 @@
+"""Schedules against transformers' own, and against what makes them ours: nothing but the step counts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.optim.helpers import parameters
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
+
+from windlass.core.errors import ConfigError
+from windlass.optim.schedule import FactorSchedule, UserSchedule, as_schedule, build_schedule
+from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES
+
+OPTIONS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "cosine": st.fixed_dictionaries({}, optional={"num_cycles": st.floats(0.1, 4)}),
+    "cosine_with_restarts": st.fixed_dictionaries({}, optional={"num_cycles": st.integers(1, 5)}),
+    "polynomial": st.fixed_dictionaries(
+        {}, optional={"lr_end": st.floats(0, 0.05), "power": st.floats(0.5, 3)}
+    ),
+    "inverse_sqrt": st.fixed_dictionaries({}, optional={"timescale": st.integers(1, 100)}),
+    "cosine_with_min_lr": st.one_of(
+        st.fixed_dictionaries({"min_lr": st.floats(0, 0.1)}),
+        st.fixed_dictionaries({"min_lr_rate": st.floats(0, 1)}, optional={"num_cycles": st.floats(0.1, 2)}),
+    ),
+    "cosine_warmup_with_min_lr": st.fixed_dictionaries(
+        {"min_lr_rate": st.floats(0, 1)}, optional={"warmup_lr_rate": st.floats(0, 1)}
+    ),
+    "warmup_stable_decay": st.fixed_dictionaries(
+        {"num_decay_steps": st.integers(0, 20), "num_stable_steps": st.integers(0, 20)},
+        optional={
+            "warmup_type": st.sampled_from(["linear", "cosine", "1-sqrt"]),
+            "decay_type": st.sampled_from(["linear", "cosine", "1-sqrt"]),
+            "min_lr_ratio": st.floats(0, 1),
+        },
+    ),
+}
+
+
+def recorded(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[list[float]]:
+    lrs = []
+    for _ in range(steps):
+        lrs.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@given(data=st.data(), total=st.integers(1, 60), warmup=st.integers(0, 30), groups=st.integers(1, 3))
+@settings(max_examples=60)
+def test_equals_transformers_bit_for_bit(name: str, data: Any, total: int, warmup: int, groups: int) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    warmup = 0 if name == "constant" else min(warmup, total - 1)
+    options = data.draw(OPTIONS.get(name, st.just({})))
+    theirs_on, ours_on = parameters(groups=groups), parameters(groups=groups)
+    theirs = optimization.get_scheduler(name, theirs_on, warmup, total, options)
+    ours = build_schedule(name, ours_on, total_steps=total, warmup_steps=warmup, options=options)
+    expected = recorded(theirs, theirs_on, total)
+    for step in range(total):
+        ours.set(step)
+        assert [group["lr"] for group in ours_on.param_groups] == expected[step]
+        assert ours.last_lrs() == expected[step]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_nothing_but_the_step_counts(name: str) -> None:
+    options = {"cosine_with_min_lr": {"min_lr": 0.01}, "cosine_warmup_with_min_lr": {"min_lr": 0.01}}.get(
+        name, {}
+    )
+    options = {"num_decay_steps": 5} if name == "warmup_stable_decay" else options
+    warmup = 0 if name == "constant" else 4
+    schedule = build_schedule(
+        name, parameters(groups=2), total_steps=30, warmup_steps=warmup, options=options
+    )
+    assert isinstance(schedule, FactorSchedule)
+    in_order = [schedule.lrs(step) for step in range(30)]
+    shuffled = random.Random(0).sample(range(30), 30)
+    for step in shuffled:
+        schedule.set(step)
+        schedule.advance()
+        assert schedule.last_lrs() == in_order[step]
+    assert [lr / 0.1 for lr, _ in in_order] == pytest.approx([lr / 0.2 for _, lr in in_order])
+
+
+def test_every_schedule_that_transformers_names_is_built() -> None:
+    utils = pytest.importorskip("transformers.trainer_utils")
+    assert set(SCHEDULE_NAMES) == {member.value for member in utils.SchedulerType}
+
+
+def test_has_the_face_of_a_torch_scheduler() -> None:
+    optimizer = parameters()
+    schedule = build_schedule("linear", optimizer, total_steps=4)
+    assert isinstance(schedule, LRScheduler)
+    assert schedule.exposed is schedule
+    assert schedule.last_epoch == 0
+    schedule.step()
+    assert schedule.get_last_lr() == [pytest.approx(0.075)] == [optimizer.param_groups[0]["lr"]]
+    assert schedule.base_lrs == [0.1]
+    assert optimizer.param_groups[0]["initial_lr"] == 0.1
+    assert not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def test_resumed_schedule_follows_its_own_arguments() -> None:
+    first = build_schedule("linear", parameters(), total_steps=10)
+    first.set(4)
+    second = build_schedule("linear", parameters(lr=1.0), total_steps=10)
+    second.load_state_dict(first.state_dict())
+    assert second.last_lrs() == [pytest.approx(0.6)]
+
+
+def test_a_group_added_later_is_scheduled_from_its_own_rate() -> None:
+    optimizer = parameters()
+    schedule = build_schedule("linear", optimizer, total_steps=10)
+    schedule.set(5)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 4.0})
+    schedule.set(5)
+    assert schedule.last_lrs() == [pytest.approx(0.05), pytest.approx(2.0)]
+
+
+def test_a_rate_kept_in_a_tensor_is_written_in_place() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    held = optimizer.param_groups[0]["lr"]
+    schedule = build_schedule("linear", optimizer, total_steps=10)
+    schedule.set(5)
+    assert optimizer.param_groups[0]["lr"] is held
+    assert float(held) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("linaer", {}, "did you mean 'linear'"),
+        ("linear", {"num_cycles": 2}, "num_cycles=2: linear takes no options"),
+        ("cosine", {"cycles": 2}, "cosine takes num_cycles"),
+        ("polynomial", {"lr_end": 0.5}, "must be below the learning rate 0.1"),
+        ("cosine_with_min_lr", {}, "exactly one of min_lr"),
+        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "exactly one of min_lr"),
+        ("warmup_stable_decay", {}, "num_decay_steps=None: warmup_stable_decay needs it"),
+        ("warmup_stable_decay", {"num_decay_steps": 9}, "longer than the run (10 updates)"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 1, "decay_type": "x"},
+            "decay_type='x': must be one of linear",
+        ),
+        ("reduce_lr_on_plateau", {"factor": 2}, "below|should be < 1"),
+        ("greedy", {"mode": "up"}, "mode must be 'min' or 'max'"),
+        ("greedy", {"patients": 3}, "greedy takes mode"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_schedule(name, parameters(), total_steps=10, warmup_steps=2, options=options)
+    assert any(part in str(caught.value) for part in message.split("|"))
+
+
+def test_a_warmup_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logging.getLogger("windlass").propagate = True
+    try:
+        build_schedule("constant", parameters(), total_steps=10, warmup_steps=7)
+    finally:
+        logging.getLogger("windlass").propagate = False
+    assert "warmup_steps=7 has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("name", METRIC_DRIVEN)
+@given(
+    metrics=st.lists(st.floats(-5, 5), max_size=60),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 2),
+    mode=st.sampled_from(["min", "max"]),
+)
+@settings(max_examples=60)
+def test_metric_driven_equal_transformers(
+    name: str, metrics: list[float], patience: int, cooldown: int, mode: str
+) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    options: dict[str, Any] = {"patience": patience, "cooldown": cooldown, "mode": mode, "factor": 0.5}
+    if name == "greedy":
+        options |= {
+            "min_lr": 0.05,
+            "max_lr": 0.3,
+            "reset_start": 2,
+            "smooth": cooldown == 1,
+            "window_size": 3,
+            "warmup": 1,
+        }
+    theirs_on, ours_on = parameters(groups=2), parameters(groups=2)
+    theirs = optimization.get_scheduler(name, theirs_on, scheduler_specific_kwargs=options)
+    ours = build_schedule(name, ours_on, total_steps=100, options=options)
+    half = len(metrics) // 2
+    for index, metric in enumerate(metrics):
+        if index == half:  # continue in new objects from the state, as a resumed run does
+            resumed_on = parameters(groups=2)
+            resumed_on.load_state_dict(ours_on.state_dict())
+            state = ours.state_dict()
+            ours_on = resumed_on
+            ours = build_schedule(name, ours_on, total_steps=100, options=options)
+            ours.load_state_dict(state)
+        theirs.step(metric)
+        ours.set(index)
+        ours.advance()
+        ours.observe(metric)
+        assert [g["lr"] for g in ours_on.param_groups] == [g["lr"] for g in theirs_on.param_groups]
+
+
+def test_a_users_scheduler_keeps_its_identity_and_its_own_count() -> None:
+    optimizer = parameters()
+    theirs = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    schedule = as_schedule(theirs, optimizer)
+    assert schedule.exposed is theirs
+    seen = []
+    for step in range(4):
+        schedule.set(step)
+        seen.append(schedule.last_lrs()[0])
+        optimizer.step()
+        if step != 1:  # the update of step 1 was skipped
+            schedule.advance()
+    assert seen == pytest.approx([0.1, 0.05, 0.05, 0.1 / 3])
+    assert theirs.last_epoch == 3
+
+
+def test_our_own_schedules_are_not_wrapped_again() -> None:
+    optimizer = parameters()
+    ours = build_schedule("linear", optimizer, total_steps=3)
+    assert as_schedule(ours, optimizer) is ours
+
+
+def test_a_users_scheduler_that_follows_a_metric_is_not_stepped_by_updates() -> None:
+    optimizer = parameters()
+    schedule = UserSchedule(ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
+    assert schedule.follows_metric
+    for step in range(5):
+        schedule.set(step)
+        schedule.advance()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    schedule.observe(1.0)
+    schedule.observe(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_state_of_a_users_scheduler_is_plain_and_comes_back() -> None:
+    optimizer = parameters()
+    schedule = UserSchedule(MultiStepLR(optimizer, milestones=[2, 4], gamma=0.1))
+    for step in range(3):
+        schedule.set(step)
+        optimizer.step()
+        schedule.advance()
+    state = schedule.state_dict()
+    assert type(state["milestones"]) is dict
+    again_on = parameters()
+    again = UserSchedule(MultiStepLR(again_on, milestones=[2, 4], gamma=0.1))
+    again_on.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(state)
+    for both in (schedule, again):
+        for step in range(3, 6):
+            both.set(step)
+            both.optimizer.step()
+            both.advance()
+    assert again_on.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.001)

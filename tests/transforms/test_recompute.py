@@ -1,0 +1,211 @@
+"""Recomputation: the same bits, fewer activations, and a clear no where it cannot be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.core.errors import ConfigError
+from windlass.transforms.recompute import apply_recompute, repeated_blocks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.3)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + self.drop(torch.tanh(self.linear(x))) * scale
+
+
+class Plain(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([Block(8) for _ in range(depth)])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 11))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())
+
+
+class Llama(nn.Module):
+    """A tiny model with a switch of its own, and dropout in its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2, vocab_size=11,
+            attention_dropout=0.3, use_cache=False,
+        )  # fmt: skip
+        self.inner = transformers.LlamaForCausalLM(config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=input_ids, labels=input_ids).loss  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Loss and gradients of two micro-batches, and one draw after them: the generator must end in the same place."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 11, (2, 2, 6), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for micro in ids:
+        loss = model(micro)
+        loss.backward()
+        losses.append(loss.detach())
+    drawn = torch.rand(1)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return torch.stack([*losses, drawn[0]]), found
+
+
+def assert_same_bits(model: nn.Module, apply: Callable[[], Any]) -> None:
+    loss, expected = gradients(model)
+    apply()
+    again, found = gradients(model)
+    assert torch.equal(loss, again)
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": False}])
+def test_a_plain_module_has_the_same_gradients(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    assert_same_bits(model, lambda: apply_recompute(model, options))
+
+
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}])
+def test_a_hugging_face_model_has_the_same_gradients(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Llama()
+    assert_same_bits(model, lambda: apply_recompute(model.inner, options))
+    on = [layer.gradient_checkpointing for layer in model.inner.model.layers]
+    assert on == [index % options.get("every_n_layers", 1) == 0 for index in range(4)]
+
+
+@pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2, 2]), (2, [2, 1, 2, 1]), (3, [2, 1, 1, 2])])
+def test_exactly_every_nth_block_runs_twice(every: int, calls: list[int]) -> None:
+    model = apply_recompute(Plain(), {"every_n_layers": every})
+    model(torch.zeros(1, 3, dtype=torch.long)).backward()
+    assert [block.calls for block in model.blocks] == calls  # type: ignore[union-attr]
+
+
+def test_activations_are_forgotten() -> None:
+    def kept(model: nn.Module) -> int:
+        sizes: list[int] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(torch.zeros(4, 16, dtype=torch.long))
+        return sum(sizes)
+
+    plain = kept(Plain())
+    assert kept(apply_recompute(Plain())) < 0.7 * plain
+
+
+def test_evaluation_runs_each_block_once_and_names_stay() -> None:
+    model = Plain()
+    names = list(model.state_dict())
+    apply_recompute(model)
+    assert list(model.state_dict()) == names
+    assert isinstance(model.blocks[0], Block)
+    assert type(model.blocks[0]).__name__ == "Block"
+    model.eval()
+    model(torch.zeros(1, 3, dtype=torch.long)).backward()
+    assert [block.calls for block in model.blocks] == [1, 1, 1, 1]  # type: ignore[union-attr]
+
+
+def test_applied_twice_it_recomputes_once() -> None:
+    model = apply_recompute(apply_recompute(Plain()))
+    model(torch.zeros(1, 3, dtype=torch.long)).backward()
+    assert [block.calls for block in model.blocks] == [2, 2, 2, 2]  # type: ignore[union-attr]
+
+
+def test_a_block_that_stands_in_several_places_is_taken_once() -> None:
+    block = Block(2)
+    assert list(repeated_blocks(nn.ModuleList([block, block]))) == [block]
+
+
+def test_a_copy_uses_its_own_weights() -> None:
+    model = apply_recompute(Plain())
+    twin = copy.deepcopy(model)
+    twin(torch.zeros(1, 3, dtype=torch.long)).backward()
+    assert all(p.grad is not None for p in twin.blocks.parameters())  # type: ignore[union-attr]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_blocks_are_the_outermost_repeated_ones() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    tower = nn.ModuleDict(
+        {"encoder": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), "head": nn.Linear(8, 2)}
+    )
+    nested = nn.ModuleList([nn.Sequential(Block(2), Block(2)), nn.Sequential(Block(2), Block(2))])
+    mixed = nn.Sequential(nn.Linear(2, 2), Block(2), Block(2), nn.Sequential(Block(2), Block(2)))
+    assert list(repeated_blocks(tower)) == list(tower["encoder"].layers)  # type: ignore[arg-type]
+    assert list(repeated_blocks(nn.ModuleDict({"n": nested}))) == list(nested)
+    assert list(repeated_blocks(nn.ModuleDict({"m": mixed}))) == [mixed[1], mixed[2], *mixed[3]]  # type: ignore[misc]
+
+
+def test_a_bare_list_of_blocks_counts_too() -> None:
+    model = nn.Sequential(Block(2), Block(2))
+    assert list(repeated_blocks(model)) == list(model)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))]
+)
+def test_a_module_without_repeated_blocks_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="has no repeated blocks to recompute"):
+        apply_recompute(model)
+
+
+class Unsupported(nn.Module):
+    supports_gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None: ...
+
+
+class Old(nn.Module):
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        self.given = gradient_checkpointing_kwargs
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Plain, {"every_n_layers": 0}, "every_n_layers=0: must be a whole number"),
+        (Plain, {"every_n_layers": 1.5}, "every_n_layers=1.5: must be a whole number"),
+        (Plain, {"use_reentrant": True}, "use_reentrant=True: re-entrant"),
+        (Plain, {"stride": 2}, "stride=2: known options"),
+        (Unsupported, {}, "Unsupported does not support it"),
+        (Old, {"every_n_layers": 2}, "Old.gradient_checkpointing_enable has no such option"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    make: Callable[[], nn.Module], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_recompute(make(), options)
+    assert message in str(caught.value)
+
+
+def test_a_switch_of_the_older_kind_is_used() -> None:
+    model = Old()
+    apply_recompute(model)
+    assert model.given == {"use_reentrant": False}
