@@ -53,7 +53,9 @@ def check_tensor(tensor: Tensor, what: str) -> None:
 
 def _bytes_of(host: Tensor) -> memoryview:
     """The memory of a contiguous host tensor, as it is."""
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    # A contiguous tensor of one element may have any stride, which a view of another width refuses.
+    flat = host.as_strided((host.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def nbytes(tensor: Tensor) -> int:
