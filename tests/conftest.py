@@ -26,7 +26,16 @@ settings.register_profile("ci", parent=settings.get_profile("windlass"), derando
 settings.load_profile("ci" if os.environ.get("CI") else "windlass")
 
 # Written by libraries on import or at first use, not by us.
-_FOREIGN = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYDRA_", "MKL_", "CUDA_MODULE_LOADING", "TORCHELASTIC_")
+_FOREIGN = (
+    "PYTEST_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "HYDRA_",
+    "MKL_",
+    "CUDA_MODULE_LOADING",
+    "TORCHELASTIC_",
+)
 
 
 @pytest.fixture(scope="session")

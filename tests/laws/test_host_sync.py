@@ -1,0 +1,153 @@
+"""Law 4: in a step that does not log, no frame of Windlass makes the host wait for the device.
+
+Counted where it happens: a dispatch mode sees every operation that hands a device's value to the host, and the innermost
+frame outside torch says whose it is. On the CPU nothing waits, but the operations are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import windlass
+from windlass import Trainer, TrainerCallback, TrainingArguments
+
+OURS = str(Path(windlass.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+# Operations whose result is a number, or whose shape depends on values, or that copy between devices.
+SYNCS = {
+    "aten._local_scalar_dense", "aten.item", "aten.is_nonzero", "aten.equal", "aten.allclose", "aten.nonzero",
+    "aten.masked_select", "aten.unique", "aten.unique_consecutive", "aten._unique2", "aten.unique_dim",
+}  # fmt: skip
+STEPS = 12
+
+
+class Counted(TorchDispatchMode):
+    """Counts synchronising operations by the place that asked for them, while `armed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+        self.ours: Counter[str] = Counter()
+        self.all: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if self.armed and (name in SYNCS or _moves_to_host(name, args, kwargs or {})):
+            frame = _asker(sys._getframe(1))
+            place = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else name
+            self.all[place] += 1
+            if frame is not None and frame.f_code.co_filename.startswith(OURS):
+                self.ours[place] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _moves_to_host(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """A copy from an accelerator to the host; never so on a machine without one."""
+    if name == "aten._to_copy":
+        target = kwargs.get("device")
+        return target is not None and torch.device(target).type == "cpu" and args[0].device.type != "cpu"
+    return name == "aten.copy_" and args[0].device.type == "cpu" and args[1].device.type != "cpu"
+
+
+def _asker(frame: FrameType | None) -> FrameType | None:
+    """Innermost frame that is neither torch's nor this file's: who wrote the line that waits."""
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
+        frame = frame.f_back
+    return frame
+
+
+class Net(nn.Module):
+    """A classifier; `where_it_waits` is called in its forward, to show that the law would see it."""
+
+    def __init__(self, where_it_waits: Callable[[torch.Tensor], Any] = lambda loss: None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.where_it_waits = where_it_waits
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(x)
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.where_it_waits(loss)
+        return {"loss": loss, "logits": logits}
+
+
+class Window(TrainerCallback):
+    """Counts in the steps between the first, which probes the loss, and the last, which reports."""
+
+    def __init__(self, counted: Counted, first: int = 3, last: int = STEPS - 2) -> None:
+        self._counted, self._first, self._last = counted, first, last
+        self.steps = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counted.armed = self._first <= state.global_step < self._last
+        self.steps += self._counted.armed
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counted.armed = False
+
+
+def _train(folder: Path, net: nn.Module, trainer_class: type[Trainer] = Trainer, **options: Any) -> Counted:
+    data = [{"x": torch.randn(4), "labels": i % 2} for i in range(64)]
+    settings: dict[str, Any] = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1000, "save_strategy": "no", **options,
+    }  # fmt: skip
+    counted = Counted()
+    window = Window(counted)
+    args = TrainingArguments(str(folder), **settings)
+    trainer = trainer_class(net, args, train_dataset=data, callbacks=[window])
+    with counted:
+        trainer.train()
+    assert window.steps == STEPS - 5
+    return counted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"max_grad_norm": 0.0},
+        {"weight_decay": 0.1, "optim": "adamw_torch", "lr_scheduler_type": "cosine"},
+        {"optim": "sgd", "activation_checkpointing": True},
+        {"include_num_input_tokens_seen": "all"},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_no_sync_in_a_step_that_does_not_log(tmp_path: Path, options: dict[str, Any]) -> None:
+    counted = _train(tmp_path, Net(), **options)
+    assert not counted.ours, counted.ours
+
+
+def test_no_sync_with_an_overridden_loss(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            outputs = model(**inputs)
+            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    assert not _train(tmp_path, Net(), Own).ours
+
+
+def test_a_step_that_logs_waits_at_most_once(tmp_path: Path) -> None:
+    counted = _train(tmp_path, Net(), logging_steps=1)
+    assert sum(counted.ours.values()) <= STEPS - 5, counted.ours
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda loss: loss.item(), lambda loss: bool(loss > 1e9), lambda loss: loss.tolist()]
+)
+def test_the_law_sees_a_wait(tmp_path: Path, wait: Callable[[torch.Tensor], Any]) -> None:
+    """Not ours here, but counted: a wait in the user's own forward shows up among all."""
+    counted = _train(tmp_path, Net(wait))
+    assert sum(n for place, n in counted.all.items() if "_local_scalar_dense" in place) >= STEPS - 5
+    assert not counted.ours

@@ -1,0 +1,81 @@
+"""Law 3: a strategy, a tracker, an optimizer or a schedule is one file; adding one touches it and one registry line."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+from tests.laws.source import Module, classes, imports, modules
+
+# Which bases make a class "one of those" that has a file of its own.
+KINDS = {
+    "optimizer": {"Optimizer"},
+    "executor": {"Executor", "NativeExecutor"},
+    "schedule": {"Schedule", "MetricSchedule"},
+    "tracker": {"Tracker"},
+}
+# Packages whose files are each one thing, and the modules that may know all of them.
+FAMILIES = {
+    "windlass.optim.optimizers": "windlass.optim.registry",
+    "windlass.optim.schedules": "windlass.optim",
+}
+# The engines that stand behind the executor protocol. Above the rooms that build them nobody asks which one it is.
+OWNERS = ("optim", "config", "assemble")
+STRATEGIES = {"deepspeed", "fsdp", "fsdp2", "pipeline", "fused_backward"}
+NEVER_NAMES_A_STRATEGY = ("windlass.engine.loop", "windlass.engine.feed", "windlass.engine.evaluate")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_at_most_one_in_a_file(kind: str) -> None:
+    crowded = {
+        module.where: found
+        for module in modules()
+        if len(found := [name for name, bases in classes(module) if bases & KINDS[kind]]) > 1
+    }
+    assert not crowded, crowded
+
+
+@pytest.mark.parametrize(("family", "registry"), sorted(FAMILIES.items()))
+def test_members_are_known_to_the_registry_alone(family: str, registry: str) -> None:
+    """Members may share a base module, but nobody outside imports one past the registry."""
+    members = {m.name for m in modules() if m.name.startswith(family + ".")}
+    assert len(members) > 3
+    strangers = {
+        f"{module.where} imports {target}"
+        for module in modules()
+        if not module.name.startswith((family, registry))
+        for item in imports(module)
+        for target in (item.module, *(f"{item.module}.{name}" for name in item.names))
+        if target in members
+    }
+    assert not strangers, sorted(strangers)
+
+
+def _names_compared(module: Module) -> Counter[str]:
+    """String constants that a file compares something with, or matches."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(module.tree):
+        parts = [*node.comparators, node.left] if isinstance(node, ast.Compare) else []
+        if isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        for part in parts:
+            inner = part.elts if isinstance(part, ast.Tuple | ast.List | ast.Set) else [part]
+            found.update(c.value for c in inner if isinstance(c, ast.Constant) and isinstance(c.value, str))
+    return found
+
+
+@pytest.mark.parametrize("name", NEVER_NAMES_A_STRATEGY)
+def test_the_engine_never_asks_which_strategy(name: str) -> None:
+    module = next(m for m in modules() if m.name == name)
+    assert not set(_names_compared(module)) & STRATEGIES
+
+
+def test_schedules_and_optimizers_are_not_chosen_by_name_elsewhere() -> None:
+    """No `if name == "cosine"` outside the rooms that own the names, and the table of cross-option rules."""
+    owned = {
+        "cosine", "linear", "polynomial", "inverse_sqrt", "cosine_with_restarts", "warmup_stable_decay", "greedy",
+        "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "lomo", "adalomo",
+    }  # fmt: skip
+    found = {m.where: set(_names_compared(m)) & owned for m in modules() if m.room not in OWNERS}
+    assert not {where: names for where, names in found.items() if names}
