@@ -1,7 +1,7 @@
 """Law 4: in a step that does not log, no frame of Windlass makes the host wait for the device.
 
-Counted where it happens: a dispatch mode sees every operation that hands a device's value to the host, and the innermost
-frame outside torch says whose it is. On the CPU nothing waits, but the operations are the same.
+Counted where it happens: a dispatch mode sees every operation that hands a device's value to the host, and the
+innermost frame outside torch says whose it is. On the CPU nothing waits, but the operations are the same.
 """
 
 from __future__ import annotations
