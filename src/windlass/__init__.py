@@ -1,3 +1,67 @@
-"""Windlass trains and fine-tunes PyTorch models, and never lets the load slip back."""
+"""Windlass trains and fine-tunes PyTorch models, and never lets the load slip back.
+
+Every public name is here: `from windlass import Trainer, TrainingArguments`. Names are loaded when they are first asked
+for, so that `import windlass` itself costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "windlass.trainer.trainer": ("Trainer",),
+    "windlass.config.arguments": ("TrainingArguments",),
+    "windlass.config.parser": ("HfArgumentParser",),
+    "windlass.config.enums": (
+        "EvaluationStrategy", "HubStrategy", "IntervalStrategy", "OptimizerNames", "ParallelMode", "SaveStrategy",
+        "SchedulerType",
+    ),
+    "windlass.core.types": (
+        "EvalLoopOutput", "EvalPrediction", "LossTerms", "PredictionOutput", "TrainOutput",
+    ),
+    "windlass.core.events": ("TrainerCallback", "TrainerControl", "TrainerState"),
+    "windlass.core.errors": (
+        "CheckpointError", "ConfigError", "DataError", "MissingDependencyError", "ModelError", "NonFiniteError",
+        "WindlassError",
+    ),
+    "windlass.core.rng": ("enable_full_determinism", "set_seed"),
+    "windlass.callbacks.flow": ("DefaultFlowCallback",),
+    "windlass.callbacks.early_stopping": ("EarlyStoppingCallback",),
+    "windlass.callbacks.printer": ("PrinterCallback",),
+    "windlass.callbacks.progress": ("ProgressCallback",),
+    "windlass.callbacks.notebook": ("NotebookProgressCallback",),
+    "windlass.callbacks.metrics_log": ("MetricsLogCallback", "read_metrics"),
+    "windlass.callbacks.report": ("ReportCallback",),
+    "windlass.data.collators": (
+        "DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice",
+        "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification",
+        "DataCollatorWithFlattening", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator",
+    ),
+    "windlass.optim.public": (
+        "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
+        "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",
+        "get_inverse_sqrt_schedule", "get_linear_schedule_with_warmup", "get_polynomial_decay_schedule_with_warmup",
+        "get_scheduler", "get_wsd_schedule",
+    ),
+    "windlass.checkpoint.weights": ("load_weights", "save_weights"),
+}  # fmt: skip
+_MODULES = {"utils": "windlass.utils"}
+_NAMES = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name not in _NAMES:
+        raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_NAMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_MODULES])

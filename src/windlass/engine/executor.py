@@ -31,12 +31,16 @@ class StepRequest:
     Attributes:
         denominator: total weight of the update over all ranks, by which summed losses are divided; at least 1.
         targets: this rank's target count of each micro-batch, on the host.
+        samples: this rank's sample count of each micro-batch.
+        total_samples: number of samples of the update over all ranks.
         max_norm: gradients are scaled down to this global L2 norm; None leaves them.
         guard: wait for the norm before the update, and skip the update where it is not finite.
     """
 
     denominator: float
     targets: list[float]
+    samples: list[int]
+    total_samples: float
     max_norm: float | None
     guard: bool
 
@@ -59,15 +63,25 @@ class StepResult:
 
 
 class StepHooks(Protocol):
-    """The parts of a step that belong to the user; `Trainer` hands in its bound methods."""
+    """The parts of a step that belong to the user; the Trainer hands in its bound methods."""
 
-    def micro_step(self, batch: Any, targets: float, denominator: float) -> Tensor:
-        """Forward and backward of one micro-batch; returns its detached share of the update's loss."""
+    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
+        """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
         ...
 
-    substep_end: Callable[[], None]
-    pre_optimizer_step: Callable[[], None]
-    optimizer_step: Callable[[], None]
+    def rescale(self, request: StepRequest) -> Tensor | None:
+        """Factor that corrects the gradients once the true weight of the update is known; None: it was known."""
+        ...
+
+    def parts(self) -> dict[str, Tensor]:
+        """Named auxiliary losses of the update, this rank's share."""
+        ...
+
+    def substep_end(self) -> None: ...
+
+    def pre_optimizer_step(self) -> None: ...
+
+    def optimizer_step(self) -> None: ...
 
 
 class Executor(Protocol):
@@ -97,6 +111,10 @@ class Executor(Protocol):
         ...
 
     def zero_grad(self) -> None: ...
+
+    def settle(self, backward: Callable[[], Tensor]) -> None:
+        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
+        ...
 
     def evaluating(self) -> AbstractContextManager[Any]: ...
 

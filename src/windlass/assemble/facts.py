@@ -1,0 +1,26 @@
+"""What resolving needs to know besides the arguments: the process, the data, the model, and what a subclass overrides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.core.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Measured by the facade, judged by `resolve`.
+
+    Attributes:
+        world: this process among the job's.
+        groups_per_epoch: updates in one pass over the training data; None for a stream of unknown length.
+        has_training_data: there is a training dataset (or an overridden loader).
+        has_evaluation_data: there is at least one evaluation set (or an overridden loader).
+        overridden: names of Trainer methods that the subclass replaced.
+    """
+
+    world: World
+    groups_per_epoch: int | None
+    has_training_data: bool = True
+    has_evaluation_data: bool = True
+    overridden: frozenset[str] = frozenset()

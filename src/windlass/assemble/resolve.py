@@ -1,0 +1,246 @@
+"""Every cross-option rule in one table, and the frozen plan that comes out when all of them hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from windlass.assemble.facts import Facts
+from windlass.config.plan import (
+    BatchPlan,
+    CadencePlan,
+    DataPlan,
+    DistPlan,
+    DurationPlan,
+    OptimizerPlan,
+    PrecisionPlan,
+    RunPlan,
+    SavePlan,
+    StabilityPlan,
+    TransformPlan,
+)
+from windlass.core.errors import ConfigError, Problem
+
+# Overriding these in other trainers replaces the loop itself, which here is the engine's.
+_LOOP_OVERRIDES = {
+    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
+    "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
+    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a callback",
+    "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
+}
+_MAX_STEPS = 10**9
+
+
+def resolve(args: Any, facts: Facts) -> RunPlan:
+    """The plan of a training run.
+
+    Raises:
+        ConfigError: with every problem found, each naming field, value and fix.
+    """
+    problems = [problem for rule in RULES for problem in rule(args, facts)]
+    if problems:
+        raise ConfigError(problems)
+    duration = resolve_duration(args, facts.groups_per_epoch)
+    return RunPlan(
+        seed=args.seed,
+        batch=resolve_batch(args, facts),
+        duration=duration,
+        optimizer=resolve_optimizer(args, duration.steps),
+        precision=resolve_precision(args),
+        transforms=_transforms(args),
+        stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
+        data=resolve_data(args),
+        logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
+        logging_first_step=args.logging_first_step,
+        evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
+        evaluation_delay=args.eval_delay or 0,
+        save=resolve_save(args, duration.steps),
+        dist=resolve_dist(args),
+    )
+
+
+# --- the table of rules ---------------------------------------------------------------------------------------------
+
+Rule = Callable[[Any, Facts], Iterator[Problem]]
+
+
+def _needs_training_data(args: Any, facts: Facts) -> Iterator[Problem]:
+    if not facts.has_training_data:
+        yield Problem("train_dataset", None, "training needs one: pass `train_dataset=` or override `get_train_dataloader`")
+
+
+def _needs_evaluation_data(args: Any, facts: Facts) -> Iterator[Problem]:
+    if facts.has_evaluation_data:
+        return
+    if _text(args.eval_strategy) != "no":
+        yield Problem("eval_strategy", _text(args.eval_strategy), "pass `eval_dataset=`, or set eval_strategy='no'")
+    if _text(args.save_strategy) == "best":
+        yield Problem("save_strategy", "best", "pass `eval_dataset=`: the best checkpoint is found by evaluating")
+
+
+def _needs_a_length(args: Any, facts: Facts) -> Iterator[Problem]:
+    if facts.groups_per_epoch is None and args.max_steps <= 0:
+        fix = "the training data is a stream without a length: set max_steps to the number of updates to make"
+        yield Problem("max_steps", args.max_steps, fix)
+
+
+def _has_a_sane_duration(args: Any, facts: Facts) -> Iterator[Problem]:
+    if args.max_steps > _MAX_STEPS:
+        yield Problem("max_steps", args.max_steps, f"no run makes more than {_MAX_STEPS:,} updates; is a unit wrong?")
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        yield Problem("num_train_epochs", args.num_train_epochs, "set it above 0, or give max_steps")
+    per_epoch = facts.groups_per_epoch
+    if args.max_steps <= 0 and per_epoch and args.num_train_epochs * per_epoch > _MAX_STEPS:
+        fix = f"that is {args.num_train_epochs * per_epoch:.3g} updates; set it to how often the data should be seen"
+        yield Problem("num_train_epochs", args.num_train_epochs, fix)
+
+
+def _keeps_the_loop(args: Any, facts: Facts) -> Iterator[Problem]:
+    for name, instead in _LOOP_OVERRIDES.items():
+        if name in facts.overridden:
+            yield Problem(name, "overridden", f"Windlass runs its own loop and would never call it; {instead}")
+
+
+def _keeps_the_weights(args: Any, facts: Facts) -> Iterator[Problem]:
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name) and _text(args.eval_strategy) != "no":
+            fix = "it casts the weights that are being trained; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
+            yield Problem(name, True, fix)
+
+
+def _uses_one_graph(args: Any, facts: Facts) -> Iterator[Problem]:
+    if args.ddp_find_unused_parameters and args.ddp_static_graph:
+        fix = "a static graph uses the same parameters in every step: leave one of the two out"
+        yield Problem("ddp_find_unused_parameters", True, fix)
+
+
+RULES: tuple[Rule, ...] = (
+    _needs_training_data,
+    _needs_evaluation_data,
+    _needs_a_length,
+    _has_a_sane_duration,
+    _keeps_the_loop,
+    _keeps_the_weights,
+    _uses_one_graph,
+)
+
+
+# --- sections of the plan, each usable alone ------------------------------------------------------------------------
+
+
+def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
+    return BatchPlan(
+        micro=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        world=facts.world.size,
+        rank=facts.world.rank,
+        eval=args.per_device_eval_batch_size,
+    )
+
+
+def resolve_duration(args: Any, per_epoch: int | None) -> DurationPlan:
+    """Updates and epochs: `max_steps` wins; else `num_train_epochs` passes, the last one possibly in part."""
+    if args.max_steps > 0:
+        epochs = math.ceil(args.max_steps / per_epoch) if per_epoch else _MAX_STEPS
+        return DurationPlan(args.max_steps, epochs, per_epoch)
+    assert per_epoch is not None, "a stream without max_steps is refused above"
+    return DurationPlan(math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs), per_epoch)
+
+
+def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
+    return OptimizerPlan(
+        name=_text(args.optim),
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+        options=_options(args.optim_args),
+        schedule=_text(args.lr_scheduler_type),
+        schedule_options=_schedule_options(args),
+        warmup_steps=args.get_warmup_steps(total_steps),
+    )
+
+
+def resolve_precision(args: Any) -> PrecisionPlan:
+    compute = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
+    return PrecisionPlan(compute, full_eval, args.tf32)  # type: ignore[arg-type]
+
+
+def resolve_data(args: Any) -> DataPlan:
+    context = args.dataloader_multiprocessing_context
+    return DataPlan(
+        workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=context,
+        in_order=args.dataloader_in_order,
+        drop_last=args.dataloader_drop_last,
+        order=_text(args.train_sampling_strategy),  # type: ignore[arg-type]
+        length_column=args.length_column_name,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+
+
+def resolve_dist(args: Any) -> DistPlan:
+    return DistPlan(
+        timeout_seconds=args.ddp_timeout,
+        find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        bucket_cap_mb=args.ddp_bucket_cap_mb,
+        broadcast_buffers=args.ddp_broadcast_buffers,
+        static_graph=bool(args.ddp_static_graph),
+    )
+
+
+def resolve_save(args: Any, total_steps: int) -> SavePlan:
+    return SavePlan(
+        output_dir=args.output_dir,
+        cadence=_cadence(args.save_strategy, args.save_steps, total_steps),
+        total_limit=args.save_total_limit,
+        only_model=args.save_only_model,
+        metric=args.metric_for_best_model,
+        greater_is_better=bool(args.greater_is_better),
+        load_best_at_end=args.load_best_model_at_end,
+    )
+
+
+def _transforms(args: Any) -> TransformPlan:
+    return TransformPlan(
+        recompute=bool(args.activation_checkpointing),
+        recompute_options=dict(args.activation_checkpointing_kwargs or {}),
+        compile=bool(args.torch_compile),
+        compile_backend=args.torch_compile_backend,
+        compile_mode=args.torch_compile_mode,
+    )
+
+
+def _cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
+    stride = math.ceil(total * steps) if 0 < steps < 1 else int(steps)
+    return CadencePlan(_text(strategy), max(stride, 1))  # type: ignore[arg-type]
+
+
+def _schedule_options(args: Any) -> dict[str, Any]:
+    options = dict(args.lr_scheduler_kwargs or {})
+    if _text(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
+        options.setdefault("mode", "max" if args.greater_is_better else "min")
+    return options
+
+
+def _options(text: Any) -> dict[str, Any]:
+    """`optim_args`: a mapping, or `key=value` pairs separated by commas."""
+    if not text:
+        return {}
+    if isinstance(text, dict):
+        return dict(text)
+    pairs = [pair.split("=", 1) for pair in str(text).replace(" ", "").split(",") if pair]
+    bad = [pair[0] for pair in pairs if len(pair) != 2]
+    if bad:
+        raise ConfigError(Problem("optim_args", text, f"write it as 'key=value, key=value'; {bad[0]!r} has no value"))
+    return {key: value for key, value in pairs}
+
+
+def _text(value: Any) -> str:
+    """The plain string behind an enum member or a string."""
+    return str(getattr(value, "value", value))

@@ -1,0 +1,163 @@
+"""The processes of one job as one object. A single process is a gang of one: the normal case, with nothing to ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.device import backend_for
+from windlass.core.world import World
+
+
+class Pending(Protocol):
+    """A reduction under way: `wait` gives its result."""
+
+    def wait(self) -> Tensor: ...
+
+
+class _Done:
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def wait(self) -> Tensor:
+        return self._value
+
+
+class _InFlight:
+    def __init__(self, value: Tensor, work: Any) -> None:
+        self._value, self._work = value, work
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._value
+
+
+class Gang:
+    """Rank, size and the small host-side exchanges of a world of one."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World()
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum of a host tensor over ranks."""
+        return self.start_sum(value).wait()
+
+    def start_sum(self, value: Tensor) -> Pending:
+        """Begin summing a host tensor over ranks, in place; the tensor must be left alone until `wait`."""
+        return _Done(value)
+
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        """Sum over ranks of a tensor that lies where gradients lie, in place, without the host waiting for it."""
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Values are what JSON can carry; they never pass through pickle."""
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def vote(self, ok: bool) -> bool:
+        """Whether *every* rank says yes."""
+        return ok
+
+    @property
+    def host_group(self) -> Any:
+        """The process group whose collectives run on host memory; None in a world of one."""
+        return None
+
+
+class ProcessGang(Gang):
+    """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device."""
+
+    def __init__(self, world: World, host_group: Any) -> None:
+        super().__init__(world)
+        self._host = host_group
+
+    @property
+    def host_group(self) -> Any:
+        return self._host
+
+    def start_sum(self, value: Tensor) -> Pending:
+        return _InFlight(value, dist.all_reduce(value, group=self._host, async_op=True))
+
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value)
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = text.numel()
+        lengths = self.sum(sizes).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=self._host)
+        pairs = zip(gathered, lengths, strict=True)
+        return [json.loads(bytes(part[:length].numpy())) for part, length in pairs]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.gather_objects(value if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        self.sum(torch.zeros(1))
+
+    def vote(self, ok: bool) -> bool:
+        return int(self.sum(torch.tensor([0 if ok else 1]))) == 0
+
+
+_joined: ProcessGang | None = None
+
+
+def join(world: World, device: torch.device, timeout_seconds: int = 1800, backend: str | None = None) -> Gang:
+    """Meet the other processes of the job; a world of one has nobody to meet.
+
+    A process group that the script opened itself is used as it is.
+    """
+    global _joined
+    if not world.is_distributed:
+        return Gang(world)
+    if _joined is None or not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_seconds)
+        if not dist.is_initialized():
+            dist.init_process_group(backend or backend_for(device), timeout=timeout)
+        host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        _joined = ProcessGang(world, host)
+    return _joined
+
+
+def leave() -> None:
+    """Close the process group, if one is open."""
+    global _joined
+    _joined = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main_first(gang: Gang, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0, then on the others."""
+    if gang.rank == 0:
+        result = work()
+        gang.barrier()
+        return result
+    gang.barrier()
+    return work()

@@ -1,0 +1,110 @@
+"""Groups for the loop, one ahead, each with its denominator over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from windlass.core.types import State
+from windlass.data.group import Group
+from windlass.dist.gang import Gang, Pending
+from windlass.metrics.tokens import rows
+
+
+class GroupSource(Protocol):
+    """What the loop takes data from: `data.loader.Loader`, or a user's own loader in `data.foreign`."""
+
+    def groups(self, accumulation: int) -> Iterator[Group]: ...
+
+    def groups_per_epoch(self, accumulation: int) -> int | None: ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, unless a restored position already lies in it."""
+        ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: State) -> None: ...
+
+
+@dataclass(slots=True)
+class Portion:
+    """One update's data on this rank, and what it weighs among all ranks.
+
+    Attributes:
+        targets, samples: of each micro-batch here.
+        denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
+            positions with padding.
+    """
+
+    group: Group
+    targets: list[float]
+    samples: list[int]
+    denominator: float
+    total_samples: float
+    tokens: float
+    positions: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How batches are counted, all on the host.
+
+    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it.
+    """
+
+    targets: Callable[[Any], float]
+    tokens: Callable[[Any], int]
+    positions: Callable[[Any], int]
+    inspect: Callable[[Group], None]
+
+
+class Feed:
+    """Fetches a group, counts its targets on the host, and sums the counts over ranks while the previous update runs."""
+
+    def __init__(self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang) -> None:
+        self._source, self._accumulation, self._counts, self._gang = source, accumulation, counts, gang
+        self._inspected = False
+
+    @property
+    def groups_per_epoch(self) -> int | None:
+        """Updates in a whole epoch, None where only the end of the stream will tell."""
+        return self._source.groups_per_epoch(self._accumulation)
+
+    def restore(self, position: State) -> None:
+        """Continue behind the last group that was consumed; an empty position is the start of an epoch."""
+        if position:
+            self._source.load_state_dict(position)
+
+    def epoch(self, number: int) -> Iterator[Portion]:
+        """The updates that are left of epoch `number`."""
+        self._source.set_epoch(number)
+        groups = self._source.groups(self._accumulation)
+        ahead = self._fetch(groups)
+        while ahead is not None:
+            current, ahead = ahead, self._fetch(groups)
+            yield self._portion(*current)
+
+    def _fetch(self, groups: Iterator[Group]) -> tuple[Group, list[float], list[int], Pending] | None:
+        group = next(groups, None)
+        if group is None:
+            return None
+        if not self._inspected:
+            self._inspected = True
+            self._counts.inspect(group)
+        counts = self._counts
+        if group.filler:
+            targets, samples, tokens, positions = [0.0] * len(group.batches), [0] * len(group.batches), 0, 0
+        else:
+            targets = [counts.targets(batch) for batch in group.batches]
+            samples = [rows(batch) for batch in group.batches]
+            tokens = sum(map(counts.tokens, group.batches))
+            positions = sum(map(counts.positions, group.batches))
+        totals = torch.tensor([sum(targets), sum(samples), tokens, positions], dtype=torch.float64)
+        return group, targets, samples, self._gang.start_sum(totals)
+
+    def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
+        return Portion(group, targets, samples, *map(float, totals.wait().numpy()))

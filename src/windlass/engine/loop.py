@@ -1,0 +1,219 @@
+"""The training loop. It knows when things happen; how an update is made is the executor's, what is done about it the hooks'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from windlass.core.errors import NonFiniteError
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.rng import StepSeeder
+from windlass.core.types import State
+from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
+from windlass.engine.feed import Feed, Portion
+from windlass.metrics.ledger import FiniteWatch, Ledger
+
+logger = get_logger(__name__)
+
+
+class LoopHooks(StepHooks, Protocol):
+    """What the loop's owner does at its events. `control` may be replaced by them, so it is asked for each time."""
+
+    @property
+    def control(self) -> TrainerControl: ...
+
+    def epoch_begin(self) -> None: ...
+
+    def step_begin(self) -> None: ...
+
+    def step_end(self) -> None: ...
+
+    def epoch_end(self) -> None: ...
+
+    def due(self) -> None:
+        """Log, evaluate and save, as far as the control flags ask for it."""
+        ...
+
+    def set_learning_rate(self, step: int) -> None: ...
+
+    def update_applied(self, portion: Portion, applied: bool) -> None:
+        """One update was made from this data, or skipped."""
+        ...
+
+
+@dataclass(slots=True)
+class LoopOptions:
+    """`guard`: wait for each update's norm and skip it where it is not finite, instead of stopping the run."""
+
+    epochs: int
+    max_grad_norm: float | None
+    guard: bool
+
+
+class Loop:
+    """Runs updates until the state's `max_steps`, the last epoch, or a callback's stop.
+
+    `state_dict` holds where it stands between two updates; with the states of model, optimizer, schedule and ledger it
+    is all that a run needs to go on with the same bits.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        feed: Feed,
+        hooks: LoopHooks,
+        state: TrainerState,
+        ledger: Ledger,
+        watch: FiniteWatch,
+        seed_step: StepSeeder,
+        options: LoopOptions,
+    ) -> None:
+        self._executor, self._feed, self._hooks = executor, feed, hooks
+        self._state, self._ledger, self._watch, self._seed_step = state, ledger, watch, seed_step
+        self._options = options
+        self._epoch = 0
+        self._updates_in_epoch = 0
+        self._position: State = {}
+        self._epoch_open = False
+
+    def adopt_state(self, state: TrainerState) -> None:
+        """Continue the progress of a resumed run."""
+        self._state = state
+
+    def run(self) -> None:
+        """All that is left of the run."""
+        while not self._finished():
+            self._run_epoch()
+        self.check_finite()
+
+    def _run_epoch(self) -> None:
+        if not self._epoch_open:
+            self._epoch_open = True
+            self._hooks.control.new_epoch()
+            self._hooks.epoch_begin()
+        before = self._updates_in_epoch
+        for portion in () if self._at_epoch_end else self._feed.epoch(self._epoch):
+            self._update(portion)
+            if self._leaves_epoch():
+                break
+        if self._updates_in_epoch == before == 0:
+            self._hooks.control.should_training_stop = True
+            logger.warning("the data gave no update in epoch %d: training stops here", self._epoch)
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        if self._hooks.control.should_epoch_stop:
+            # A callback ended the epoch early: what is left of its data is not seen.
+            self._position = {}
+        self._epoch_open = False
+        self._epoch += 1
+        self._updates_in_epoch = 0
+        self._hooks.epoch_end()
+        self._hooks.due()
+
+    def _update(self, portion: Portion) -> None:
+        """One optimizer update: group -> gradients -> update -> ledger -> events."""
+        state, hooks = self._state, self._hooks
+        hooks.control.new_step()
+        self._seed_step(state.global_step)
+        hooks.set_learning_rate(state.global_step)
+        hooks.step_begin()
+        result = self._executor.run_step(portion.group, self._request(portion), hooks)
+        self._advance(portion)
+        self._ledger.add(result.loss, result.norm, result.parts, result.applied)
+        self._watch_finite(portion, result)
+        hooks.update_applied(portion, result.applied)
+        hooks.step_end()
+        hooks.due()
+
+    def _request(self, portion: Portion) -> StepRequest:
+        options = self._options
+        return StepRequest(
+            portion.denominator,
+            portion.targets,
+            portion.samples,
+            portion.total_samples,
+            options.max_grad_norm,
+            options.guard,
+        )
+
+    def _advance(self, portion: Portion) -> None:
+        self._state.global_step += 1
+        self._updates_in_epoch += 1
+        self._position = portion.group.position
+        self._state.epoch = self._fractional_epoch(portion.group.last_in_epoch)
+
+    def _fractional_epoch(self, last: bool) -> float:
+        if last:
+            return float(self._epoch + 1)
+        per_epoch = self._feed.groups_per_epoch
+        if per_epoch is None:
+            # A stream of unknown length: the run as a whole counts as one pass.
+            per_epoch = self._state.max_steps
+        return self._epoch + self._updates_in_epoch / per_epoch
+
+    # --- when to stop -----------------------------------------------------------------------------------------------
+
+    @property
+    def _at_epoch_end(self) -> bool:
+        """Resumed after an epoch's last update, before its closing events."""
+        per_epoch = self._feed.groups_per_epoch
+        return self._updates_in_epoch > 0 and per_epoch is not None and self._updates_in_epoch >= per_epoch
+
+    def _leaves_epoch(self) -> bool:
+        control = self._hooks.control
+        return control.should_training_stop or control.should_epoch_stop or self._state.global_step >= self._state.max_steps
+
+    def _finished(self) -> bool:
+        if self._epoch_open:
+            return False
+        stop = self._hooks.control.should_training_stop or self._state.global_step >= self._state.max_steps
+        return stop or self._epoch >= self._options.epochs
+
+    # --- non-finite values ------------------------------------------------------------------------------------------
+
+    def _watch_finite(self, portion: Portion, result: StepResult) -> None:
+        if self._options.guard:
+            if not result.applied:
+                logger.warning("%s; this update is skipped", self._describe(self._tag(portion)))
+            return
+        norm = result.norm if result.applied else result.loss
+        self._raise_if(self._watch.add(result.loss, norm, self._tag(portion)))
+
+    def check_finite(self) -> None:
+        """Raise if the last update was not finite. Waits for the device: called before saving, and at the end."""
+        self._raise_if(self._watch.flush())
+
+    def _tag(self, portion: Portion) -> tuple[int, list[list[int]]]:
+        return self._state.global_step, portion.group.ids
+
+    def _raise_if(self, found: tuple[tuple[int, list[list[int]]], float, float] | None) -> None:
+        if found is not None:
+            tag, loss, norm = found
+            raise NonFiniteError(
+                f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last "
+                "checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
+            )
+
+    @staticmethod
+    def _describe(tag: tuple[int, list[list[int]]]) -> str:
+        step, ids = tag
+        named = [index for batch in ids for index in batch]
+        shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
+        return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {
+            "epoch": self._epoch,
+            "updates_in_epoch": self._updates_in_epoch,
+            "epoch_open": self._epoch_open,
+            "position": self._position,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
+        self._epoch_open, self._position = state["epoch_open"], state["position"]
+        self._feed.restore(self._position)

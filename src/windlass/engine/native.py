@@ -1,0 +1,161 @@
+"""The native executor: one model, alone or replicated, with the optimizer stepping after the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.core.types import State
+from windlass.data.group import Group
+from windlass.engine.executor import Capabilities, StepHooks, StepRequest, StepResult
+from windlass.precision.scaler import Scaler, UnitScaler
+from windlass.transforms.ddp import Replicated, settle_buckets, synchronised
+
+_ALONE = contextlib.nullcontext()
+
+
+class NativeExecutor:
+    """Accumulates, clips, guards and steps. The model may be `Replicated`; nothing else depends on it.
+
+    Args:
+        model: what forwards run through (the wrapper, under data parallelism).
+        optimizer: any torch optimizer over the model's parameters.
+        scaler: the fp16 loss scaler; by default one that does nothing.
+    """
+
+    caps = Capabilities()
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, scaler: Scaler | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._scaler = scaler or UnitScaler(device)
+        self._device = device
+        self._replicated = model if isinstance(model, Replicated) else None
+        self._parameters = _trained_parameters(model, optimizer)
+        self._one_device = len({p.device for p in self._parameters}) <= 1
+        self._overflow: Tensor | None = None
+        self._skip = False
+
+    # --- primitives -------------------------------------------------------------------------------------------------
+
+    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
+        return _ALONE if self._replicated is None else synchronised(self._replicated, last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of `loss`: this rank's share times the number of ranks, since ranks are averaged."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, max_norm: float | None, rescale: Tensor | None = None) -> Tensor:
+        """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`)."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._overflow = self._scaler.unscale_(self._parameters)
+        if rescale is not None:
+            torch._foreach_mul_(gradients, rescale.to(gradients[0].dtype))
+        norm = self._norm(gradients)
+        if max_norm is not None and gradients:
+            # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
+            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        if not gradients:
+            return torch.zeros((), device=self._device)
+        if self._one_device:
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def step(self) -> bool:
+        skip, self._skip = self._skip, False
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            skip = self._scaler.overflowed(overflow) or skip
+            self._scaler.update(overflow)
+        if skip:
+            return False
+        self.optimizer.step()
+        return True
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode for the model, and for optimizers that keep averaged weights; restores both."""
+        was_training = self.model.training
+        switch: Callable[[], Any] | None = getattr(self.optimizer, "eval", None)
+        self.model.eval()
+        if callable(switch):
+            switch()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+            if callable(switch):
+                self.optimizer.train()  # type: ignore[attr-defined]
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
+        """Gradients of every micro-batch, one norm, one update."""
+        loss: Tensor | None = None
+        last = len(group.batches) - 1
+        seen = 0 if self._replicated is None else self._replicated.forwards
+        for index, batch in enumerate(group.batches):
+            with self.micro(last=index == last):
+                share = hooks.micro_step(batch, index, request)
+            loss = share if loss is None else loss + share
+            if index != last:
+                hooks.substep_end()
+        assert loss is not None, "a group holds at least one micro-batch"
+        self._refuse_forward_past_the_wrapper(seen)
+        rescale = hooks.rescale(request)
+        if rescale is not None:
+            loss = loss * rescale
+        norm = self.clip(request.max_norm, rescale)
+        if request.guard:
+            # Ranks agree without talking: the norm is the same on all of them. The one read that this policy costs.
+            self._skip = not math.isfinite(float(norm))
+        hooks.pre_optimizer_step()
+        applied = self.step()
+        hooks.optimizer_step()
+        self.zero_grad()
+        return StepResult(loss, norm, applied, hooks.parts())
+
+    def _refuse_forward_past_the_wrapper(self, seen: int) -> None:
+        if self._replicated is not None and self._replicated.forwards == seen:
+            raise ModelError(
+                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced over ranks. "
+                "Call the `model` that `compute_loss` or `training_step` receives, not `self.model`"
+            )
+
+    def settle(self, backward: Callable[[], Tensor]) -> None:
+        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
+        if self._replicated is not None:
+            settle_buckets(self._replicated, backward, self._device)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {"scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        self._scaler.load_state_dict(state["scaler"])
+
+
+def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What is clipped and cleared: every parameter that takes gradients, and whatever else the optimizer holds."""
+    found = {id(p): p for p in model.parameters() if p.requires_grad}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())

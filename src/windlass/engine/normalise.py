@@ -1,0 +1,110 @@
+"""Who divides: what the loss of a micro-batch means, and the factor that makes it its share of the update's loss.
+
+Every strategy averages gradients over ranks, so the loss handed to `Executor.backward` is this rank's share times the
+number of ranks. Everything else in Windlass speaks of shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from windlass.core.errors import ModelError
+from windlass.core.types import LossTerms
+
+
+class Meaning(Enum):
+    """What `compute_loss` returned."""
+
+    MICRO_MEAN = "the mean over this micro-batch's targets"
+    SHARE = "the sum over this micro-batch's targets, divided by the update's denominator"
+    SCALED = "a share, already multiplied by the number of ranks: no further factor"
+
+
+@dataclass(slots=True)
+class Normaliser:
+    """Turns the losses of one update's micro-batches into what goes to backward, and keeps the account.
+
+    `begin` starts an update, `scope` a micro-batch; `apply` maps the loss that the user's code hands to backward.
+    """
+
+    world: int
+    meaning: Meaning = Meaning.MICRO_MEAN
+    denominator: float = 1.0
+    targets: float = 0.0
+    share_of_samples: float = 0.0
+    calls: int = 0
+    loss: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | None = None
+    filler: bool = False
+
+    def begin(self, denominator: float, filler: bool) -> None:
+        """Start an update: `denominator` is its weight over all ranks; a `filler` weighs nothing."""
+        self.denominator, self.filler = max(denominator, 1e-30), filler
+        self.weight = None
+        if self.parts:
+            self.parts = {}
+
+    def scope(self, targets: float, share_of_samples: float) -> None:
+        """Start a micro-batch with this many targets, and this fraction of the update's samples."""
+        self.targets, self.share_of_samples = targets, share_of_samples
+        self.calls, self.loss = 0, None
+
+    def apply(self, loss: Tensor | LossTerms) -> Tensor:
+        """The scalar to run backward on: this rank's share times the number of ranks."""
+        self.calls += 1
+        if isinstance(loss, LossTerms):
+            scaled = self._terms(loss)
+        elif self.filler:
+            scaled = _weigh(loss, 0.0)
+        elif self.meaning is Meaning.MICRO_MEAN:
+            scaled = _weigh(loss, self.targets / self.denominator * self.world)
+        elif self.meaning is Meaning.SHARE:
+            scaled = loss * self.world if self.world > 1 else loss
+        else:
+            scaled = loss
+        share = scaled.detach()
+        if self.world > 1:
+            share = share / self.world
+        self.loss = share if self.loss is None else self.loss + share
+        return scaled
+
+    def _terms(self, terms: LossTerms) -> Tensor:
+        factor = 0.0 if self.filler else self.world / self.denominator
+        total = _weigh(terms.sum, factor)
+        weight = torch.as_tensor(terms.weight, dtype=torch.float64 if terms.sum.device.type != "mps" else None)
+        weight = weight.detach().to(terms.sum.device) * (0.0 if self.filler else 1.0)
+        self.weight = weight if self.weight is None else self.weight + weight
+        for name, value in terms.aux.items():
+            scaled = _weigh(value, 0.0 if self.filler else self.share_of_samples * self.world)
+            total = total + scaled
+            share = scaled.detach() / self.world
+            self.parts[name] = self.parts[name] + share if name in self.parts else share
+        return total
+
+    def take(self) -> Tensor:
+        """This rank's share of the loss of the micro-batch that has just run.
+
+        Raises:
+            ModelError: nothing was handed to backward.
+        """
+        if self.loss is None:
+            raise ModelError(
+                "the training step returned without calling `self.accelerator.backward(loss)`. A raw `loss.backward()` "
+                "goes past accumulation, loss scaling and the reduction over ranks: replace it, or call "
+                "`super().training_step(...)`"
+            )
+        return self.loss
+
+
+def _weigh(loss: Tensor, factor: float) -> Tensor:
+    """`loss * factor`, where a factor of zero gives zero even for a mean over no targets, which is NaN."""
+    if factor == 1.0:
+        return loss
+    if factor == 0.0:
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+    return loss * factor

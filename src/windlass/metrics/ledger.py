@@ -1,0 +1,135 @@
+"""What a run has seen since it last reported, kept on the device and read once per report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.core.types import State
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+class Ledger:
+    """Sums of losses over updates; `read` costs one transfer and one reduction, `add` costs neither.
+
+    Losses are each rank's *share*: summed over ranks they give the update's loss. Sums are kept in float64 where the device
+    has it, so that a report over many updates does not lose the small ones.
+    """
+
+    def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._device = device
+        self._sum_over_ranks = sum_over_ranks
+        self._loss = torch.zeros((), dtype=self._dtype, device=device)
+        self._parts: dict[str, Tensor] = {}
+        self._updates = 0
+        self._last_norm: Tensor | None = None
+        self.total_loss = 0.0
+        self.total_updates = 0
+        self.skipped = 0
+
+    def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> None:
+        """Take in one update. `loss` and `parts` are this rank's shares, `norm` is global; all stay where they are."""
+        self._updates += 1
+        self._last_norm = norm
+        if not applied:
+            self.skipped += 1
+        self._loss += loss
+        for name, value in parts.items():
+            self._parts[name] = self._parts.get(name, 0) + value.to(self._dtype)
+
+    def read(self) -> dict[str, float]:
+        """Means since the last call (`loss`, each auxiliary part) and the last gradient norm; then starts anew.
+
+        Every rank must call it. Empty when nothing was added.
+        """
+        if not self._updates:
+            return {}
+        names = sorted(self._parts)
+        packed = torch.stack([self._loss, *(self._parts[name] for name in names)]).cpu()
+        sums = self._sum_over_ranks(packed).tolist()
+        self.total_loss += sums[0]
+        self.total_updates += self._updates
+        report = {name: value / self._updates for name, value in zip(["loss", *names], sums, strict=True)}
+        if self._last_norm is not None:
+            report["grad_norm"] = float(self._last_norm)
+        self._loss.zero_()
+        self._parts, self._updates = {}, 0
+        return report
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates were added since the last `read`."""
+        return self._updates > 0
+
+    def mean_loss(self) -> float:
+        """Mean loss over every update that was read, since the run began (not since it was resumed)."""
+        return self.total_loss / self.total_updates if self.total_updates else 0.0
+
+    def state_dict(self) -> State:
+        return {
+            "loss": self._loss.clone(),
+            "parts": {name: value.clone() for name, value in self._parts.items()},
+            "updates": self._updates,
+            "total_loss": self.total_loss,
+            "total_updates": self.total_updates,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._loss.copy_(state["loss"])
+        self._parts = {name: value.to(self._device) for name, value in state["parts"].items()}
+        self._updates = state["updates"]
+        self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
+        self.skipped = state["skipped"]
+
+
+class FiniteWatch:
+    """Learns whether the last update's loss and norm were finite, without making the host wait for the device.
+
+    On the CPU the values are read in place, at once. On an accelerator they are copied to pinned memory behind the
+    update's own work, and looked at when the *next* update has been queued: one step late, and the device never idles.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._asynchronous = device.type not in ("cpu", "mps")
+        self._pending: tuple[Tensor, Any, Any] | None = None
+
+    def add(self, loss: Tensor, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
+        """Watch one update; gives `(tag, loss, norm)` of one that was not finite, or None."""
+        if not self._asynchronous:
+            return _judge(tag, _peek(loss), _peek(norm))
+        earlier = self.flush()
+        host = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        host.copy_(torch.stack([loss.detach().float(), norm.detach().float()]), non_blocking=True)
+        event = torch.Event(loss.device.type)
+        event.record()
+        self._pending = (host, event, tag)
+        return earlier
+
+    def flush(self) -> tuple[Any, float, float] | None:
+        """Wait for the update still in flight and judge it. Called before anything is saved."""
+        if self._pending is None:
+            return None
+        host, event, tag = self._pending
+        self._pending = None
+        event.synchronize()
+        loss, norm = host.numpy()
+        return _judge(tag, float(loss), float(norm))
+
+
+def _peek(value: Tensor) -> float:
+    if value.device.type != "cpu":
+        return float(value)  # mps: memory is shared, and there is no pinned copy to go behind
+    if value.dtype == torch.bfloat16:
+        value = value.float()
+    return float(value.numpy())
+
+
+def _judge(tag: Any, loss: float, norm: float) -> tuple[Any, float, float] | None:
+    return None if math.isfinite(loss) and math.isfinite(norm) else (tag, loss, norm)

@@ -1,0 +1,103 @@
+"""The one denominator: what a batch's loss is a mean over, counted on the host before the first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+def rows(batch: Any) -> int:
+    """Number of samples in a collated batch: the first axis of its first tensor, 0 where there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else 1
+    values: Any = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, str):
+        for value in values:
+            count = rows(value)
+            if count:
+                return count
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCounter:
+    """Counts the targets of a batch.
+
+    Integer labels of two axes or more (one label per token or pixel) count where they are not -100; class labels (one per
+    row) count where they are not -100 either; real-valued labels, several label columns and batches without labels count rows.
+
+    Attributes:
+        label_names: the batch's keys that hold labels.
+        shifted: the model predicts label t from position t-1, so the first label of each row is no target. Measured by
+            `engine.probe`, never inferred from a model's name.
+    """
+
+    label_names: tuple[str, ...] = ("labels",)
+    shifted: bool = False
+
+    def __call__(self, batch: Any) -> float:
+        labels = self.labels(batch)
+        if labels is None:
+            return float(rows(batch))
+        if self.shifted and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return float(_count(labels))
+
+    def labels(self, batch: Any) -> Tensor | None:
+        """The integer labels that decide the count, None where rows do."""
+        if not isinstance(batch, Mapping):
+            return None
+        if "shift_labels" in batch:
+            return _integer(batch["shift_labels"])
+        present = [batch[name] for name in self.label_names if batch.get(name) is not None]
+        return _integer(present[0]) if len(present) == 1 else None
+
+
+def _integer(labels: Any) -> Tensor | None:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.ndim == 0:
+        return None
+    return labels
+
+
+def _count(labels: Tensor) -> int:
+    if labels.device.type == "cpu":
+        # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device.
+        return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
+    return int(torch.count_nonzero(labels != IGNORE_INDEX))
+
+
+@dataclass(frozen=True, slots=True)
+class InputCounter:
+    """Counts a batch's input positions, on the host.
+
+    Attributes:
+        main_input: the batch's key whose positions are counted.
+        pad_token_id: what padding is where the batch has no attention mask; None: nothing is.
+    """
+
+    main_input: str = "input_ids"
+    pad_token_id: int | None = None
+
+    def positions(self, batch: Any) -> int:
+        """All positions, padding included; 0 where the batch has no such input."""
+        main = batch.get(self.main_input) if isinstance(batch, Mapping) else None
+        return int(main.numel()) if isinstance(main, Tensor) else 0
+
+    def real(self, batch: Any) -> int:
+        """Positions that are no padding, by the attention mask or else by the padding token."""
+        if not isinstance(batch, Mapping):
+            return 0
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor):
+            return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else int(torch.count_nonzero(mask))
+        main = batch.get(self.main_input)
+        if not isinstance(main, Tensor) or self.pad_token_id is None:
+            return self.positions(batch)
+        return int((main != self.pad_token_id).sum())

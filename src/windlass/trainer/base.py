@@ -1,0 +1,82 @@
+"""What every part of the Trainer may rely on: its attributes, in one place, without behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.accelerator import Accelerator
+from windlass.callbacks.handler import CallbackHandler
+from windlass.config.arguments import TrainingArguments
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.world import World
+from windlass.dist.gang import Gang
+from windlass.engine.normalise import Normaliser
+from windlass.metrics.tokens import TargetCounter
+
+
+class TrainerBase:
+    """Attributes of a Trainer. `model` is the bare module, `model_wrapped` what forwards run through."""
+
+    args: TrainingArguments
+    model: nn.Module
+    model_wrapped: nn.Module
+    model_init: Callable[..., nn.Module] | None
+    data_collator: Callable[[list[Any]], Any]
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+    compute_loss_func: Callable[..., Any] | None
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    callback_handler: CallbackHandler
+    control: TrainerControl
+    state: TrainerState
+    accelerator: Accelerator
+    label_names: list[str]
+    can_return_loss: bool
+    is_in_train: bool
+    place_model_on_device: bool
+
+    # None: found out by experiment on the first batch. True: `compute_loss` is already normalised over the update and the
+    # ranks. False: it is a plain mean over its micro-batch.
+    loss_is_scaled_for_ga: bool | None = None
+
+    _world: World
+    _gang: Gang
+    _device: torch.device
+    _counter: TargetCounter
+    _normaliser: Normaliser
+    _loss_probed: bool
+    _signature_columns: list[str] | None
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model's own loss divides by `num_items_in_batch`: by its signature, until the probe has measured it."""
+        return self._model_divides
+
+    _model_divides: bool
+    _default_loss_scales: bool = False
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self._world.is_local_main
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of the job."""
+        return self._world.is_main
+
+
+def overrides(instance: object, owner: type, names: tuple[str, ...]) -> frozenset[str]:
+    """Which of these methods the instance's class (or the instance itself) replaced."""
+    return frozenset(
+        name
+        for name in names
+        if name in vars(instance) or getattr(type(instance), name, None) is not getattr(owner, name, None)
+    )

@@ -1,0 +1,75 @@
+"""What the Trainer does when the script leaves it open, as plain functions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.data.prepare import auto_collate
+
+logger = get_logger(__name__)
+
+
+def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
+    """The value given under either of two names; both are a contradiction."""
+    if value is not None and old_value is not None and value is not old_value:
+        raise ConfigError(Problem(old_name, "given", f"it is the earlier name of `{name}`, which is given too: leave one out"))
+    return old_value if value is None else value
+
+
+def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
+    """Padding where there is a tokenizer that pads, else stacking."""
+    if not hasattr(tokenizer, "pad"):
+        return auto_collate
+    from windlass.data.collators import DataCollatorWithPadding
+
+    return DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Whether the model's parts were put on devices by someone else already (a device map, a quantized loader)."""
+    device_map = getattr(model, "hf_device_map", None)
+    return (device_map is not None and len(set(device_map.values())) > 1) or getattr(model, "quantization_method", None) is not None
+
+
+def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
+    """Give the model's and its generation's configuration the tokenizer's special tokens."""
+    changed = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+            if value is not None and config is not None and getattr(config, name, value) != value:
+                setattr(config, name, value)
+                changed[name] = value
+    if changed:
+        logger.info("the model's configuration takes the tokenizer's special tokens: %s", changed)
+
+
+def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
+    """Make the output folder, and warn where it holds another run.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    if not is_main:
+        return
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        probe = os.path.join(output_dir, ".windlass-write-test")
+        with open(probe, "w", encoding="utf-8"):
+            pass
+        os.unlink(probe)
+    except OSError as error:
+        fix = f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
+        raise ConfigError(Problem("output_dir", output_dir, fix)) from error
+    earlier = sorted(name for name in os.listdir(output_dir) if name.startswith("checkpoint-"))
+    if earlier and not resuming:
+        logger.warning(
+            "%s holds another run (%s). Its checkpoints may be replaced; train(resume_from_checkpoint=True) continues it",
+            output_dir, ", ".join(earlier[-3:])
+        )  # fmt: skip

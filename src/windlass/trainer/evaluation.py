@@ -1,0 +1,240 @@
+"""Evaluation and prediction: the facade over `engine.evaluate`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.core.rng import preserved_rng
+from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
+from windlass.data.loader import Loader
+from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
+from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
+from windlass.metrics.nested import nested_detach
+from windlass.metrics.speed import speed_metrics
+from windlass.trainer.base import TrainerBase
+from windlass.trainer.losses import call_model
+
+logger = get_logger(__name__)
+
+
+class EvaluationMixin(TrainerBase):
+    """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics over the evaluation data, exact for every batch size and number of ranks.
+
+        Args:
+            eval_dataset: another dataset than the Trainer's, the name of one of its sets, or a dict of datasets; each set of
+                a dict is evaluated under its own name (`eval_name_loss`).
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Returns:
+            `{prefix}_loss`, what `compute_metrics` gave, runtime and throughput, and the epoch.
+        """
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in chosen.items():
+                one = self.evaluate(
+                    name if eval_dataset is None else dataset, ignore_keys, f"{metric_key_prefix}_{name}"
+                )
+                metrics.update(one)
+            return metrics
+        loader = self.get_eval_dataloader(eval_dataset)
+        started = time.time()
+        loss_only = True if self.compute_metrics is None else None
+        output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
+        output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
+        self.log(output.metrics)
+        self.control = self.callback_handler.fire(
+            "on_evaluate", self.args, self.state, self.control, metrics=output.metrics
+        )
+        return output.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions for every sample, in the dataset's order, with metrics where the data has labels.
+
+        Returns:
+            Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different widths are
+            padded with -100.
+        """
+        loader = self.get_test_dataloader(test_dataset)
+        started = time.time()
+        output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
+        self.control = self.callback_handler.fire(
+            "on_predict", self.args, self.state, self.control, metrics=output.metrics
+        )
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader and join what all ranks found.
+
+        Args:
+            description: "Evaluation" or "Prediction", for the log.
+            prediction_loss_only: keep nothing but the loss; None: as the arguments say.
+        """
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        request = self._eval_request(loss_only, metric_key_prefix, predicting=description == "Prediction")
+        self.callback_handler.eval_dataloader = dataloader
+        logger.info("***** Running %s *****", description)
+        return self._evaluate_batches(_with_ids(dataloader), request, ignore_keys, self._prediction_step_event)
+
+    def _evaluate_batches(
+        self,
+        batches: Iterable[tuple[list[int], Any]],
+        request: EvalRequest,
+        ignore_keys: list[str] | None,
+        on_batch: Callable[[], None],
+    ) -> EvalLoopOutput:
+        def step(batch: Any) -> tuple[Any, Any, Any]:
+            return self.prediction_step(self.model, batch, request.loss_only, ignore_keys=ignore_keys)
+
+        # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same bits.
+        with self._evaluation_mode(), preserved_rng(self._device):
+            return evaluation_loop(
+                self._probed(batches),
+                step,
+                request,
+                weigh=self.count_targets,
+                group=self._eval_group(),
+                on_batch=on_batch,
+            )
+
+    def _rehearse_evaluation(self) -> dict[str, float]:
+        """The metrics of the first batch of every evaluation set, which nobody is told of: only their names matter."""
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": None}
+        metrics: dict[str, float] = {}
+        for name in sets:
+            loader = self.get_eval_dataloader(name or None)
+            prefix = f"eval_{name}" if name else "eval"
+            request = self._eval_request(self.compute_metrics is None, prefix, predicting=False)
+            first = itertools.islice(_with_ids(loader), 1)
+            metrics.update(self._evaluate_batches(first, request, None, lambda: None).metrics)
+        return metrics
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, predictions and labels of one batch, each None where there is none. Override it for a step of your own."""
+        has_labels = isinstance(inputs, Mapping) and all(inputs.get(name) is not None for name in self.label_names)
+        if not isinstance(inputs, Mapping):
+            has_labels = True  # what a batch without names holds, only the model knows: it must return its loss
+        inputs = self._prepare_inputs(inputs)
+        keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
+        labels = nested_detach(labels_of(inputs, self.label_names)) if isinstance(inputs, Mapping) and has_labels else None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if has_labels or self._loss_without_labels(inputs):
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                loss = loss if isinstance(loss, LossTerms) else loss.detach()
+                _, logits = split_outputs(outputs, has_loss=self._output_has_loss(outputs), ignore_keys=keys)
+            else:
+                loss, outputs = None, call_model(model, inputs)
+                _, logits = split_outputs(outputs, has_loss=False, ignore_keys=keys)
+        return (loss, None, None) if prediction_loss_only else (loss, nested_detach(logits), labels)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _loss_without_labels(self, inputs: Any) -> bool:
+        asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+        return bool(self.can_return_loss if asked is None else asked)
+
+    def _output_has_loss(self, outputs: Any) -> bool:
+        """Whether a tuple's first element is the loss: it is, unless labels were kept from the model."""
+        if isinstance(outputs, Mapping):
+            return "loss" in outputs
+        return not (self.args.label_smoothing_factor or self.compute_loss_func is not None)
+
+    def _eval_request(self, loss_only: bool, prefix: str, predicting: bool) -> EvalRequest:
+        args = self.args
+        return EvalRequest(
+            prefix=prefix,
+            loss_only=loss_only,
+            compute_metrics=None if loss_only else self.compute_metrics,
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            batch_metrics=args.batch_eval_metrics,
+            include=tuple(args.include_for_metrics),
+            accumulate_steps=args.eval_accumulation_steps,
+            concat=args.eval_do_concat_batches,
+            main_input=getattr(self.model, "main_input_name", "input_ids"),
+            predicting=predicting,
+        )
+
+    def _eval_group(self) -> EvalGroup:
+        return SoloGroup() if self._gang.host_group is None else ProcessGroupGather(self._gang.host_group)
+
+    def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:
+        batches = math.ceil(samples / (self.args.per_device_eval_batch_size * self._world.size))
+        return speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
+
+    def _prediction_step_event(self) -> None:
+        self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
+
+    def _probed(self, batches: Iterable[tuple[list[int], Any]]) -> Iterator[tuple[list[int], Any]]:
+        """The batches, after the first has shown which labels are targets, where training has not done so. Collective."""
+        remaining = iter(batches)
+        first = next(remaining, None)
+        if not self._loss_probed:
+            self._probe_shift(first[1] if first is not None and self._has_loss(first[1]) else None)
+        if first is not None:
+            yield first
+            yield from remaining
+
+    def _has_loss(self, batch: Any) -> bool:
+        return not isinstance(batch, Mapping) or all(batch.get(name) is not None for name in self.label_names)
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """The model (and an optimizer that keeps averaged weights) in evaluation mode, in the dtype asked for."""
+        executor = self._executor
+        with contextlib.ExitStack() as stack:
+            if executor is not None and self.is_in_train:
+                stack.enter_context(executor.evaluating())
+            was_training = self.model.training
+            self.model.eval()
+            stack.callback(self.model.train, was_training)
+            self._cast_for_full_eval()
+            yield
+
+    def _cast_for_full_eval(self) -> None:
+        """`bf16_full_eval`, `fp16_full_eval`: cast the weights themselves, which training could not undo."""
+        dtype = torch.bfloat16 if self.args.bf16_full_eval else torch.float16 if self.args.fp16_full_eval else None
+        if dtype is None:
+            return
+        if self.is_in_train:
+            name = "bf16_full_eval" if self.args.bf16_full_eval else "fp16_full_eval"
+            fix = "it would cast the weights that are being trained; evaluate after training, or use bf16=True"
+            raise ConfigError(Problem(name, True, fix))
+        self.model.to(dtype=dtype, device=self._device)
+
+    _executor: Any = None
+
+
+def _with_ids(loader: Any) -> Iterable[tuple[list[int], Any]]:
+    """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours."""
+    if isinstance(loader, Loader):
+        return loader.batches_with_ids()
+    return (([], batch) for batch in loader)

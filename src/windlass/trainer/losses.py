@@ -1,0 +1,307 @@
+"""The loss of a batch and the training step around it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.types import LossTerms
+from windlass.engine.normalise import Meaning
+from windlass.engine.probe import Probe, hook_meaning
+from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
+from windlass.trainer.base import TrainerBase
+
+logger = get_logger(__name__)
+
+
+class LossMixin(TrainerBase):
+    """`training_step` and `compute_loss`, and what is known about the latter."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            model: what to run the forward through; under data parallelism the wrapper.
+            inputs: the collated batch, in host memory.
+            num_items_in_batch: the update's target count over all micro-batches and ranks.
+
+        Returns:
+            Scalar tensor without gradient: the loss as `compute_loss` gave it.
+        """
+        if not model.training:
+            model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self._call_compute_loss(model, inputs, num_items_in_batch)
+        self.accelerator.backward(loss)
+        return (loss.sum if isinstance(loss, LossTerms) else loss).detach()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
+
+        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the batch's
+        target count. With `return_outputs=True` it returns `(loss, outputs)`.
+
+        Raises:
+            ModelError: the model returned no loss.
+        """
+        labels = None
+        if (self.args.label_smoothing_factor or self.compute_loss_func is not None) and "labels" in inputs:
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+        if self._model_divides and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = call_model(model, inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif labels is not None:
+            loss = smoothed_loss(
+                outputs, labels, self.args.label_smoothing_factor, self._counter.shifted, num_items_in_batch
+            )
+        else:
+            loss = loss_of(outputs, inputs)
+        if self._default_loss_scales and num_items_in_batch is not None:
+            loss = loss * self._gang.size
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
+        """What the forward and the loss run in: mixed precision."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager[Any]:
+        """The mixed-precision context of this run; null for fp32."""
+        return self._autocast()
+
+    def count_targets(self, batch: Any) -> float:
+        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see docs/losses.md).
+
+        Called with batches in host memory, before their forward.
+        """
+        return self._counter(batch)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` with every tensor in it moved to this process's device."""
+        if isinstance(data, Tensor):
+            return data if data.device == self._device else data.to(self._device, non_blocking=True)
+        if isinstance(data, Mapping):
+            moved = {key: self._prepare_input(value) for key, value in data.items()}
+            return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self._prepare_input(value) for value in data))
+        if isinstance(data, (list, tuple)):
+            return type(data)(self._prepare_input(value) for value in data)
+        return data
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch on this process's device, as a new container: hooks may take labels out of it.
+
+        Raises:
+            ModelError: the batch is empty.
+        """
+        inputs = self._prepare_input(inputs)
+        if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
+            known = ", ".join(self._signature_columns or []) or "unknown"
+            raise ModelError(f"a batch came out empty; the model's forward takes: {known}")
+        return inputs
+
+    # --- what the loss means ----------------------------------------------------------------------------------------
+
+    def _call_compute_loss(self, model: nn.Module, inputs: Any, denominator: Any) -> Any:
+        if self._compute_loss_takes_denominator:
+            return self.compute_loss(model, inputs, num_items_in_batch=denominator)
+        return self.compute_loss(model, inputs)
+
+    def _inspect_hooks(self) -> None:
+        """Read the signatures of the overridable hooks once. The guides' three-argument `compute_loss` is welcome."""
+        self._compute_loss_takes_denominator = takes(self.compute_loss, "num_items_in_batch")
+        self._training_step_takes_denominator = takes(self.training_step, "num_items_in_batch")
+
+    @property
+    def loss_takes_denominator(self) -> bool:
+        """Whether a training step has any use for the update's target count."""
+        if not self._compute_loss_takes_denominator or not self._training_step_takes_denominator:
+            return False
+        own = type(self).compute_loss is LossMixin.compute_loss and type(self).training_step is LossMixin.training_step
+        smooths = bool(self.args.label_smoothing_factor)
+        return not own or smooths or self.compute_loss_func is not None or self._model_divides
+
+    def _probe_loss(self, batch: Any, training: bool) -> None:
+        """Find out, on the first batch, what the loss is a mean over; see `engine.probe`."""
+        if self._loss_probed:
+            return
+        prepared = self._prepare_inputs(batch)
+        probe = Probe(self.model, self._device, self._gang.sum)
+        was_training = self.model.training
+        self.model.train(training)
+        try:
+            self._measure_loss(probe, prepared, batch)
+        finally:
+            self.model.train(was_training)
+        self._loss_probed = True
+
+    def _measure_loss(self, probe: Probe, prepared: Any, batch: Any) -> None:
+        def loss(inputs: Any, denominator: float | None) -> Any:
+            with self.compute_loss_context_manager():
+                result = self._call_compute_loss(self.model, inputs, denominator)
+            return check_loss(result)
+
+        self._measure_shift(probe, prepared, loss)
+        targets = self.count_targets(batch)
+        self._model_divides = self._model_divides and self._measure_model(probe, prepared, targets)
+        self._normaliser.meaning = self._measured_meaning(probe, prepared, targets, loss)
+
+    def _probe_shift(self, batch: Any | None) -> None:
+        """For an evaluation outside training: only which labels are targets. Every rank calls it; some may have no batch."""
+        probe = Probe(self.model, self._device, self._gang.sum)
+        prepared = None if batch is None else self._prepare_inputs(batch)
+
+        def loss(inputs: Any, denominator: float | None) -> Any:
+            with self.compute_loss_context_manager():
+                return check_loss(self.compute_loss(self.model, inputs))
+
+        self._measure_shift(probe, prepared, loss)
+
+    def _measure_shift(self, probe: Probe, prepared: Any, loss: Callable[[Any, float | None], Any]) -> None:
+        def model_loss(inputs: Any, denominator: float | None) -> Any:
+            with self.autocast_smart_context_manager():
+                return check_loss(loss_of(call_model(self.model, inputs), inputs))
+
+        # Smoothing computes the loss here, from the labels as they stand: only the model's own loss tells whether it shifts.
+        asked = model_loss if self.args.label_smoothing_factor else loss
+        names = tuple(self.label_names)
+        self._counter = TargetCounter(names, probe.shifts_labels(prepared, TargetCounter(names), asked))
+
+    def _measure_model(self, probe: Probe, prepared: Any, targets: float) -> bool:
+        """Whether the model's own loss really divides by the count that its signature accepts."""
+        if self.args.label_smoothing_factor or self.compute_loss_func is not None:
+            return self._model_divides
+
+        def loss(inputs: Any, denominator: float | None) -> Any:
+            with self.autocast_smart_context_manager():
+                outputs = call_model(self.model, {**inputs, "num_items_in_batch": denominator})
+            return check_loss(loss_of(outputs, inputs))
+
+        return probe.divides(prepared, loss, 2.0 * max(targets, 1.0)) is True
+
+    def _measured_meaning(
+        self, probe: Probe, prepared: Any, targets: float, loss: Callable[[Any, float | None], Any]
+    ) -> Meaning:
+        if self.loss_is_scaled_for_ga is not None:
+            self._default_loss_scales = bool(self.loss_is_scaled_for_ga)
+            return Meaning.SCALED if self.loss_is_scaled_for_ga else Meaning.MICRO_MEAN
+        own = type(self).compute_loss is LossMixin.compute_loss and "compute_loss" not in vars(self)
+        if not self._compute_loss_takes_denominator:
+            meaning = Meaning.MICRO_MEAN
+        elif own and self.compute_loss_func is None:
+            smooths = bool(self.args.label_smoothing_factor)
+            meaning = Meaning.SHARE if smooths or self._model_divides else Meaning.MICRO_MEAN
+        else:
+            meaning = hook_meaning(probe, prepared, loss, targets, 2.0 * max(targets, 1.0), self._gang.size)
+        several = self.args.gradient_accumulation_steps * self._gang.size > 1
+        if meaning is Meaning.MICRO_MEAN and several:
+            warn_once(
+                logger,
+                "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which is exact "
+                "for an unweighted mean over labels that are not -100. For anything else return LossTerms(sum, weight), or take "
+                "`num_items_in_batch` and divide by it",
+            )
+        return meaning
+
+
+# --- plain functions ------------------------------------------------------------------------------------------------
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Run a batch through a model: a mapping by keyword, a sequence by position, anything else as the one argument."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (list, tuple)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def loss_of(outputs: Any, inputs: Any) -> Any:
+    """The loss in what a model returned: `outputs["loss"]`, the first of a tuple, an attribute, or a bare scalar.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+        found = ", ".join(map(str, outputs))
+    elif isinstance(outputs, (tuple, list)):
+        loss, found = (outputs[0] if outputs else None), f"a sequence of {len(outputs)}"
+    elif isinstance(outputs, (Tensor, LossTerms)):
+        loss, found = outputs, "one tensor"
+    else:
+        loss, found = getattr(outputs, "loss", None), type(outputs).__name__
+    if loss is None or (isinstance(loss, Tensor) and loss.ndim > 0 and loss.numel() != 1):
+        received = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise ModelError(
+            f"the model returned no loss (it returned: {found}; it received: {received}). Give it labels, let its forward return "
+            "the loss first or as 'loss', pass `compute_loss_func`, or override `compute_loss`"
+        )
+    return loss
+
+
+def check_loss(loss: Any) -> Any:
+    """The loss itself, if it is a scalar tensor or `LossTerms`.
+
+    Raises:
+        ModelError: it is something else.
+    """
+    if isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    if isinstance(loss, LossTerms) or (isinstance(loss, Tensor) and loss.numel() == 1):
+        return loss
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise ModelError(f"`compute_loss` returned {shape}; it must return a scalar tensor or LossTerms(sum, weight)")
+
+
+def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, denominator: Any) -> Tensor:
+    """Label-smoothed cross entropy (Szegedy et al. 2016): `(1 - eps) * nll + eps * mean over classes of -log p`.
+
+    Args:
+        outputs: a mapping with `logits`, or a sequence that starts with them: [..., classes].
+        labels: integers, -100 is left out.
+        shifted: predict label t from position t-1.
+        denominator: what the sum is divided by; None: the number of targets in this batch.
+    """
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if shifted:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    flat = logits.reshape(-1, logits.shape[-1])
+    options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "label_smoothing": epsilon}
+    if denominator is None:
+        return F.cross_entropy(flat, labels.reshape(-1), **options)
+    return F.cross_entropy(flat, labels.reshape(-1), reduction="sum", **options) / denominator
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a callable accepts the keyword `name`."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def accepts_keywords(module: nn.Module) -> bool:
+    """Whether a model declares, or its forward's signature suggests, that it takes loss keywords."""
+    declared = getattr(module, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    return takes(module.forward, "num_items_in_batch")
+
+
+def as_count(value: float, device: torch.device) -> Tensor:
+    """A count as a scalar tensor on `device`, made there: no copy that the host would wait for."""
+    whole = float(value).is_integer()
+    return torch.full((), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device)

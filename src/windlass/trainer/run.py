@@ -1,0 +1,224 @@
+"""One call of `train()`: the engine's parts, built for it, and the Trainer's methods handed to them as hooks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from windlass.config.plan import RunPlan
+from windlass.core.device import visible_devices
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.rng import StepSeeder
+from windlass.data.group import Group
+from windlass.engine.executor import Executor, StepRequest
+from windlass.engine.feed import Counts, Feed, GroupSource, Portion
+from windlass.engine.loop import Loop, LoopOptions
+from windlass.metrics.ledger import FiniteWatch, Ledger
+from windlass.metrics.tokens import InputCounter
+from windlass.optim.schedule import Schedule
+from windlass.trainer.losses import as_count
+
+if TYPE_CHECKING:
+    from windlass.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+_STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+
+
+class TrainingRun:
+    """Implements `engine.loop.LoopHooks` on a Trainer, whose overridable methods it calls.
+
+    Attributes:
+        executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer, plan: RunPlan, executor: Executor, schedule: Schedule, source: GroupSource) -> None:
+        self._trainer, self._plan = trainer, plan
+        self.executor, self.schedule = executor, schedule
+        device = trainer._device
+        self.ledger = Ledger(device, trainer._gang.sum)
+        self._normaliser = trainer._normaliser
+        self._flops_per_position = 6 * trainer._parameter_count
+        self._started = time.time()
+        self.loop = Loop(
+            executor,
+            Feed(source, plan.batch.accumulation, self._counts(), trainer._gang),
+            self,
+            trainer.state,
+            self.ledger,
+            FiniteWatch(device),
+            StepSeeder(plan.seed, plan.batch.rank, device),
+            LoopOptions(
+                epochs=plan.duration.epochs,
+                max_grad_norm=plan.stability.max_grad_norm,
+                guard=plan.stability.nonfinite == "skip",
+            ),
+        )
+
+    def _counts(self) -> Counts:
+        trainer = self._trainer
+        inputs = InputCounter(
+            getattr(trainer.model, "main_input_name", "input_ids"),
+            getattr(trainer.processing_class, "pad_token_id", None),
+        )
+        mode = str(getattr(trainer.args.include_num_input_tokens_seen, "value", trainer.args.include_num_input_tokens_seen))
+        tokens = {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[mode]
+        return Counts(trainer.count_targets, tokens, inputs.positions, self._inspect_first)
+
+    def adopt_state(self, state: TrainerState) -> None:
+        """A resumed run's progress replaces the fresh one."""
+        self.loop.adopt_state(state)
+
+    # --- before the first update ------------------------------------------------------------------------------------
+
+    def _inspect_first(self, group: Group) -> None:
+        self._trainer._probe_loss(group.batches[0], training=True)
+        needed = self._trainer.loss_takes_denominator
+        self._count_for_hooks = as_count if needed else _no_count
+        self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
+
+    def _discarded_backward(self, batch: Any) -> Tensor:
+        targets = self._trainer.count_targets(batch)
+        self._normaliser.begin(targets, filler=False)
+        request = StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False)
+        return self.micro_step(batch, 0, request)
+
+    # --- the user's part of a step ----------------------------------------------------------------------------------
+
+    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
+        """The Trainer's `training_step` on one micro-batch, normalised; the loss is taken from what went to backward."""
+        trainer, normaliser = self._trainer, self._normaliser
+        if index == 0:
+            normaliser.begin(request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0)
+        normaliser.scope(request.targets[index], request.samples[index] / max(request.total_samples, 1.0))
+        count = self._count_for_hooks(request.denominator, trainer._device)
+        if trainer._training_step_takes_denominator:
+            trainer.training_step(trainer.model_wrapped, batch, num_items_in_batch=count)
+        else:
+            trainer.training_step(trainer.model_wrapped, batch)
+        return normaliser.take()
+
+    def rescale(self, request: StepRequest) -> Tensor | None:
+        weight = self._normaliser.weight
+        if weight is None:
+            return None
+        total = self._trainer._gang.sum_on_device(weight.clone())
+        return request.denominator / total.clamp(min=1e-30)
+
+    def parts(self) -> dict[str, Tensor]:
+        return self._normaliser.parts
+
+    def backward(self, loss: Any) -> None:
+        """What `accelerator.backward` does in this run."""
+        self.executor.backward(self._normaliser.apply(loss))
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    @property
+    def control(self) -> TrainerControl:
+        return self._trainer.control
+
+    def _fire(self, event: str) -> None:
+        trainer = self._trainer
+        if trainer.callback_handler.listens(event):
+            trainer.control = trainer.callback_handler.fire(event, trainer.args, trainer.state, trainer.control)
+
+    def epoch_begin(self) -> None:
+        self._fire("on_epoch_begin")
+
+    def step_begin(self) -> None:
+        self._fire("on_step_begin")
+
+    def substep_end(self) -> None:
+        self._fire("on_substep_end")
+
+    def pre_optimizer_step(self) -> None:
+        self._fire("on_pre_optimizer_step")
+
+    def optimizer_step(self) -> None:
+        self._fire("on_optimizer_step")
+
+    def step_end(self) -> None:
+        self._fire("on_step_end")
+
+    def epoch_end(self) -> None:
+        self._fire("on_epoch_end")
+
+    # --- what the loop asks for -------------------------------------------------------------------------------------
+
+    def set_learning_rate(self, step: int) -> None:
+        self.schedule.set(step)
+
+    samples_done = 0.0
+    updates_done = 0
+
+    def update_applied(self, portion: Portion, applied: bool) -> None:
+        """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
+        state = self._trainer.state
+        self.samples_done += portion.total_samples
+        self.updates_done += 1
+        state.num_input_tokens_seen += int(portion.tokens)
+        state.total_flos += self._flops_per_position * portion.positions
+        self._trainer.accelerator.optimizer_step_was_skipped = not applied
+        if applied:
+            self.schedule.advance()
+
+    def due(self) -> None:
+        """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""
+        control = self._trainer.control
+        if control.should_log:
+            self.log_progress()
+        if self._trainer.control.should_evaluate:
+            self._evaluate()
+        if self._trainer.control.should_save:
+            self.loop.check_finite()
+            self._trainer._save_checkpoint(self._trainer.model)
+
+    def log_progress(self) -> None:
+        """Report the losses since the last report; nothing where there is none."""
+        report = self.ledger.read()
+        if not report:
+            return
+        rates = self.schedule.last_lrs()
+        logs = {**report, "learning_rate": rates[0] if rates else 0.0}
+        if self.ledger.skipped:
+            logs["skipped_updates"] = self.ledger.skipped
+        self._trainer.log(logs, self._started)
+
+    def _evaluate(self) -> None:
+        trainer = self._trainer
+        metrics = trainer._evaluate_for_run()
+        new_best = trainer._determine_best_metric(metrics)
+        save = self._plan.save
+        if save.cadence.strategy == "best":
+            trainer.control.should_save = new_best
+        elif new_best and save.load_best_at_end:
+            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked for.
+            trainer.control.should_save = True
+
+    def finish(self) -> None:
+        """Read what the last report did not cover, so that the run's mean loss covers every update."""
+        self.ledger.read()
+
+
+def _no_count(value: float, device: Any) -> None:
+    return None
+
+
+def announce(trainer: Trainer, plan: RunPlan) -> None:
+    """Say what is about to happen, and what this process leaves unused."""
+    logger.info("***** Running training *****")
+    examples = trainer._source_samples
+    logger.info("  samples: %s, updates: %d", "a stream" if examples is None else examples, plan.duration.steps)
+    logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
+                plan.batch.update, plan.batch.micro, plan.batch.accumulation, plan.batch.world)  # fmt: skip
+    spare = visible_devices() - trainer._world.local_size
+    if trainer._device.type not in ("cpu", "mps") and spare > 0 and trainer._world.is_local_main:
+        total = visible_devices()
+        logger.warning(
+            "%d accelerators are visible and this job uses %d. To use them all, start the script with: "
+            "torchrun --nproc-per-node %d SCRIPT", total, trainer._world.local_size, total
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Saving, resuming, and the best model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.weights import load_weights, save_weights, weights_bytes
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.events import TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.rng import load_rng_state, rng_state
+from windlass.core.types import State
+from windlass.trainer.base import TrainerBase
+
+logger = get_logger(__name__)
+
+# Arguments in which a resumed run may differ from the checkpoint's without a word.
+_FREE_TO_DIFFER = frozenset({"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "log_level_replica"})
+
+
+class SavingMixin(TrainerBase):
+    """`save_model` and the checkpoints of a run."""
+
+    _run: Any = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main process.
+
+        Args:
+            output_dir: where to; the run's output folder by default.
+        """
+        if self.is_world_process_zero():
+            self._save(str(output_dir or self.args.output_dir))
+        self._gang.barrier()
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Write the model's files into a folder. Override it for files of your own; checkpoints call it too."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
+        for part in (getattr(self.model, "config", None), getattr(self.model, "generation_config", None)):
+            if hasattr(part, "save_pretrained"):
+                _declare_architecture(part, self.model)
+                part.save_pretrained(str(folder))
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(str(folder))
+        arguments = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
+        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Commit a checkpoint of the run as it stands. Every rank calls it."""
+        step = self.state.global_step
+        manager = self._checkpoint_manager()
+        self.state.stateful_callbacks = self.callback_handler.state_dict()
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = str(manager.store.path_for(step))
+        best = self.state.best_model_checkpoint
+        saved = manager.save(
+            step,
+            shared=self._shared_state(),
+            per_rank=self._rank_state(),
+            write_model=lambda folder: self._save(str(folder)),
+            meta={"windlass": "checkpoint", "epoch": self.state.epoch, "best_metric": _plain(self.state.best_metric)},
+            best=Path(best) if best else None,
+            model_bytes=weights_bytes(self.model.state_dict()),
+        )
+        if saved is None:
+            if self.state.best_global_step == step:
+                self.state.best_model_checkpoint = None
+            return
+        self.control = self.callback_handler.fire("on_save", self.args, self.state, self.control)
+
+    def _shared_state(self) -> dict[str, State]:
+        shared: dict[str, State] = {"trainer_state": self.state.to_dict()}
+        if self.args.save_only_model:
+            return shared
+        assert self.optimizer is not None, "a run that saves has an optimizer"
+        return {
+            **shared,
+            "optimizer": save_optimizer_state(self.optimizer, self.model),
+            "schedule": self._run.schedule.state_dict(),
+            "executor": self._run.executor.state_dict(),
+            "loop": self._run.loop.state_dict(),
+        }
+
+    def _rank_state(self) -> dict[str, State]:
+        if self.args.save_only_model:
+            return {}
+        return {"rng": rng_state(self._device), "ledger": self._run.ledger.state_dict()}
+
+    def _checkpoint_manager(self) -> CheckpointManager:
+        store = Store(
+            Path(self.args.output_dir),
+            rank=self._gang.rank,
+            world=self._gang.size,
+            vote=self._gang.vote,
+            barrier=self._gang.barrier,
+        )
+        return CheckpointManager(store, self.args.save_total_limit)
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
+        """The verified checkpoint to continue from, None for a fresh run. The main process chooses for all."""
+        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+            return None
+        manager = self._checkpoint_manager()
+        chosen, problem = None, None
+        if self.is_world_process_zero():
+            try:
+                chosen = str(manager.store.resume_path(resume_from_checkpoint))
+            except CheckpointError as error:
+                problem = str(error)
+        chosen, problem = self._gang.broadcast_object([chosen, problem])
+        if problem is not None:
+            raise CheckpointError(problem)
+        return manager.load(chosen)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model. Override it to load them your own way."""
+        load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
+
+    def _restore_run(self, checkpoint: Checkpoint) -> None:
+        """Everything but the weights: optimizer, schedule, position in the data, ledger, callbacks, randomness.
+
+        Raises:
+            CheckpointError: a part is missing, or does not fit.
+        """
+        if not checkpoint.has("optimizer"):
+            raise CheckpointError(
+                f"{checkpoint.folder} holds only the model (it was saved with save_only_model=True), so a run can't be "
+                "continued from it. Start a new run from its weights: load them into the model and call train()"
+            )
+        assert self.optimizer is not None
+        self._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
+        self._warn_of_changes(checkpoint)
+        load_optimizer_state(self.optimizer, self.model, checkpoint.shared("optimizer"))
+        self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
+        self._run.executor.load_state_dict(checkpoint.shared("executor"))
+        self._run.loop.load_state_dict(checkpoint.shared("loop"))
+        restore_args = bool(self.args.restore_callback_states_from_checkpoint)
+        self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
+        self._restore_rank(checkpoint)
+        logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
+
+    def _restore_rank(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.world_size == self._gang.size:
+            rank = self._gang.rank
+            self._run.ledger.load_state_dict(checkpoint.per_rank("ledger", rank))
+            load_rng_state(checkpoint.per_rank("rng", rank), self._device)
+            return
+        logger.warning(
+            "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of dropout "
+            "and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
+        )  # fmt: skip
+        ledgers = [checkpoint.per_rank("ledger", rank) for rank in range(checkpoint.world_size)]
+        self._run.ledger.load_state_dict(merged_ledger(ledgers, mine=self._gang.rank == 0))
+
+    def _adopt_state(self, saved: TrainerState) -> None:
+        """Take the checkpoint's progress; what belongs to this process or to these arguments stays."""
+        current = self.state
+        for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+            setattr(saved, name, getattr(current, name))
+        for name in TrainerState.PER_PROCESS:
+            setattr(saved, name, getattr(current, name))
+        self.state = saved
+        self._run.adopt_state(saved)
+
+    def _warn_of_changes(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint.folder / "training_args.json"
+        if not path.exists() or not self.is_world_process_zero():
+            return
+        old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(self.args.to_dict(), default=str))
+        changed = [
+            f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
+            for name in sorted(new.keys() & old.keys())
+            if new[name] != old[name] and name not in _FREE_TO_DIFFER
+        ]
+        if changed:
+            logger.warning("these arguments differ from the checkpoint's, and the new ones hold:\n  %s", "\n  ".join(changed))
+
+    # --- the best model ---------------------------------------------------------------------------------------------
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Note the metric if it is the best so far; gives whether it is.
+
+        Raises:
+            ConfigError: the evaluation did not return it.
+        """
+        if self.args.metric_for_best_model is None:
+            return False
+        value = find_metric(metrics, self.args.metric_for_best_model)
+        best = self.state.best_metric
+        better = math.isfinite(value) and (
+            best is None or (value > best if self.args.greater_is_better else value < best)
+        )
+        if better:
+            self.state.best_metric = value
+            self.state.best_global_step = self.state.global_step
+        return better
+
+    def _load_best_model(self) -> None:
+        """Put the best checkpoint's weights into the model, verified."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning("load_best_model_at_end: no evaluation gave a best model; the last weights stay")
+            return
+        checkpoint = self._checkpoint_manager().load(best)
+        load_weights(checkpoint.folder, self.model)
+        logger.info("loaded the best model, of step %d: %s", checkpoint.step, checkpoint.folder)
+
+
+def find_metric(metrics: Mapping[str, float], name: str) -> float:
+    """The metric of this name; its `eval_` prefix is optional.
+
+    Raises:
+        ConfigError: it is not among the metrics, which are listed.
+    """
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in metrics:
+        fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
+        raise ConfigError(Problem("metric_for_best_model", name, fix))
+    return float(metrics[key])
+
+
+def merged_ledger(ledgers: list[State], mine: bool) -> State:
+    """One rank's ledger made of several: sums go to the first rank, counts to all."""
+    first = dict(ledgers[0])
+    first["loss"] = sum(ledger["loss"] for ledger in ledgers) * float(mine)
+    names = {name for ledger in ledgers for name in ledger["parts"]}
+    first["parts"] = {
+        name: sum(ledger["parts"][name] for ledger in ledgers if name in ledger["parts"]) * float(mine) for name in names
+    }
+    return first
+
+
+def _declare_architecture(config: Any, model: nn.Module) -> None:
+    """`AutoModel.from_pretrained` finds the class by the configuration's `architectures`."""
+    if getattr(config, "architectures", False) is None:
+        config.architectures = [type(model).__name__]
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None else float(value)

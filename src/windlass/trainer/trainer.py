@@ -1,0 +1,403 @@
+"""The Trainer: the names and signatures that scripts know, over an engine that knows none of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.accelerator import Accelerator
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve, resolve_precision
+from windlass.callbacks.flow import DefaultFlowCallback
+from windlass.callbacks.handler import CallbackHandler
+from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import ProgressCallback
+from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import RunPlan
+from windlass.core.device import choose_device
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.logs import get_logger, set_verbosity
+from windlass.core.rng import enable_full_determinism, set_seed
+from windlass.core.types import TrainOutput
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import join
+from windlass.engine.native import NativeExecutor
+from windlass.engine.normalise import Normaliser
+from windlass.metrics.speed import speed_metrics
+from windlass.metrics.tokens import TargetCounter
+from windlass.optim.schedule import as_schedule
+from windlass.precision.autocast import autocast_context
+from windlass.precision.check import apply_tf32, check_precision
+from windlass.precision.scaler import build_scaler
+from windlass.trainer.base import overrides
+from windlass.trainer.defaults import align_special_tokens, default_collator, is_placed, one_of, prepare_output
+from windlass.trainer.evaluation import EvaluationMixin
+from windlass.trainer.inputs import InputsMixin, labels_in_signature, returns_loss_by_default
+from windlass.trainer.interrupt import stopping_on_interrupt
+from windlass.trainer.losses import LossMixin, accepts_keywords
+from windlass.trainer.optimization import OptimizationMixin
+from windlass.trainer.reports import ReportsMixin
+from windlass.trainer.run import TrainingRun, announce
+from windlass.trainer.saving import SavingMixin, find_metric
+from windlass.transforms.apply import apply_transforms
+from windlass.transforms.ddp import replicate
+
+logger = get_logger(__name__)
+
+# What a subclass may replace, as far as the engine must know of it.
+_OVERRIDABLE = (
+    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
+    "evaluate", "evaluation_loop", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate", "_wrap_model",
+    "get_batch_samples",
+)  # fmt: skip
+
+
+class Trainer(
+    LossMixin, InputsMixin, OptimizationMixin, EvaluationMixin, SavingMixin, ReportsMixin
+):  # the public face; each part has its file
+    """Trains, evaluates and predicts with a PyTorch model.
+
+    Args:
+        model: any `nn.Module` whose forward returns a loss (first of a tuple, `loss` of a mapping or object), or whose loss
+            `compute_loss_func` or an overridden `compute_loss` computes. Models of transformers do.
+        args: the configuration; defaults to `TrainingArguments()`.
+        data_collator: list of samples -> batch. By default padding with the tokenizer, or stacking.
+        train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets; evaluation data may
+            be a dict of named sets.
+        processing_class: tokenizer or processor, saved with the model. `tokenizer=` is its earlier name.
+        model_init: makes the model anew at each `train()`, after seeding; instead of `model`.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`.
+        compute_metrics: `EvalPrediction -> dict`.
+        callbacks: classes or instances; `callback=` is accepted too.
+        optimizers: an optimizer and a scheduler to use as they are.
+        optimizer_cls_and_kwargs: a class and keywords to build the optimizer from, instead of `args.optim`.
+        preprocess_logits_for_metrics: `(logits, labels) -> logits`, before they are kept for metrics.
+
+    Raises:
+        ConfigError, ModelError: what can be known to be wrong before training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        callback: list[Any] | None = None,
+    ) -> None:
+        self.args = args if args is not None else TrainingArguments()
+        self._seed()
+        self._meet_the_world()
+        self.model_init = model_init
+        self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
+        self._take_model(self._first_model(model))
+        self.data_collator = data_collator or default_collator(processing_class or tokenizer)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = one_of("processing_class", processing_class, "tokenizer", tokenizer)
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self._user_optimizer = self.optimizer is not None
+        self._created_lr_scheduler = False
+        self._overridden = overrides(self, Trainer, _OVERRIDABLE)
+        self._validate_arguments()
+        self._inspect_hooks()
+        self._start_callbacks(one_of("callbacks", callbacks, "callback", callback) or [])
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def _seed(self) -> None:
+        if self.args.full_determinism:
+            enable_full_determinism(self.args.seed)
+        else:
+            set_seed(self.args.seed)
+
+    def _meet_the_world(self) -> None:
+        args = self.args
+        self._world = world_from_environment()
+        set_verbosity(args.get_process_log_level())
+        self._device = choose_device(args.use_cpu, self._world.local_rank)
+        if self._device.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(self._device.index or 0)
+        self._gang = join(self._world, self._device, args.ddp_timeout, args.ddp_backend)
+        self.create_accelerator_and_postprocess()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make `self.accelerator`: device, ranks and precision of this run."""
+        precision = resolve_precision(self.args)
+        check_precision(precision, self._device)
+        self._autocast = autocast_context(precision, self._device)
+        self.accelerator = Accelerator(
+            self._gang, self._device, precision, self.args.gradient_accumulation_steps
+        )
+
+    def _first_model(self, model: nn.Module | None) -> nn.Module:
+        if (model is None) == (self.model_init is None):
+            fix = "give exactly one of `model` and `model_init`"
+            raise ConfigError(Problem("model", None if model is None else type(model).__name__, fix))
+        return self.call_model_init() if model is None else model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`, which may take the trial of a search or nothing."""
+        assert self.model_init is not None
+        arguments = self.model_init.__code__.co_argcount if hasattr(self.model_init, "__code__") else 0
+        model = self.model_init(trial) if arguments == 1 else self.model_init()
+        if model is None:
+            raise ModelError("model_init returned None; it must return the model")
+        return model
+
+    def _take_model(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(Problem("model", type(model).__name__, "give an nn.Module (a name is loaded by SFTTrainer)"))
+        if self.place_model_on_device and not is_placed(model):
+            model.to(self._device)
+        self.model = self.model_wrapped = model
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
+            config.use_cache = False
+        self.label_names = list(self.args.label_names or labels_in_signature(model))
+        self.can_return_loss = returns_loss_by_default(model)
+        self._parameter_count = sum(p.numel() for p in model.parameters())
+        self._model_divides = accepts_keywords(model)
+        self._counter = TargetCounter(tuple(self.label_names))
+        self._normaliser = Normaliser(self._gang.size)
+        self._loss_probed = False
+        self._signature_columns = None
+
+    def _validate_arguments(self) -> None:
+        problems = []
+        if self._user_optimizer and self.optimizer_cls_and_kwargs is not None:
+            problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
+        if self.model_init is not None and (self._user_optimizer or self.lr_scheduler is not None):
+            fix = "model_init makes a new model at each train(), which this optimizer does not know; override create_optimizer"
+            problems.append(Problem("optimizers", "given", fix))
+        if problems:
+            raise ConfigError(problems)
+
+    def _start_callbacks(self, callbacks: list[Any]) -> None:
+        plain = self.args.disable_tqdm
+        defaults = [DefaultFlowCallback, MetricsLogCallback(self.args.output_dir)]
+        self.callback_handler = CallbackHandler(
+            [*defaults, *callbacks], self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.add_callback(PrinterCallback if plain else ProgressCallback)
+        self.control = TrainerControl()
+        self.state = self._new_state()
+        self.is_in_train = False
+        self.control = self.callback_handler.fire("on_init_end", self.args, self.state, self.control)
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+
+    # --- callbacks --------------------------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, by class or instance."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take a callback out, by class or instance, and return it; None where it is not there."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take a callback out, by class or instance."""
+        self.callback_handler.remove_callback(callback)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        *,
+        model_path: str | None = None,
+    ) -> TrainOutput:
+        """Train, from the start or from a checkpoint.
+
+        Args:
+            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`; a path from exactly
+                that one. Afterwards the run has the same bits as one that was never interrupted.
+            ignore_keys_for_eval: keys of the model's output that are no predictions, in evaluations along the way.
+            model_path: the earlier name of `resume_from_checkpoint`.
+
+        Raises:
+            ConfigError: with every problem of the configuration, before any work.
+            CheckpointError: the checkpoint is missing, damaged, or of another model.
+            NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
+        """
+        resume = one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
+        if resume is None:
+            resume = self.args.resume_from_checkpoint
+        self._ignore_keys_for_eval = ignore_keys_for_eval
+        if self.model_init is not None:
+            self._seed()
+            self._take_model(self.call_model_init(trial))
+            self.optimizer, self.lr_scheduler = None, None
+        started = time.time()
+        self.is_in_train = True
+        try:
+            checkpoint = self._resume_point(resume)
+            plan = self._prepare_run(checkpoint)
+            with stopping_on_interrupt(self._stop_and_save):
+                self._run_training(plan)
+            return self._finish_training(plan, started)
+        finally:
+            self.is_in_train = False
+            self.accelerator.bind_backward(None)
+            self.model_wrapped = self.model
+
+    def _prepare_run(self, checkpoint: Any) -> RunPlan:
+        """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
+        prepare_output(self.args.output_dir, self.is_world_process_zero(), resuming=checkpoint is not None)
+        self.state, self.control = self._new_state(), TrainerControl()
+        self._loss_probed = False
+        loader = self.get_train_dataloader()
+        source = self._group_source(loader)
+        self._source_samples = getattr(source, "num_samples", None)
+        plan = resolve(self.args, self._facts(source.groups_per_epoch(self.args.gradient_accumulation_steps)))
+        check_precision(plan.precision, self._device, self.model)
+        apply_tf32(plan.precision)
+        self._fill_state(plan)
+        if checkpoint is not None:
+            self._load_from_checkpoint(str(checkpoint.folder))
+        self._build(plan, source)
+        if checkpoint is not None:
+            self._restore_run(checkpoint)
+        self._show_parts(loader)
+        announce(self, plan)
+        self._check_metric(plan)
+        return plan
+
+    def _facts(self, groups_per_epoch: int | None) -> Facts:
+        own_eval = "get_eval_dataloader" in self._overridden or "evaluate" in self._overridden
+        return Facts(
+            self._world,
+            groups_per_epoch,
+            has_training_data=True,
+            has_evaluation_data=self.eval_dataset is not None or own_eval,
+            overridden=self._overridden,
+        )
+
+    def _fill_state(self, plan: RunPlan) -> None:
+        state = self.state
+        state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
+        state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
+        state.save_steps, state.train_batch_size = plan.save.cadence.steps, plan.batch.micro
+
+    def _build(self, plan: RunPlan, source: Any) -> None:
+        """Model, transforms, optimizer, schedule, executor, loop: in this order."""
+        align_special_tokens(self.model, self.processing_class)
+        apply_transforms(self.model, plan.transforms)
+        if self._gang.size > 1:
+            self.model_wrapped = replicate(self.model, self._device, plan.dist)
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer_and_scheduler(num_training_steps=plan.duration.steps)
+        assert self.optimizer is not None, "create_optimizer_and_scheduler must set self.optimizer"
+        executor = NativeExecutor(
+            self.model_wrapped, self.optimizer, self._device, build_scaler(plan.precision, self._device)
+        )
+        schedule = as_schedule(self.lr_scheduler, self.optimizer)
+        self._executor = executor
+        self._run = TrainingRun(self, plan, executor, schedule, source)
+        self.accelerator.bind_backward(self._run.backward)
+
+    def _show_parts(self, loader: Any) -> None:
+        handler = self.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        handler.train_dataloader, handler.processing_class = loader, self.processing_class
+
+    def _check_metric(self, plan: RunPlan) -> None:
+        """Find out before the first update whether evaluation returns the metric that the run depends on."""
+        metric = plan.save.metric
+        needed = plan.save.load_best_at_end or plan.save.cadence.strategy == "best" or self._follows_metric
+        if metric is None or not needed or plan.evaluation.strategy == "no" or "evaluate" in self._overridden:
+            return
+        find_metric(self._rehearse_evaluation(), metric)
+
+    @property
+    def _follows_metric(self) -> bool:
+        return bool(getattr(self._run.schedule, "follows_metric", False))
+
+    def _run_training(self, plan: RunPlan) -> None:
+        self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
+        if self.args.eval_on_start and self.state.global_step == 0:
+            self._evaluate_for_run()
+        self._run.loop.run()
+
+    def _stop_and_save(self) -> None:
+        logger.warning("interrupted: finishing this update, then saving (press Ctrl-C again to stop at once)")
+        self.control.should_training_stop = True
+        self._interrupted = True
+
+    _interrupted = False
+
+    def _finish_training(self, plan: RunPlan, started: float) -> TrainOutput:
+        run, state = self._run, self.state
+        run.finish()
+        if self._interrupted:
+            self._interrupted = False
+            self._save_checkpoint(self.model)
+            logger.warning("saved at step %d; continue with train(resume_from_checkpoint=True)", state.global_step)
+        metrics: dict[str, float] = speed_metrics(
+            "train",
+            started,
+            num_samples=run.samples_done,
+            num_steps=run.updates_done,
+        )
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = run.ledger.mean_loss()
+        self.log(metrics)
+        if plan.save.load_best_at_end:
+            self._load_best_model()
+        self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+    # --- evaluation along the way -----------------------------------------------------------------------------------
+
+    _ignore_keys_for_eval: list[str] | None = None
+
+    def _evaluate_for_run(self) -> dict[str, float]:
+        metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
+        if self._follows_metric:
+            self._run.schedule.observe(find_metric(metrics, self.args.metric_for_best_model or "loss"))
+        return metrics
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, total_train_batch_size: int) -> Any:
+        """Epochs, updates per epoch, samples and updates of a run over this loader, as scripts ask for them.
+
+        Returns:
+            (epochs, updates per epoch, samples per epoch, samples of the run, batches per epoch, max_steps)
+        """
+        source = self._group_source(dataloader)
+        per_epoch = source.groups_per_epoch(args.gradient_accumulation_steps)
+        plan = resolve(args, self._facts(per_epoch))
+        samples = self.num_examples(dataloader) if per_epoch is not None else plan.duration.steps * total_train_batch_size
+        batches = len(dataloader) if per_epoch is not None else None
+        duration = plan.duration
+        return duration.epochs, per_epoch, samples, samples * duration.epochs, batches, duration.steps
+
+    def end(self) -> None:
+        """Close the process group: the last call of a script, after everything that needs the other processes."""
+        self.accelerator.end_training()

@@ -1,0 +1,76 @@
+"""Replicated data parallelism: every rank holds the model, gradients are averaged in the last micro-batch's backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from windlass.config.plan import DistPlan
+from windlass.core.rng import preserved_rng
+
+
+class Replicated(DistributedDataParallel):
+    """`DistributedDataParallel` that remembers whether it was called, and lends its module's attributes.
+
+    Hooks written for a bare model read `model.config` or `model.device`; a forward that goes past the wrapper would
+    leave gradients unreduced, which `forwards` lets the executor find out.
+    """
+
+    forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def replicate(module: nn.Module, device: torch.device, plan: DistPlan) -> Replicated:
+    """Wrap `module`, already on `device`, for data parallelism over the default process group."""
+    options: dict[str, Any] = {
+        "find_unused_parameters": plan.find_unused_parameters,
+        "static_graph": plan.static_graph,
+        # Gradients as views of the buckets: no copy before the optimizer reads them.
+        "gradient_as_bucket_view": True,
+    }
+    if plan.bucket_cap_mb is not None:
+        options["bucket_cap_mb"] = plan.bucket_cap_mb
+    if plan.broadcast_buffers is not None:
+        options["broadcast_buffers"] = plan.broadcast_buffers
+    if device.type not in ("cpu", "mps"):
+        options["device_ids"] = [device]
+    return Replicated(module, **options)
+
+
+def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Around one forward and backward: reduce gradients only in the last micro-batch of an update."""
+    if last or not isinstance(model, Replicated):
+        return contextlib.nullcontext()
+    return model.no_sync()
+
+
+def settle_buckets(model: Replicated, backward: Callable[[], Tensor], device: torch.device) -> None:
+    """Two discarded backwards, so that the buckets are in their final order before the first real one.
+
+    DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or more
+    ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first step long ago.
+    Buffers, gradients and random generators are left as they were found.
+    """
+    buffers = [buffer.detach().clone() for buffer in model.module.buffers()]
+    with preserved_rng(device):
+        for _ in range(2):
+            backward()
+            model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, saved in zip(model.module.buffers(), buffers, strict=True):
+            buffer.copy_(saved)
