@@ -58,6 +58,16 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [n * step for n in range(first, last + 1)]
 
 
+def labels(values: Sequence[float]) -> list[str]:
+    """The values as text, with as many digits as it takes to tell them apart."""
+    texts: list[str] = []
+    for digits in range(4, 16):
+        texts = [short(value, digits) for value in values]
+        if len(set(texts)) == len(values):
+            break
+    return texts
+
+
 def thinned(points: Sequence[Point], limit: int = _MAX_POINTS) -> Sequence[Point]:
     """At most about `limit` points; the lowest and the highest of each stretch stay, so that no spike is
     lost.
@@ -108,16 +118,16 @@ class _Frame:
     def axes(self) -> str:
         bottom = _HEIGHT - _BOTTOM
         parts = []
-        for value in self.y_ticks:
+        for value, label in zip(self.y_ticks, labels(self.y_ticks), strict=True):
             y = self.y(value)
             parts.append(
                 f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             )
-            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         parts += (
-            f'<text x="{self.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{short(value)}</text>'
-            for value in self.x_ticks
+            f'<text x="{self.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>'
+            for value, label in zip(self.x_ticks, labels(self.x_ticks), strict=True)
         )
         parts.append(
             f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end" class="muted">step</text>'

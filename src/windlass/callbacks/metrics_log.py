@@ -234,8 +234,7 @@ def _measured(row: Row) -> Row:
     return {**{name: value for name, value in row.items() if name not in ("event", "timing")}, **timing}
 
 
-# --- the file
-# ---------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------------------
 
 
 def _append(path: Path, row: Row) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from windlass.callbacks.report_page import History, curve, evaluation_losses
 from windlass.core.optional import require
 
 _BLUE, _INK, _LINE = "#2a78d6", "#52514e", "#e1e0d9"
-_COLOURS = (_BLUE, "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
+_COLOURS = ("#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
 
 
 def draw_training(history: History, path: Path, title: str) -> None:
@@ -27,7 +28,7 @@ def draw_training(history: History, path: Path, title: str) -> None:
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))
     loss = figure.add_subplot(grid[0, :])
     _line(loss, "training", curve(history, "loss"), _BLUE)
-    for colour, name in zip(_COLOURS[1:] * len(history), evaluation_losses(history), strict=False):
+    for colour, name in zip(itertools.cycle(_COLOURS), evaluation_losses(history), strict=False):
         _line(loss, name, curve(history, name), colour)
     _finish(loss, "Loss", legend=True)
     for place, name, label in (
@@ -44,7 +45,9 @@ def draw_training(history: History, path: Path, title: str) -> None:
 
 
 def _line(axes: Any, name: str, points: list[Point], colour: str) -> None:
-    if points:
+    if not points:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color=_INK)
+    else:
         steps, values = zip(*points, strict=True)
         axes.plot(
             steps,

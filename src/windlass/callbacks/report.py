@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -21,7 +22,7 @@ logger = get_logger(__name__)
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_SECRET = ("token", "password", "secret", "api_key")
+_SECRET = re.compile(r"(^|_|-)token$|password|secret|api_key")
 _PACKAGES = ("windlass", "torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors")
 
 
@@ -54,30 +55,27 @@ class ReportCallback(TrainerCallback):
     def _write(self, args: Any, state: TrainerState, status: str, *, picture: bool) -> None:
         if not state.is_world_process_zero:
             return
-        given = self._facts() if callable(self._facts) else self._facts or {}
-        facts = {
-            "title": self.folder.name,
-            "status": status,
-            "arguments": changed_arguments(args),
-            "environment": environment(),
-            **given,
-        }
         try:
+            facts = self._collect(args, status)
             self.folder.mkdir(parents=True, exist_ok=True)
             _replace(self.folder / "report.html", render_report(state.log_history, facts))
             if picture:
                 self._draw(state, str(facts["title"]))
-        except OSError as error:
-            logger.warning(
-                "the report in %s could not be written, and training goes on: %s", self.folder, error
-            )
+        except Exception as error:  # a full disk, a broken matplotlib: no picture is worth a trained model
+            logger.warning("the report in %s could not be written: %r", self.folder, error)
+
+    def _collect(self, args: Any, status: str) -> dict[str, Any]:
+        given = self._facts() if callable(self._facts) else self._facts or {}
+        found = {"title": self.folder.name, "status": status}
+        return {**found, "arguments": changed_arguments(args), "environment": environment(), **given}
 
     def _draw(self, state: TrainerState, title: str) -> None:
         if is_available("matplotlib"):
             draw_training(state.log_history, self.folder / "training.png", title)
         else:
             logger.info(
-                'No training.png: matplotlib is not installed (pip install "windlass[report]"). report.html has the curves.'
+                "No training.png, since matplotlib is not installed; report.html has the curves. To have it: "
+                'pip install "windlass[report]"'
             )
 
 
@@ -91,8 +89,8 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     changed = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
-        is_secret = any(word in field.name for word in _SECRET)
-        if field.init and not field.name.startswith("_") and not is_secret and value != _default(field):
+        shown = field.init and not field.name.startswith("_") and not _SECRET.search(field.name)
+        if shown and value != _default(field):
             changed[field.name] = getattr(value, "value", value)
     return changed
 
@@ -111,8 +109,20 @@ def environment() -> dict[str, str]:
         "system": platform.platform(terse=True),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         **_accelerator(),
-        "command": " ".join(sys.argv),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command line of this process, with the values of tokens and passwords starred out."""
+    shown: list[str] = []
+    hide = False
+    for word in sys.argv:
+        name, equals, _ = word.partition("=")
+        secret = _SECRET.search(name.lower()) is not None
+        shown.append("***" if hide else f"{name}=***" if secret and equals else word)
+        hide = secret and not equals and name.startswith("-")
+    return " ".join(shown)
 
 
 def _accelerator() -> dict[str, str]:

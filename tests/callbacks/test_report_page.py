@@ -1,0 +1,143 @@
+"""The page: complete, self-contained, and safe whatever the metrics are called."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.callbacks.report_page import curve, evaluation_losses, render_report
+
+HISTORY: list[dict[str, Any]] = [
+    {"loss": 3.0, "learning_rate": 1e-4, "grad_norm": 1.0, "epoch": 0.5, "step": 10},
+    {"eval_loss": 2.5, "eval_accuracy": 0.5, "eval_runtime": 1.0, "epoch": 0.5, "step": 10},
+    {"loss": 2.0, "learning_rate": 5e-5, "grad_norm": math.nan, "epoch": 1.0, "step": 20},
+    {"eval_loss": 2.25, "eval_accuracy": 0.75, "eval_runtime": 1.0, "epoch": 1.0, "step": 20},
+    {"train_runtime": 65.0, "train_samples_per_second": 12.5, "epoch": 1.0, "step": 20},
+]
+
+
+class Page(HTMLParser):
+    """The tags and the visible text of a page; fails on a tag that is not closed."""
+
+    VOID = ("meta",)
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+        self.feed(source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open and data.strip():
+            self.text.append(data)
+
+
+def test_what_the_page_tells() -> None:
+    facts = {
+        "title": "my run",
+        "status": "finished",
+        "arguments": {"learning_rate": 1e-4},
+        "environment": {"torch": "2.13"},
+        "events": [{"step": 15, "text": "update skipped"}, "resumed", "resumed"],
+        "samples": {"after": "a sentence"},
+    }
+    page = Page(render_report(HISTORY, facts))
+    for text in (
+        "my run", "finished", "Training loss", "Best eval_loss", "2.25", "1:05", "12.5 samples per second",
+        "Learning rate", "Gradient norm (before clipping)", "eval_accuracy", "1. step 15", "update skipped",
+        "2.", "3.", "a sentence", "2.13", "0.0001",
+    ):  # fmt: skip
+        assert text in page.text, text
+    assert page.tags.count("svg") == 4
+
+
+def test_nothing_is_loaded_and_nothing_runs() -> None:
+    source = render_report(HISTORY, {})
+    page = Page(source)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not [
+        name for name, _ in page.attributes if name in ("src", "href", "srcset") or name.startswith("on")
+    ]
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "://" not in source
+
+
+def test_both_colour_schemes() -> None:
+    assert "@media (prefers-color-scheme: dark)" in render_report([], {})
+
+
+def test_an_empty_history_is_a_page_too() -> None:
+    page = Page(render_report([], {}))
+    assert "Nothing has been logged yet." in page.text
+
+
+EVIL = '<script>alert("x")</script>'
+
+
+def test_everything_is_escaped() -> None:
+    history = [
+        {EVIL: 1.0, f"eval_{EVIL}": 2.0, f"eval_{EVIL}_loss": 3.0, "loss": 1.0, "step": s} for s in (1, 2)
+    ]
+    facts: dict[str, Any] = dict.fromkeys(("title", "status"), EVIL)
+    facts |= {name: {EVIL: EVIL} for name in ("arguments", "environment", "final", "samples")}
+    facts["events"] = [EVIL, {"step": EVIL, "text": EVIL}]
+    page = Page(render_report(history, facts))
+    assert "script" not in page.tags
+    assert page.text.count(EVIL) >= 10
+
+
+VALUE = st.one_of(
+    st.floats(), st.integers(), st.text(max_size=5), st.none(), st.booleans(), st.lists(st.integers())
+)
+ROW = st.dictionaries(
+    st.one_of(st.text(max_size=8), st.sampled_from(["loss", "eval_loss", "epoch"])), VALUE, max_size=5
+)
+
+
+@given(rows=st.lists(ROW, max_size=8), facts=st.dictionaries(st.sampled_from(["title", "status"]), st.text()))
+def test_no_history_breaks_the_page(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    Page(render_report([{**row, "step": i} for i, row in enumerate(rows)], facts))
+
+
+def test_curves_are_numbers_only() -> None:
+    history = [
+        {"a": 1, "step": 1},
+        {"a": "x", "step": 2},
+        {"a": True, "step": 3},
+        {"b": 1},
+        {"a": 2.5, "step": 4},
+    ]
+    assert curve(history, "a") == [(1.0, 1.0), (4.0, 2.5)]
+
+
+def test_named_evaluation_sets_are_losses_too() -> None:
+    history = [{"eval_news_loss": 1.0, "eval_loss_ratio": 1.0, "eval_web_loss": 2.0, "loss": 1.0}]
+    assert evaluation_losses(history) == ["eval_news_loss", "eval_web_loss"]
+
+
+@pytest.mark.parametrize("first", [math.nan, math.inf])
+def test_a_run_that_blew_up_is_reported(first: float) -> None:
+    history = [{"loss": first, "eval_loss": first, "step": 1}]
+    assert "NaN" in render_report(history, {}) or "inf" in render_report(history, {})
