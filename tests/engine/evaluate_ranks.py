@@ -93,6 +93,18 @@ def failure(group: ProcessGroupGather) -> None:
         evaluation_loop(batches, step, EvalRequest(loss_only=True), weigh=targets, group=group)
 
 
+def metric_failure(model: TinyTagger, group: ProcessGroupGather, *, batchwise: bool) -> None:
+    """A metric that fails on one rank stops all of them, at the end or between batches."""
+
+    def metric(prediction: Any, compute_result: bool = True) -> dict[str, Any]:
+        if group.rank == 1:
+            raise ArithmeticError("broken metric")
+        return {}
+
+    with pytest.raises(ArithmeticError if group.rank == 1 else PeerError, match="broken metric"):
+        evaluate(model, 7, 1, group, compute_metrics=metric, batch_metrics=batchwise)
+
+
 def empty_everywhere(model: TinyTagger, group: ProcessGroupGather) -> None:
     with pytest.raises(DataError, match="empty"):
         evaluate(model, 0, 1, group)
@@ -118,6 +130,8 @@ def main() -> None:
     batch_metrics(model, group)
     list_of_batches(model, group)
     failure(group)
+    metric_failure(model, group, batchwise=False)
+    metric_failure(model, group, batchwise=True)
     empty_everywhere(model, group)
     short_types(group)
     losses = [evaluate(model, 97, size, group, loss_only=True).metrics["eval_loss"] for size in (1, 4, 97)]

@@ -309,6 +309,30 @@ def test_memory_is_flat_unless_predictions_are_asked_for(batch_metrics: bool) ->
     assert alive_at_the_end(40) <= alive_at_the_end(4) + 1000
 
 
+def test_batches_are_let_go_while_they_are_joined() -> None:
+    held: list[int] = []
+
+    class Watching(SoloGroup):
+        def stream(self, tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+            for streamed in super().stream(tensors):
+                held.append(streamed[2].nbytes + sum(tensor.nbytes for tensor in tensors))
+                yield streamed
+
+    batches = [([i], {"x": torch.ones(1, 1000)}) for i in range(10)]
+    evaluation_loop(
+        batches, lambda b: (None, b["x"], None), EvalRequest(), weigh=lambda _: 1.0, group=Watching()
+    )
+    assert held == [80, *(4000 * left for left in range(10, 0, -1))], (
+        "positions first, then ever fewer batches"
+    )
+
+
+def test_much_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("windlass.engine.evaluate.HEAVY_BYTES", 1000)
+    evaluate(TinyTagger(), 20, 2, SoloGroup())
+    assert capsys.readouterr().err.count("preprocess_logits_for_metrics") == 1
+
+
 class CopyCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the elements that are written by copies and joins."""
 

@@ -27,6 +27,9 @@ logger = get_logger(__name__)
 PredictStep = Callable[[Any], tuple[Any, Any, Any]]
 """batch -> (loss, logits, labels), each None where there is none. The loss is a mean over targets, or `LossTerms`."""
 
+HEAVY_BYTES = 4 * 2**30
+"""From here on a rank that keeps predictions says so, once, and how to keep less."""
+
 FIELDS = ("predictions", "label_ids", "inputs", "losses")
 Fields = dict[str, Any]
 
@@ -141,6 +144,7 @@ class _Evaluation:
         self._loss = MeanLoss()
         self._samples = 0
         self._batches = 0
+        self._said_heavy = False
         self._order = OrderLog()
         self._kept = {name: RowStore(name, request.concat) for name in _kept_fields(request)}
         self.batch_metrics = _batch_metrics(request, group)
@@ -183,10 +187,23 @@ class _Evaluation:
         self._order.add(ids, samples)
         for name, store in self._kept.items():
             store.add(fields[name])
+        self._say_if_heavy()
         every = self._request.accumulate_steps
         if every is not None and self._batches % every == 0:
             for store in self._kept.values():
                 store.to_host()
+
+    def _say_if_heavy(self) -> None:
+        held = sum(store.nbytes for store in self._kept.values())
+        if held < HEAVY_BYTES or self._said_heavy:
+            return
+        self._said_heavy = True
+        logger.warning(
+            "evaluation keeps %.1f GiB after %d batches of this process: reduce predictions in "
+            "preprocess_logits_for_metrics, or set batch_eval_metrics or prediction_loss_only",
+            held / 2**30,
+            self._batches,
+        )
 
     def conclude(self, batchwise: dict[str, Any] | None) -> EvalLoopOutput:
         """Meet the other ranks: totals first, then whatever was kept."""

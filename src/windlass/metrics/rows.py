@@ -106,6 +106,9 @@ class RowStore:
     Args:
         name: what error messages call it.
         concat: join batches into one tree; False keeps a list with one tree for each batch.
+
+    Attributes:
+        nbytes: size of what is kept on this rank.
     """
 
     def __init__(self, name: str, concat: bool = True) -> None:
@@ -114,6 +117,7 @@ class RowStore:
         self._specs: list[Spec] = []
         self._blocks: list[list[Tensor]] = []
         self._on_host = 0
+        self.nbytes = 0
 
     def add(self, tree: Any) -> None:
         """Keep a copy: the original may be a view that holds more memory, or be overwritten by the next batch.
@@ -126,6 +130,7 @@ class RowStore:
             raise ModelError(_different(self.name, len(self._specs), self._specs[0], spec))
         self._specs.append(spec if not self._specs or spec != self._specs[0] else self._specs[0])
         self._blocks.append([leaf.detach().clone() for leaf in leaves])
+        self.nbytes += sum(leaf.nbytes for leaf in leaves)
 
     def to_host(self) -> None:
         """Free the accelerator: whatever was added since the last call moves to host memory."""
@@ -140,7 +145,7 @@ class RowStore:
         """
         specs = [message["specs"] for message in agree(group, {"specs": self._distinct_specs()})]
         result = self._joined(specs, order, group) if self._concat else self._listed(specs, order, group)
-        self._specs, self._blocks, self._on_host = [], [], 0
+        self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
         return result
 
     def _distinct_specs(self) -> list[Spec]:
