@@ -15,7 +15,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> list[str]:
-    """Names of the columns that `model.forward` takes, labels included (`label` and `label_ids` become `labels` in collators).
+    """Names of the columns that `model.forward` takes, and of labels (collators make `labels` of `label`, `label_ids`).
 
     Returns:
         the names, without repeats; an empty list where forward takes `**kwargs` alone, that is, anything.
@@ -29,7 +29,7 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
 
 
 def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
-    """`dataset` without the columns that are not in `columns`, where it knows its columns (Hugging Face sets); else itself.
+    """`dataset` with those of `columns` alone, where it knows its columns (Hugging Face sets); else itself.
 
     Args:
         dataset: any dataset.
@@ -80,13 +80,14 @@ def _unused(present: Iterable[str], columns: list[str], what: str) -> list[str]:
     unused = [name for name in present if name not in columns]
     if len(unused) == len(present):
         raise DataError(
-            f"no column of the {what} set fits the model. Columns: {', '.join(map(str, present))}. The model's forward takes: "
-            f"{', '.join(columns)}. Rename the columns, tokenize the texts first, or set remove_unused_columns=False and let "
-            "the collator make the inputs."
+            f"no column of the {what} set fits the model. Columns: {', '.join(map(str, present))}. "
+            f"The model's forward takes: {', '.join(columns)}. "
+            "Rename the columns, tokenize the texts first, or set remove_unused_columns=False and let the "
+            "collator make the inputs."
         )
     if unused:
         logger.info(
-            f"columns of the {what} set that the model's forward does not take, left out: {', '.join(map(str, unused))} "
-            "(keep them with remove_unused_columns=False)"
+            f"columns of the {what} set that the model's forward does not take, left out: "
+            f"{', '.join(map(str, unused))} (keep them with remove_unused_columns=False)"
         )
     return unused

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
 from windlass.core.types import Collator
-from windlass.data.seeding import Sandbox, fingerprint
+from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint
 
 
 class Fetch:
@@ -30,14 +30,18 @@ class Fetch:
         self._quiet_reads: bool | None = None  # None: not known before the first batch
         self._quiet_collate: bool | None = None
         self._epoch: int | None = None
-        self._read_many: Callable[[list[int]], Any] = getattr(dataset, "__getitems__", self._one_by_one)
+        self._bind()
+
+    def _bind(self) -> None:
+        self._read_many: Callable[[list[int]], Any] = getattr(self._dataset, "__getitems__", self._one_by_one)
+        self._reseed_collator = collator_reseeder(self._collate)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_read_many"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_read_many", "_reseed_collator")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:  # in a worker that was spawned
         self.__dict__.update(state)
-        self._read_many = getattr(self._dataset, "__getitems__", self._one_by_one)
+        self._bind()
 
     def reseed(self, seed: int) -> None:
         self._seed = seed
@@ -96,6 +100,8 @@ class Fetch:
         return batch
 
     def _collated(self, samples: list[Any], ids: list[int]) -> Any:
+        if self._reseed_collator is not None:
+            self._reseed_collator(self._epoch or 0, ids[0])
         try:
             return self._collate(samples)
         except Exception as error:

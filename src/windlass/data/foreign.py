@@ -18,12 +18,13 @@ _END = object()
 
 
 class ForeignLoader:
-    """The engine's view of any iterable of batches: `torch.utils.data.DataLoader`, `StatefulDataLoader`, a list, a class.
+    """The engine's view of any iterable of batches: a `DataLoader`, a `StatefulDataLoader`, a list, a class.
 
-    Each rank iterates its own loader, so ranks may have different numbers of batches, and which samples they hold is unknown.
-    What the loader draws from the default generators (a `RandomSampler` does) is seeded by (seed, epoch, batch number), so
-    that the same batches come again on resume. The position is the loader's own state where it has `state_dict`, else the
-    number of batches taken, which a resumed run reads again and throws away.
+    Each rank iterates its own loader, so ranks may have different numbers of batches, and which samples they
+    hold is unknown. What the loader draws from the default generators (a `RandomSampler` does) is seeded by
+    (seed, epoch, batch number), so that the same batches come again on resume. The position is the loader's
+    own state where it has `state_dict`, else the number of batches taken, which a resumed run reads again and
+    throws away.
 
     Args:
         loader: yields batches; must begin anew each time it is iterated.
@@ -152,8 +153,8 @@ class ForeignLoader:
         name = type(self.loader).__name__
         if self.epoch or self.taken:
             return (
-                f"the training loader ({name}) gave no batch in epoch {self.epoch} (from batch {self.taken} on). A generator can "
-                "be iterated once only: return an object whose __iter__ begins anew."
+                f"the training loader ({name}) gave no batch in epoch {self.epoch} (from batch {self.taken} on). "
+                "A generator can be iterated once only: return an object whose __iter__ begins anew."
             )
         return (
             f"the training loader ({name}) is empty: its dataset has no sample, or drop_last drops them all."

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from windlass.core.rng import STREAM_ORDER, derive_seed, seed_generators
+from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_generators
 
 # The state in which Python's and PyTorch's generators wait while nothing is expected to draw from them, and
 # the first draw each would give.
-_GLOBAL: Any = random.random.__self__
+_GLOBAL: Any = random.random.__self__  # type: ignore[attr-defined]
 _PYTHON_REST = random.Random(0).getstate()[1]
 _PYTHON_FIRST = random.Random(0).random()
 _TORCH_REST = torch.Generator().manual_seed(0).get_state()
 _TORCH_FIRST = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)).item()
 # `random.setstate` without its conversions: this is called for each batch.
-_set_python = super(random.Random, _GLOBAL).setstate  # type: ignore[misc]
+_set_python = super(random.Random, _GLOBAL).setstate
 
 
 class Sandbox:
@@ -98,3 +99,21 @@ def rewind(generator: object, first: int | None, epoch: int) -> None:
 def first_seed(generator: object) -> int | None:
     """The seed a user gave to their `torch.Generator`, None for anything else."""
     return generator.initial_seed() if isinstance(generator, torch.Generator) else None
+
+
+def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
+    """How to seed a collator's own generator by (its seed, epoch, first sample); None where it has no seed.
+
+    Known by `seed`, `generator` and `get_generator(seed)`, as masked-language-model collators have them. Left
+    alone, such a generator would go on from batch to batch, and a resumed run would mask other tokens.
+    """
+    while hasattr(collate, "collate"):
+        collate = collate.collate
+    make, seed = getattr(collate, "get_generator", None), getattr(collate, "seed", None)
+    if make is None or seed is None:
+        return None
+
+    def reseed(epoch: int, first: int) -> None:
+        collate.generator = make(derive_seed(STREAM_COLLATE, seed, epoch, first))  # type: ignore[attr-defined]
+
+    return reseed

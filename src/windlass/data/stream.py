@@ -18,7 +18,7 @@ from windlass.data.cut import share
 from windlass.data.group import Group
 from windlass.data.loader import Loader
 from windlass.data.pin import pin, wants_pinning
-from windlass.data.seeding import Sandbox
+from windlass.data.seeding import Sandbox, collator_reseeder
 from windlass.data.source import in_order, worker_options
 
 logger = get_logger(__name__)
@@ -207,10 +207,12 @@ class StreamReader:
         return _Raw(ids, samples[low:high] or samples[:1], position, position + len(samples))
 
     def _collated(self, raw: _Raw, epoch: int, last: bool) -> Row:
+        first = raw.ids[0] if raw.ids else raw.first
         with self._sandbox:
-            self._sandbox.seed(
-                derive_seed(STREAM_COLLATE, self.seed, epoch, raw.ids[0] if raw.ids else raw.first)
-            )
+            self._sandbox.seed(derive_seed(STREAM_COLLATE, self.seed, epoch, first))
+            reseed = collator_reseeder(self._collate)
+            if reseed is not None:
+                reseed(epoch, first)
             try:
                 batch = self._collate(raw.samples)
             except Exception as error:

@@ -1,0 +1,69 @@
+"""A batch as one long sequence, without padding."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from windlass.data.collate_default import Batch, DefaultDataCollator, Features
+from windlass.data.collate_pad import framed
+
+
+class DataCollatorWithFlattening(DefaultDataCollator):
+    """Concatenate all samples into one sequence of shape (1, total tokens); the model must keep them apart by position.
+
+    Args:
+        return_tensors: "pt" or "np".
+        return_position_ids: give `position_ids`, which begin anew with each sample.
+        separator_id: label of each sample's first token, so that no sample predicts the next.
+        return_flash_attn_kwargs: give `cu_seq_lens_q/k` (int32 boundaries) and `max_length_q/k` (ints).
+        return_seq_idx: give `seq_idx`, int32: which sample each token belongs to.
+        position_ids_start: first position of each sample; RoBERTa-like models count from `padding_idx + 1`.
+    """
+
+    def __init__(
+        self,
+        return_tensors: str = "pt",
+        *,
+        return_position_ids: bool = True,
+        separator_id: int = -100,
+        return_flash_attn_kwargs: bool = False,
+        return_seq_idx: bool = False,
+        position_ids_start: int = 0,
+    ) -> None:
+        super().__init__(return_tensors)
+        self.return_position_ids = return_position_ids
+        self.separator_id = separator_id
+        self.return_flash_attn_kwargs = return_flash_attn_kwargs
+        self.return_seq_idx = return_seq_idx
+        self.position_ids_start = position_ids_start
+
+    def __call__(
+        self, features: Features, return_tensors: str | None = None, separator_id: int | None = None
+    ) -> Batch:
+        separator = self.separator_id if separator_id is None else separator_id
+        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
+        targets = [np.array(sample.get("labels", sample["input_ids"]), dtype=np.int64) for sample in features]
+        for target in targets:
+            target[:1] = separator
+        columns: Batch = {"input_ids": np.concatenate(ids)[None], "labels": np.concatenate(targets)[None]}
+        lengths = [len(sample) for sample in ids]
+        columns.update(self._places(lengths))
+        chosen = return_tensors or self.return_tensors
+        return {k: framed(v, chosen) if isinstance(v, np.ndarray) else v for k, v in columns.items()}
+
+    def _places(self, lengths: list[int]) -> Batch:
+        """What tells the samples apart."""
+        places: Batch = {}
+        if self.return_position_ids:
+            places["position_ids"] = np.concatenate(
+                [np.arange(n) + self.position_ids_start for n in lengths]
+            )[None]
+        if self.return_seq_idx:
+            places["seq_idx"] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+        if self.return_flash_attn_kwargs:
+            bounds = np.array([0, *accumulate(lengths)], dtype=np.int32)
+            places["cu_seq_lens_q"], places["cu_seq_lens_k"] = bounds, bounds.copy()
+            places["max_length_q"] = places["max_length_k"] = max(lengths)
+        return places

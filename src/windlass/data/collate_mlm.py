@@ -1,0 +1,277 @@
+"""Collators that hide tokens for language models, and the random draws they make."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from windlass.core.logs import get_logger
+from windlass.data.collate_default import Features
+from windlass.data.collate_pad import Framework, framed, pad_quietly, pad_rows
+
+logger = get_logger(__name__)
+Array = np.ndarray[Any, Any]
+
+
+class Draws(Protocol):
+    """Random draws as NumPy arrays, from either library's generators."""
+
+    def coins(self, chance: Array | float, shape: tuple[int, ...]) -> Array: ...
+
+    def words(self, vocabulary: int, where: Array) -> Array: ...
+
+    def integer(self, low: int, high: int) -> int: ...
+
+    def permutation(self, count: int) -> Array: ...
+
+
+class TorchDraws:
+    """Draws from `generator`, or PyTorch's default generator."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._generator = generator
+
+    def coins(self, chance: Array | float, shape: tuple[int, ...]) -> Array:
+        chances = torch.full(shape, chance) if isinstance(chance, float) else torch.from_numpy(chance).float()
+        return torch.bernoulli(chances, generator=self._generator).bool().numpy()
+
+    def words(self, vocabulary: int, where: Array) -> Array:
+        return torch.randint(vocabulary, where.shape, generator=self._generator).numpy()[where]
+
+    def integer(self, low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=self._generator).item())
+
+    def permutation(self, count: int) -> Array:
+        return torch.randperm(count, generator=self._generator).numpy()
+
+
+class NumpyDraws:
+    """Draws from `generator`, or NumPy's global state."""
+
+    def __init__(self, generator: np.random.Generator | None = None) -> None:
+        self._generator: Any = generator or np.random
+
+    def coins(self, chance: Array | float, shape: tuple[int, ...]) -> Array:
+        return self._generator.binomial(1, chance, size=shape).astype(bool)  # type: ignore[no-any-return]
+
+    def words(self, vocabulary: int, where: Array) -> Array:
+        draw = getattr(self._generator, "integers", None) or self._generator.randint
+        return draw(low=0, high=vocabulary, size=int(where.sum()), dtype=np.int64)  # type: ignore[no-any-return]
+
+    def integer(self, low: int, high: int) -> int:
+        draw = getattr(self._generator, "integers", None) or self._generator.randint
+        return int(draw(low, high))
+
+    def permutation(self, count: int) -> Array:
+        return self._generator.permutation(count)  # type: ignore[no-any-return]
+
+
+@dataclass
+class DataCollatorForLanguageModeling(Framework):
+    """Pad, and make labels for causal (`mlm=False`) or masked language modelling (BERT, Devlin et al. 2019).
+
+    Causal: labels are the inputs, with padding set to -100. Masked: a share of the tokens is chosen; of
+    these, `mask_replace_prob` become the mask token, `random_replace_prob` a random token, the rest stay;
+    labels are -100 everywhere else.
+
+    Args:
+        tokenizer: `pad`, `pad_token_id`; for mlm also `mask_token`, `mask_token_id`,
+            `get_special_tokens_mask`, `__len__`.
+        mlm: masked rather than causal.
+        whole_word_mask: choose whole words; needs `offset_mapping` in the samples; replaces by the mask token only.
+        mlm_probability: share of tokens (or words) chosen.
+        mask_replace_prob, random_replace_prob: shares of the chosen tokens.
+        pad_to_multiple_of: round the length up to a multiple of this.
+        return_tensors: "pt" or "np".
+        seed: draw from an own generator; under a Windlass loader it is seeded by (this seed, epoch, first
+            sample) for each batch.
+
+    Raises:
+        ValueError: shares outside 0..1, or no mask token for mlm.
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    whole_word_mask: bool = False
+    mlm_probability: float | None = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    seed: int | None = None
+    generator: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.whole_word_mask and self.mask_replace_prob < 1:
+            logger.warning(
+                "whole word masking replaces by the mask token only: mask_replace_prob is set to 1"
+            )
+            self.mask_replace_prob, self.random_replace_prob = 1, 0
+        if self.mlm:
+            self.mlm_probability = float(self.mlm_probability or 0)
+        self.mask_replace_prob, self.random_replace_prob = (
+            float(self.mask_replace_prob),
+            float(self.random_replace_prob),
+        )
+
+    def _check(self) -> None:
+        if self.mlm and self.tokenizer.mask_token is None:
+            raise ValueError(
+                "the tokenizer has no mask token, which mlm=True needs; use mlm=False for causal models"
+            )
+        if self.whole_word_mask and not self.mlm:
+            raise ValueError("whole_word_mask=True needs mlm=True")
+        shares = {
+            "mask_replace_prob": self.mask_replace_prob,
+            "random_replace_prob": self.random_replace_prob,
+        }
+        if self.mlm:
+            shares["mlm_probability"] = -1 if self.mlm_probability is None else self.mlm_probability
+        for name, value in shares.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r}: must lie between 0 and 1")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise ValueError("mask_replace_prob + random_replace_prob must not exceed 1")
+
+    def get_generator(self, seed: int) -> torch.Generator | np.random.Generator:
+        """A fresh generator of the library that `return_tensors` names."""
+        return (
+            torch.Generator().manual_seed(seed)
+            if self.return_tensors == "pt"
+            else np.random.default_rng(seed)
+        )
+
+    def create_rng(self) -> None:
+        """Begin drawing from `seed` (plus the worker's number in a worker of PyTorch's `DataLoader`)."""
+        assert self.seed is not None
+        worker = get_worker_info()
+        if worker is None and multiprocessing.current_process().name != "MainProcess":
+            raise ValueError("seed= needs the main process or a worker of torch.utils.data.DataLoader")
+        self.generator = self.get_generator(self.seed + (worker.id if worker else 0))
+
+    def torch_call(self, examples: Features) -> Any:
+        return self._batch(examples, "pt")
+
+    def numpy_call(self, examples: Features) -> Any:
+        return self._batch(examples, "np")
+
+    def _batch(self, examples: Features, return_tensors: str) -> Any:
+        if self.seed is not None and self.generator is None:
+            self.create_rng()
+        batch = self._padded(examples, return_tensors)
+        special, offsets = batch.pop("special_tokens_mask", None), batch.pop("offset_mapping", None)
+        if self.mlm:
+            mask = self.torch_mask_tokens if return_tensors == "pt" else self.numpy_mask_tokens
+            batch["input_ids"], batch["labels"] = mask(batch["input_ids"], special, offsets)
+            return batch
+        labels = batch["input_ids"].clone() if return_tensors == "pt" else batch["input_ids"].copy()
+        if self.tokenizer.pad_token_id is not None:
+            labels[labels == self.tokenizer.pad_token_id] = -100
+        batch["labels"] = labels
+        return batch
+
+    def _padded(self, examples: Features, return_tensors: str) -> Any:
+        if isinstance(examples[0], Mapping):
+            options = {"return_tensors": return_tensors, "pad_to_multiple_of": self.pad_to_multiple_of}
+            return pad_quietly(self.tokenizer, examples, **options)
+        return {
+            "input_ids": framed(pad_ids(examples, self.tokenizer, self.pad_to_multiple_of), return_tensors)
+        }
+
+    def torch_mask_tokens(
+        self, inputs: Any, special_tokens_mask: Any = None, offset_mapping: Any = None
+    ) -> tuple[Any, Any]:
+        """Hide tokens of `inputs` (batch, tokens) in place. Returns (inputs, labels), int64 of the same shape."""
+        array = inputs.numpy()
+        _, labels = self._mask(array, special_tokens_mask, offset_mapping, TorchDraws(self.generator))
+        return torch.from_numpy(array), torch.from_numpy(labels)
+
+    def numpy_mask_tokens(
+        self, inputs: Any, special_tokens_mask: Any = None, offset_mapping: Any = None
+    ) -> tuple[Any, Any]:
+        """`torch_mask_tokens` for NumPy arrays."""
+        return self._mask(inputs, special_tokens_mask, offset_mapping, NumpyDraws(self.generator))
+
+    def _mask(self, inputs: Array, special: Any, offsets: Any, draws: Draws) -> tuple[Array, Array]:
+        labels = inputs.copy()
+        special = special_tokens(self.tokenizer, labels) if special is None else np.asarray(special)
+        words = self._words(special, offsets) if self.whole_word_mask else None
+        never = special.astype(bool) if words is None else ~words[1]
+        assert self.mlm_probability is not None
+        chosen = draws.coins(np.where(never, 0.0, self.mlm_probability), labels.shape)
+        if words is not None:
+            chosen = _spread_over_words(chosen, words[0])
+        labels[~chosen] = -100
+        hidden = draws.coins(self.mask_replace_prob, labels.shape) & chosen
+        inputs[hidden] = self.tokenizer.mask_token_id
+        if self.mask_replace_prob == 1 or self.random_replace_prob == 0:
+            return inputs, labels
+        share = self.random_replace_prob / (1 - self.mask_replace_prob)
+        swapped = draws.coins(share, labels.shape) & chosen & ~hidden
+        inputs[swapped] = draws.words(len(self.tokenizer), swapped)
+        return inputs, labels
+
+    def _words(self, special: Array, offsets: Any) -> tuple[Array, Array]:
+        if offsets is None:
+            raise ValueError(
+                "whole_word_mask=True needs 'offset_mapping': tokenize with return_offsets_mapping=True"
+            )
+        return word_numbers(np.asarray(offsets), special.astype(bool))
+
+
+def word_numbers(offsets: Array, special: Array) -> tuple[Array, Array]:
+    """Which word each token belongs to.
+
+    A word begins at a token that does not start where the one before it ended, or that follows a special token.
+
+    Args:
+        offsets: (batch, tokens, 2), characters at which each token starts and ends.
+        special: bool of shape (batch, tokens).
+
+    Returns:
+        word numbers (-1 for special tokens) and whether a token is the first of its word, both (batch, tokens).
+    """
+    ends_before = np.roll(offsets[:, :, 1], 1, axis=1)
+    ends_before[:, 0] = -1
+    special_before = np.roll(special, 1, axis=1)
+    special_before[:, 0] = False
+    first = ~special & ((offsets[:, :, 0] != ends_before) | special_before)
+    return np.where(special, -1, np.cumsum(first, axis=1)), first
+
+
+def _spread_over_words(chosen: Array, words: Array) -> Array:
+    """Choose every token of a word of which one token is chosen."""
+    result = np.zeros_like(chosen)
+    for row, numbers, picked in zip(result, words, chosen, strict=True):
+        row[:] = np.isin(numbers, numbers[picked]) & (numbers != -1)
+    return result
+
+
+def special_tokens(tokenizer: Any, ids: Array) -> Array:
+    """Which tokens are special, bool of the shape of `ids` (batch, tokens)."""
+    rows = [tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids.tolist()]
+    return np.array(rows, dtype=bool)
+
+
+def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None = None) -> Array:
+    """Lists of token ids as one int64 array of shape (batch, tokens), filled up with the padding token.
+
+    Raises:
+        ValueError: padding is needed and the tokenizer has no padding token.
+    """
+    lengths = [len(example) for example in examples]
+    multiple = pad_to_multiple_of or 1
+    width = -(-max(lengths) // multiple) * multiple
+    if min(lengths) < width and tokenizer.pad_token is None:
+        raise ValueError(
+            f"samples of different lengths must be padded, and {type(tokenizer).__name__} has no pad token; "
+            "set one: tokenizer.pad_token = tokenizer.eos_token"
+        )
+    return pad_rows(examples, tokenizer.pad_token_id or 0, tokenizer.padding_side, width)
