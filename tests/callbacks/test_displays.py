@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 
@@ -114,6 +115,16 @@ def test_rich_bar_shows_both_counts_and_the_messages() -> None:
     assert "loss [bold]1.5" in text  # not read as markup
     assert "evaluate" in text
     assert "10/10" in text.splitlines()[-1]
+
+
+def test_a_bar_left_open_is_put_away_when_it_is_dropped() -> None:
+    pytest.importorskip("rich")
+    out = Terminal()
+    display = RichDisplay(10, "train", file=out)
+    assert "\x1b[?25l" in out.getvalue()  # the cursor is hidden
+    del display
+    gc.collect()
+    assert out.getvalue().endswith("\x1b[?25h")
 
 
 def test_the_file_decides() -> None:

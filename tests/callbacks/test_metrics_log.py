@@ -96,6 +96,17 @@ def test_evaluation_before_training_belongs_to_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_an_evaluation_that_was_logged_with_more_is_still_one_row(tmp_path: Path) -> None:
+    callback, state = MetricsLogCallback(tmp_path), TrainerState(global_step=3)
+    metrics = {"eval_loss": math.nan, "eval_runtime": 1.0}
+    logs = {**metrics, "epoch": 0.5, "num_input_tokens_seen": 7}
+    callback.on_log(None, state, TrainerControl(), logs=logs)
+    callback.on_evaluate(None, state, TrainerControl(), metrics=metrics)
+    assert len(without_timing(tmp_path)) == 1
+    callback.on_evaluate(None, state, TrainerControl(), metrics={**metrics, "eval_runtime": 2.0})
+    assert len(without_timing(tmp_path)) == 2
+
+
 def test_prediction_is_recorded(tmp_path: Path) -> None:
     MetricsLogCallback(tmp_path).on_predict(None, TrainerState(), TrainerControl(), {"test_loss": 1.0})
     assert without_timing(tmp_path) == [{"event": "predict", "step": 0, "epoch": 0.0, "test_loss": 1.0}]

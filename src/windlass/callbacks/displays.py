@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
@@ -211,6 +212,8 @@ class RichDisplay:
         self._main = self._bar.add_task(label, total=total or None, completed=start)
         self._inner: Any = None
         self._pending: tuple[Any, int] | None = None  # counted, and not drawn yet
+        # A run that ends in an exception closes nothing: the terminal must get its cursor back all the same.
+        self._rescue = weakref.finalize(self, self._bar.stop)
         self._last = time.monotonic()
         self._bar.start()
         self._bar.refresh()
@@ -238,7 +241,7 @@ class RichDisplay:
 
     def close(self) -> None:
         self._redraw()
-        self._bar.stop()
+        self._rescue()
 
     def _show(self, task: Any, completed: int) -> None:
         self._pending = (task, completed)

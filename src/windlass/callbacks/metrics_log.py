@@ -117,8 +117,8 @@ class MetricsLogCallback(TrainerCallback):
         """An evaluation is usually logged as well, just before its event: one row is enough."""
         if not metrics:
             return
-        row = _row(event, state, metrics)
-        if _measured(row) != _measured(self._last_row):
+        said = _measured(self._last_row)  # the log may hold more: counters that the Trainer adds
+        if any(said.get(name) != value for name, value in _measured(_row(event, state, metrics)).items()):
             self._record(event, state, metrics)
 
     def _record(self, event: str, state: TrainerState, metrics: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._close()
+            self.close()
             self._training = open_display(state.max_steps, "train", start=state.global_step, file=self._file)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
-        self._close()
+        self.close()
 
     def _end_inner(self) -> None:
         self._batches = 0
@@ -89,8 +89,8 @@ class ProgressCallback(TrainerCallback):
             self._alone.close()
             self._alone = None
 
-    def _close(self) -> None:
-        """Also before a new run: one that an exception ended has left its bar open."""
+    def close(self) -> None:
+        """Take the bars off the terminal; for a run that an exception ended, which has no `on_train_end`."""
         self._end_inner()
         if self._training is not None:
             self._training.close()
