@@ -70,20 +70,16 @@ class EvalRequest:
     def _unmeasurable(self) -> Problem | None:
         if not (self.loss_only and self.compute_metrics):
             return None
-        return Problem(
-            "prediction_loss_only",
-            True,
-            "compute_metrics needs predictions: give only one of the two",
-        )
+        fix = "compute_metrics needs predictions: give only one of the two"
+        return Problem("prediction_loss_only", True, fix)
 
     def _not_batchwise(self) -> Problem | None:
-        if not (self.batch_metrics and self.compute_metrics) or _takes(
-            self.compute_metrics, "compute_result"
+        if not (
+            self.batch_metrics and self.compute_metrics and not _takes(self.compute_metrics, "compute_result")
         ):
             return None
-        return Problem(
-            "batch_eval_metrics", True, "compute_metrics must take a `compute_result: bool` argument then"
-        )
+        fix = "compute_metrics must take a `compute_result: bool` argument then"
+        return Problem("batch_eval_metrics", True, fix)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -131,7 +127,8 @@ def evaluation_loop(
             run.step(predict_step, ids, batch)
             on_batch()
         batchwise = run.batch_metrics.finish()
-    return run.conclude(batchwise)
+        totals = run.totals()
+    return run.conclude(totals, batchwise)
 
 
 class _Evaluation:
@@ -150,9 +147,8 @@ class _Evaluation:
         self.batch_metrics = _batch_metrics(request, group)
 
     def step(self, predict_step: PredictStep, ids: list[int], batch: Any) -> None:
-        weight = self._weigh(
-            batch
-        )  # before the step, and the inputs too: a loss may take labels out of the batch
+        # All that is read of the batch is read before the step: a loss may take labels out of it.
+        weight = self._weigh(batch)
         samples = len(ids) or batch_size_of(batch) or 1
         inputs = self._inputs(batch)
         loss, logits, labels = predict_step(batch)
@@ -205,11 +201,13 @@ class _Evaluation:
             self._batches,
         )
 
-    def conclude(self, batchwise: dict[str, Any] | None) -> EvalLoopOutput:
+    def totals(self) -> dict[str, Any]:
+        """What this rank counted. Waits for the device."""
+        return {"loss": self._loss.totals(), "samples": self._samples, "batches": self._batches}
+
+    def conclude(self, totals: dict[str, Any], batchwise: dict[str, Any] | None) -> EvalLoopOutput:
         """Meet the other ranks: totals first, then whatever was kept."""
-        messages = agree(
-            self._group, {"loss": self._loss.totals(), "samples": self._samples, "batches": self._batches}
-        )
+        messages = agree(self._group, totals)
         if not sum(message["batches"] for message in messages):
             raise DataError("the evaluation data is empty: no batch came on any rank")
         loss = mean_of([message["loss"] for message in messages])
