@@ -17,6 +17,7 @@ from windlass.cli.samples import Blocks, LabelledTexts, encode_labelled, pack
 from windlass.cli.schema import Recipe
 from windlass.cli.splits import label_ids, label_names, load_records
 from windlass.cli.tokenizing import build_tokenizer
+from windlass.cli.training import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.rng import set_seed
 from windlass.core.types import EvalPrediction
@@ -27,7 +28,7 @@ Dataset = Blocks | LabelledTexts
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a recipe comes to: the tokenizer and the data, ready to be trained on. `evaluation` is None where it asks for none."""
+    """What a recipe comes to: tokenizer and data, ready for training; `evaluation` is None where none is asked for."""
 
     recipe: Recipe
     tokenizer: Any
@@ -62,13 +63,11 @@ def _encoded(records: list[Record], recipe: Recipe, tokenizer: Any, labels: list
     return encode_labelled(found, label_ids(records, data.label_column, labels), tokenizer, data.max_length)
 
 
-def saved_tokenizer(output_dir: str, resume: bool | str | None) -> Path | None:
+def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
     """The checkpoint that a resumed run takes its tokenizer from, or None where that is not a checkpoint with one."""
     if not resume:
         return None
-    path = (
-        Path(resume) if isinstance(resume, str) else Store(Path(output_dir).expanduser()).newest_verified()[0]
-    )
+    path = Path(resume) if isinstance(resume, str) else Store(folder).newest_verified()[0]
     return path if path is not None and (path / "tokenizer.json").is_file() else None
 
 
@@ -90,7 +89,7 @@ def build_trainer(parts: Parts, args: TrainingArguments) -> Any:
         compute_metrics=accuracy if is_classification else None,
         preprocess_logits_for_metrics=_choice if is_classification else None,
     )
-    trainer.add_callback(ReportCallback(args.output_dir))
+    trainer.add_callback(ReportCallback(run_folder(args)))
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""The rules of a recipe that concern more than one key, and the files it names. Opens nothing, imports nothing heavy."""
+"""The rules of a recipe that concern more than one key, and the files it names. Nothing is opened here."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from windlass.cli.schema import SHORTHANDS
 from windlass.config.codec import Document, Keys, load, loads, parse_override
 from windlass.core.errors import ConfigError, Problem
 
-# `model=NAME` means this model *instead of* the one that the file describes; `data=FILE` leaves the columns as they are.
+# `model=NAME` means this model *instead of* the one that the file describes; `data=FILE` changes no columns.
 REPLACED = ("model", "tokenizer")
 BUILT_IN = Path(__file__).with_name("default.yaml")
 
@@ -34,7 +34,7 @@ class Draft:
 
     @classmethod
     def read(cls, path: str | Path | None) -> Draft:
-        """The recipe at `path`, or the built-in one. Raises ConfigError, with file and line, for what is no YAML mapping."""
+        """The recipe at `path`, or the built-in one. Raises ConfigError for what is no YAML mapping, with its line."""
         if path is None:
             return cls(loads(BUILT_IN.read_text(encoding="utf-8"), "built-in recipe"))
         return cls(load(path))

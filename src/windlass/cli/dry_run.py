@@ -25,7 +25,7 @@ EVAL_BATCHES = 2
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each update. Waits for the device at both ends, which a real run does not: the figure is an upper bound."""
+    """Seconds of each update. Waits for the device at both ends, as a real run does not: an upper bound."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -40,7 +40,7 @@ class StepClock(TrainerCallback):
 
 @dataclass(slots=True)
 class Findings:
-    """What the rehearsal measured: seconds of an update, of an evaluation batch and of a save; bytes of a checkpoint."""
+    """What the rehearsal measured, in seconds and bytes, and what it went through."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -86,7 +86,7 @@ def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], No
 
 
 def _small(folder: str) -> dict[str, Any]:
-    """The arguments that differ from the full run's: two updates, one save, no evaluation but the one asked for here."""
+    """The arguments that differ from the full run's: two updates, one save, no evaluation on the way."""
     return {
         "output_dir": folder,
         "max_steps": STEPS,

@@ -1,4 +1,4 @@
-"""From a recipe's text to a checked `Recipe`: every problem is found in one pass and told with its place and its fix."""
+"""From a recipe's text to a checked `Recipe`: all problems found in one pass, each with place and fix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from windlass.cli.checks import find_conflicts
 from windlass.cli.draft import Draft
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, training_fields, training_problems
+from windlass.config.codec import Keys
 from windlass.config.nearest import did_you_mean, nearest
 from windlass.core.errors import ConfigError, Problem
 
@@ -36,13 +37,23 @@ def load_recipe(
         draft.put(("training", "output_dir"), output_dir)
     _name_the_run(draft, "python-docs" if path is None else Path(path).stem)
     problems = list(draft.problems)
-    recipe = _section(Recipe, draft.values, (), draft, problems)
-    problems += find_conflicts(recipe, draft)
-    problems += _evaluation_problems(recipe, draft)
+    recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
+    conflicts = [*find_conflicts(recipe, draft), *_evaluation_problems(recipe, draft)]
+    problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, draft)
     if problems:
         raise ConfigError(problems)
     return replace(recipe, training=coerced(recipe.training))
+
+
+def _follows(conflict: Problem, problems: list[Problem]) -> bool:
+    """Whether a value that is wrong by itself, and was replaced by its default, explains the conflict."""
+    about = _dotted(conflict)
+    return any(_dotted(p) == about or _dotted(p).startswith(about + ".") for p in problems)
+
+
+def _dotted(problem: Problem) -> str:
+    return problem.field.rpartition(": ")[2]
 
 
 def _evaluation_problems(recipe: Recipe, draft: Draft) -> list[Problem]:
@@ -61,9 +72,7 @@ def _name_the_run(draft: Draft, name: str) -> None:
         training.setdefault("output_dir", f"runs/{name}")
 
 
-def _section(
-    kind: type, tree: Mapping[str, Any], path: KeyPath, draft: Draft, problems: list[Problem]
-) -> Any:
+def _section(kind: type, tree: Mapping[str, Any], path: Keys, draft: Draft, problems: list[Problem]) -> Any:
     """Build dataclass `kind` from `tree`; what is wrong goes to `problems`, and the default stands in for it."""
     hints = typing.get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}
@@ -88,7 +97,7 @@ def _section(
     return kind(**values)
 
 
-def _unknown(key: str, path: KeyPath, known: Iterable[str]) -> str:
+def _unknown(key: str, path: Keys, known: Iterable[str]) -> str:
     close = nearest(key, known)
     if close:
         return f"no such key; did you mean {'.'.join((*path, close))}?"
@@ -101,9 +110,9 @@ def _unknown(key: str, path: KeyPath, known: Iterable[str]) -> str:
     return f"no such key; known here: {', '.join(known)}"
 
 
-def _all_keys() -> list[KeyPath]:
-    keys: list[KeyPath] = []
-    sections: list[tuple[type, KeyPath]] = [(Recipe, ())]
+def _all_keys() -> list[Keys]:
+    keys: list[Keys] = []
+    sections: list[tuple[type, Keys]] = [(Recipe, ())]
     while sections:
         kind, path = sections.pop(0)
         for name in field_names(kind):

@@ -45,9 +45,8 @@ def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
         DataError: they hold no token to predict.
     """
     end = tokenizer.eos_token_id
-    pieces: list[np.ndarray[Any, Any]] = []
-    for ids in _encode(texts, tokenizer, add_special_tokens=False):
-        pieces.append(np.asarray(ids if end is None else [*ids, end], dtype=np.int64))
+    encoded = _encode(texts, tokenizer, add_special_tokens=False)
+    pieces = [np.asarray(ids if end is None else [*ids, end], dtype=np.int64) for ids in encoded]
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
     if len(tokens) < 2:
         raise DataError("the text holds no tokens to train on")

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loaded by name, taken from the checkpoint that is resumed, or trained on the training text."""
+"""The tokenizer of a run: loaded by name, taken from the resumed checkpoint, or trained on the training text."""
 
 from __future__ import annotations
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from windlass.cli.main import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import Recipe
-from windlass.cli.training import training_arguments
+from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.core.world import world_from_environment
 
@@ -69,7 +68,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     from windlass.cli.screen import Outcome, describe_run, render_screen
     from windlass.cli.taken_up import TakenUp
 
-    parts = build_parts(recipe, args, saved_tokenizer(args.output_dir, resume))
+    parts = build_parts(recipe, args, saved_tokenizer(run_folder(args), resume))
     trainer, taken_up = build_trainer(parts, args), TakenUp()
     trainer.add_callback(taken_up)
     say(describe_run(parts, trainer))
@@ -78,7 +77,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         say(f"\nBefore training, the model writes: {before}\n")
     output = trainer.train(resume_from_checkpoint=resume)
     evaluation = _final_evaluation(trainer, parts.evaluation is not None)
-    if not (Path(args.output_dir).expanduser() / f"checkpoint-{trainer.state.global_step}").is_dir():
+    if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
         trainer.save_model(args.output_dir)
     after = continue_prompt(parts, trainer.model)
     runtime = float(output.metrics["train_runtime"])
@@ -93,7 +92,7 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
     state = trainer.state
     rows = [row for row in state.log_history if "eval_loss" in row]
     if rows and rows[-1]["step"] == state.global_step and not trainer.args.load_best_model_at_end:
-        return rows[-1]
+        return dict(rows[-1])
     metrics: dict[str, float] = trainer.evaluate()
     return metrics
 
@@ -101,7 +100,7 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
 def _interrupted(args: TrainingArguments, command: str) -> int:
     from windlass.checkpoint.store import Store
 
-    newest, _ = Store(Path(args.output_dir).expanduser()).newest_verified()
+    newest, _ = Store(run_folder(args)).newest_verified()
     if world_from_environment().is_main:
         state = f"{newest} is whole. Go on with:\n  {command}" if newest else "there is no checkpoint yet."
         print(f"\nInterrupted: {state}", file=sys.stderr)

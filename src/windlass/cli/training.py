@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from windlass.cli.draft import Draft
@@ -25,6 +26,12 @@ def coerced(values: Mapping[str, Any]) -> dict[str, Any]:
 def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
     """The arguments of a checked recipe."""
     return TrainingArguments(**coerced(values))
+
+
+def run_folder(args: TrainingArguments) -> Path:
+    """Where the run keeps everything. A recipe always has one: it is named after its file."""
+    assert args.output_dir is not None
+    return Path(args.output_dir).expanduser()
 
 
 def training_problems(values: Mapping[str, Any], draft: Draft) -> list[Problem]:
