@@ -9,6 +9,7 @@ import pytest
 from tests.optim.helpers import parameters
 from torch.optim.lr_scheduler import LambdaLR
 
+from windlass.config.enums import SchedulerType
 from windlass.core.errors import ConfigError
 from windlass.optim import public
 
@@ -70,7 +71,7 @@ def test_rates_are_transformers(name: str) -> None:
 
 
 def test_get_scheduler_takes_the_enum_too() -> None:
-    scheduler = public.get_scheduler(public.SchedulerType.LINEAR, parameters(), 0, 4)
+    scheduler = public.get_scheduler(SchedulerType.LINEAR, parameters(), 0, 4)
     assert scheduler.get_last_lr() == [0.1]
 
 

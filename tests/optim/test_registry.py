@@ -10,9 +10,10 @@ from tests.optim.helpers import Net
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
+from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError
 from windlass.optim.groups import decay_groups
-from windlass.optim.registry import OPTIMIZERS, REFUSED, build_optimizer, make_optimizer, optimizer_factory
+from windlass.optim.registry import OPTIMIZERS, build_optimizer, make_optimizer, optimizer_factory
 
 
 def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[torch.Tensor]]:
@@ -43,8 +44,11 @@ def test_each_optimizer_learns_and_repeats_its_bits(name: str) -> None:
 
 def test_every_name_of_transformers_is_built_or_refused() -> None:
     arguments = pytest.importorskip("transformers.training_args")
-    assert not OPTIMIZERS.keys() & REFUSED.keys()
-    assert OPTIMIZERS.keys() | REFUSED.keys() == {member.value for member in arguments.OptimizerNames}
+    assert {member.value for member in arguments.OptimizerNames} <= SECTIONS["optim"].keys()
+
+
+def test_the_configuration_honours_what_is_built_and_nothing_else() -> None:
+    assert {name for name, row in SECTIONS["optim"].items() if row.status == "honoured"} == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -59,9 +63,9 @@ def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any)
     assert our_kwargs == kwargs
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(SECTIONS["optim"].keys() - OPTIMIZERS.keys()))
 def test_what_is_not_built_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"optim='{name}'.*(not built).*adamw_torch"):
+    with pytest.raises(ConfigError, match=rf"optim='{name}': is (not built yet|gone).*optimizers=\("):
         optimizer_factory(OptimizerPlan(name=name))
 
 
@@ -101,6 +105,25 @@ def test_the_fused_kernel_is_used_where_it_exists_and_left_out_where_not() -> No
     assert build_optimizer(nn.Linear(2, 2), plan).defaults["fused"] is True
     strange = build_optimizer(nn.Linear(2, 2, device="meta"), plan)
     assert not strange.defaults["fused"]
+
+
+def test_what_brings_its_own_parameters_is_handed_on() -> None:
+    model = nn.Linear(2, 2)
+    from_generator = make_optimizer(model.parameters(), torch.optim.AdamW, {"fused": True})
+    from_groups = make_optimizer([{"params": model.parameters()}], torch.optim.AdamW, {"fused": True})
+    from_names = make_optimizer(model.named_parameters(), torch.optim.AdamW, {"fused": True})
+    for optimizer in (from_generator, from_groups, from_names):
+        held = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+
+
+def test_a_class_that_takes_the_model_gets_it() -> None:
+    class TakesModel(torch.optim.SGD):
+        def __init__(self, model: nn.Module, lr: float) -> None:
+            super().__init__(model.parameters(), lr=lr)
+
+    model = nn.Linear(2, 2)
+    assert make_optimizer(model, TakesModel, {"lr": 0.1}).param_groups[0]["params"][0] is model.weight
 
 
 def test_an_empty_group_is_kept() -> None:

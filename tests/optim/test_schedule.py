@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.optim.helpers import parameters
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
 
+from windlass.config import enums
 from windlass.core.errors import ConfigError
 from windlass.optim.schedule import FactorSchedule, UserSchedule, as_schedule, build_schedule
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES
@@ -50,6 +51,7 @@ def recorded(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> li
     return lrs
 
 
+@pytest.mark.filterwarnings("ignore:Both num_training_steps")  # theirs, not ours
 @pytest.mark.parametrize("name", SHAPES)
 @given(data=st.data(), total=st.integers(1, 60), warmup=st.integers(0, 30), groups=st.integers(1, 3))
 @settings(max_examples=60)
@@ -90,6 +92,11 @@ def test_nothing_but_the_step_counts(name: str) -> None:
 def test_every_schedule_that_transformers_names_is_built() -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
     assert set(SCHEDULE_NAMES) == {member.value for member in utils.SchedulerType}
+
+
+def test_the_configuration_knows_the_same_schedules() -> None:
+    assert {member.value for member in enums.SchedulerType} == set(SCHEDULE_NAMES)
+    assert {member.value for member in enums.METRIC_DRIVEN} == METRIC_DRIVEN.keys()
 
 
 def test_has_the_face_of_a_torch_scheduler() -> None:
@@ -242,6 +249,44 @@ def test_a_users_scheduler_that_follows_a_metric_is_not_stepped_by_updates() -> 
     assert optimizer.param_groups[0]["lr"] == 0.1
     schedule.observe(1.0)
     schedule.observe(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_rate_that_a_callback_wrote_is_the_one_reported() -> None:
+    optimizer = parameters()
+    schedule = build_schedule("linear", optimizer, total_steps=10)
+    schedule.set(2)
+    optimizer.param_groups[0]["lr"] = 0.003
+    assert schedule.last_lrs() == [0.003]
+
+
+def test_a_users_scheduler_over_a_tensor_rate_reports_the_updates_own() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
+    schedule = UserSchedule(LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+    schedule.set(0)
+    optimizer.step()
+    schedule.advance()
+    assert schedule.last_lrs() == [0.5]
+    schedule.set(1)
+    assert schedule.last_lrs() == [0.25]
+
+
+class Wrapper:
+    """What libraries that wrap schedulers look like: a `step` that takes anything."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.optimizer = inner, inner.optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.step(*args, **kwargs)
+
+
+def test_a_wrapped_scheduler_is_stepped_by_updates() -> None:
+    optimizer = parameters()
+    schedule = UserSchedule(Wrapper(LambdaLR(optimizer, lambda step: 1 / (step + 1))))
+    assert not schedule.follows_metric
+    optimizer.step()
+    schedule.advance()
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 

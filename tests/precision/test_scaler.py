@@ -55,6 +55,24 @@ def test_trajectory_equals_torchs_grad_scaler(factors: list[float], interval: in
     assert ours.skipped == skipped
 
 
+def test_a_model_learns_in_fp16_with_a_scale_that_overflows_at_first() -> None:
+    model, optimizer = twins()
+    scaler = LossScaler(CPU, init_scale=2.0**40)
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = (model(torch.ones(4, 3)) - 1.0).square().mean()
+        scaler.scale(loss).backward()
+        found = scaler.unscale_(model.parameters())
+        if not scaler.overflowed(found):
+            optimizer.step()
+        scaler.update(found)
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert 0 < scaler.skipped < 40
+    assert losses[-1] < 0.1 * losses[0]
+
+
 def test_continues_from_its_state() -> None:
     first = LossScaler(CPU, growth_interval=3)
     fine, bad = torch.zeros(()), torch.ones(())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,8 +12,6 @@ from windlass.optim.schedule import build_factor, build_metric_driven, peak_lr
 from windlass.optim.schedules.base import Span
 from windlass.optim.schedules.greedy import GreedyLR
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, WITHOUT_WARMUP
-
-SchedulerType = enum.StrEnum("SchedulerType", {name.upper(): name for name in SCHEDULE_NAMES})  # type: ignore[misc]
 
 
 def get_scheduler(

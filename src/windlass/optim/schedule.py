@@ -96,7 +96,10 @@ class FactorSchedule(LRScheduler):
         """Nothing to do: no metric drives this schedule."""
 
     def last_lrs(self) -> list[float]:
-        return self.lrs(self.last_epoch)
+        """As they stand in the optimizer: also what a callback wrote over the schedule's."""
+        if self._tensor_lrs:  # reading a tensor would wait for the device
+            return self.lrs(self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> State:
         """The step alone. The first learning rates are the configuration's: a resumed run obeys its own arguments."""
@@ -164,7 +167,8 @@ class UserSchedule:
             self.inner.step(metric)
 
     def last_lrs(self) -> list[float]:
-        return list(self._seen)
+        """A rate that the optimizer keeps in a tensor is read from its device here."""
+        return [float(lr) for lr in self._seen]
 
     def state_dict(self) -> State:
         """The scheduler's own state, with maps of special types (counters) as plain ones."""
@@ -175,8 +179,10 @@ class UserSchedule:
         self.inner.load_state_dict(restored)
         self._seen = self._read()
 
-    def _read(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def _read(self) -> list[float | torch.Tensor]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        # A tensor is written in place by the next step of its scheduler, so it is copied where it is.
+        return [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in rates]
 
 
 def as_schedule(scheduler: Any, optimizer: Optimizer) -> Schedule:
@@ -265,10 +271,9 @@ def _warn_of_warmup(name: str, warmup_steps: int) -> None:
 
 
 def _asks_for_metric(scheduler: Any) -> bool:
-    parameters = list(inspect.signature(scheduler.step).parameters.values())
-    return (
-        bool(parameters) and parameters[0].default is inspect.Parameter.empty and parameters[0].name != "args"
-    )
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
 
 
 def _plain(value: Any) -> Any:
