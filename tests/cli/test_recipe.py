@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
@@ -201,6 +201,7 @@ def vars_of(recipe: Recipe) -> dict[str, object]:
     return {name: getattr(recipe, name) for name in Recipe.__dataclass_fields__}
 
 
+@settings(max_examples=30)
 @given(prompt=st.text(max_size=20), fraction=st.floats(0, 0.99), size=st.integers(2, 10**6))
 def test_any_value_survives_printing(prompt: str, fraction: float, size: int) -> None:
     changed = Recipe(

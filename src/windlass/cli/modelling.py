@@ -30,7 +30,9 @@ def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
     torch_dtype = getattr(require("torch", "train"), recipe.model.dtype)
     head = _head(labels)
     if recipe.model.name is not None:
-        return _loaded(auto, recipe.model.name, {**head, "dtype": torch_dtype})
+        model = _loaded(auto, recipe.model.name, {**head, "dtype": torch_dtype})
+        _check_against_tokens(recipe, model.config, tokenizer)
+        return model
     assert recipe.model.config is not None  # `checks.py` asks for one of the two
     config = _config(recipe, tokenizer, head)
     try:
@@ -119,7 +121,7 @@ def _implied(recipe: Recipe, tokenizer: Any, known: set[str]) -> dict[str, Any]:
 
 def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     problems = []
-    if config.vocab_size < len(tokenizer):
+    if getattr(config, "vocab_size", len(tokenizer)) < len(tokenizer):
         fix = f"the tokenizer has {len(tokenizer)} entries; leave it out or give at least that"
         problems.append(Problem("model.config.vocab_size", config.vocab_size, fix))
     key = "block_size" if recipe.task == "causal-lm" else "max_length"

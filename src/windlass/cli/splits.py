@@ -25,14 +25,16 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
         return train, []
     if recipe.task == "causal-lm" and len(train) < ENOUGH_DOCUMENTS:
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
-    return _hold_out_records(train, data, seed)
+    return _hold_out_records(train, data, data.eval_fraction, seed)
 
 
-def _hold_out_records(records: list[Record], data: DataSpec, seed: int) -> tuple[list[Record], list[Record]]:
-    count = round(len(records) * data.eval_fraction)
+def _hold_out_records(
+    records: list[Record], data: DataSpec, fraction: float, seed: int
+) -> tuple[list[Record], list[Record]]:
+    count = round(len(records) * fraction)
     if count == 0 or count == len(records):
         raise DataError(
-            f"{data.train}: {len(records)} records cannot give data.eval_fraction={data.eval_fraction} for evaluation; "
+            f"{data.train}: {len(records)} records cannot give data.eval_fraction={fraction} for evaluation; "
             "name data.eval, raise the fraction, or set it to 0"
         )
     held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(records)), count))

@@ -1,0 +1,132 @@
+"""Every format gives the same records, and every broken line is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from windlass.cli.readers import column, read_records, texts
+from windlass.cli.schema import DataSpec
+from windlass.core.errors import DataError
+
+ROWS = [{"text": "a film", "label": "1"}, {"text": 'not "good", no', "label": "0"}, {"text": "ünïcode", "label": "1"}]
+
+
+def write_jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n", encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path) -> Path:
+    lines = ["label,text", *('{label},"{0}"'.format(row["text"].replace('"', '""'), **row) for row in ROWS)]
+    path.write_text("\r\n".join(lines) + "\r\n", encoding="utf-8-sig")
+    return path
+
+
+def write_tsv(path: Path) -> Path:
+    path.write_text("\n".join(["text\tlabel", *(f"{r['text']}\t{r['label']}" for r in ROWS)]), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([{**row, "id": 3} for row in ROWS]), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ending", "write"),
+    [("jsonl", write_jsonl), ("csv", write_csv), ("tsv", write_tsv), ("parquet", write_parquet)],
+)
+def test_formats_agree(ending: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
+    records = read_records(str(write(tmp_path / f"rows.{ending}")), DataSpec())
+    assert [values for _, values in records] == [{**values, **row} for (_, values), row in zip(records, ROWS, strict=True)]
+    assert texts(records, "text") == [row["text"] for row in ROWS]
+    assert column(records, "label") == [row["label"] for row in ROWS]
+
+
+def test_tsv_without_header(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text('he said "no\t0\nyes\t1\n')
+    records = read_records(str(path), DataSpec(columns=["text", "label"]))
+    assert records == [
+        (f"{path}:1", {"text": 'he said "no', "label": "0"}),
+        (f"{path}:2", {"text": "yes", "label": "1"}),
+    ]
+
+
+def test_csv_with_a_line_break_inside_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('text,label\n"two\nlines",1\nx,0\n')
+    assert texts(read_records(str(path), DataSpec()), "text") == ["two\nlines", "x"]
+
+
+def test_folder_gives_file_and_label(tmp_path: Path) -> None:
+    for label, body in (("neg", "bad"), ("pos", "good")):
+        (tmp_path / label).mkdir()
+        (tmp_path / label / "1.txt").write_text(body)
+    (tmp_path / "pos" / "picture.png").write_bytes(b"\x89")
+    records = read_records(str(tmp_path), DataSpec())
+    assert [values for _, values in records] == [
+        {"text": "bad\n", "label": "neg"},
+        {"text": "good\n", "label": "pos"},
+    ]
+
+
+def test_txt_is_one_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\ntwo")
+    assert [values for _, values in read_records(str(path), DataSpec())] == [{"text": "one\ntwo\n"}]
+
+
+def test_max_samples(tmp_path: Path) -> None:
+    records = read_records(str(write_jsonl(tmp_path / "rows.jsonl")), DataSpec(max_samples=2))
+    assert len(records) == 2
+
+
+def test_python_docs_are_there() -> None:
+    records = read_records("", DataSpec(format="python-docs"))
+    assert sum(map(len, texts(records, "text"))) > 200_000
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl:2", "not valid JSON", '{"text":']),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', ["a.jsonl:2", "a JSON object", "list"]),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ["a.jsonl:2", "UTF-8"]),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', ["a.jsonl:2", "'text' is missing", "txt"]),
+        ("a.jsonl", b'{"text": 3}\n', ["a.jsonl:1", "must hold text, not int"]),
+        ("a.jsonl", b'{"text": null}\n', ["a.jsonl:1", "is empty"]),
+        ("a.jsonl", b"\n\n", ["a.jsonl", "no records"]),
+        ("a.csv", b"text,label\nx,1\ny\n", ["a.csv:3", "1 columns where 2"]),
+        ("a.csv", b"sentence,label\nx,1\n", ["a.csv:1", "no column 'text'", "sentence, label"]),
+        ("a.csv", b'text,label\n"x,1\n', ["a.csv:2", "unexpected end"]),
+        ("a.tsv", b"text\tlabel\nx\t1\t2\n", ["a.tsv:2", "3 columns where 2"]),
+        ("a.txt", b" \n", ["a.txt", "no records"]),
+        ("a.parquet", b"not parquet", ["a.parquet", "parquet file"]),
+    ],
+)
+def test_what_cannot_be_read_is_named(name: str, body: bytes, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(body)
+    with pytest.raises(DataError) as caught:
+        texts(read_records(str(path), DataSpec()), "text")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+_WORDS = st.text(st.characters(exclude_characters="\t\r\n\ufeff", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(rows=st.lists(st.tuples(_WORDS, st.sampled_from("01")), min_size=1, max_size=8))
+def test_any_tsv_comes_back(rows: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("tsv") / "rows.tsv"
+    path.write_bytes("".join(f"{text}\t{label}\n" for text, label in rows).encode())
+    records = read_records(str(path), DataSpec(columns=["text", "label"]))
+    assert [(values["text"], values["label"]) for _, values in records] == rows
