@@ -1,4 +1,4 @@
-"""Where progress is shown: a rich bar, a plain bar, or lines of text. Each has the same five verbs."""
+"""Where progress is shown: a rich bar, a plain bar, or lines of text. Each has the same verbs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ Clock = Callable[[], float]
 
 
 class Display(Protocol):
-    """One run of steps, shown while it goes on. An evaluation inside it has its own count, started by
-    `begin_inner`.
-    """
+    """One run of steps, shown while it goes on. An evaluation inside it is counted on its own."""
 
     def advance(self, step: int) -> None: ...
 
@@ -43,7 +41,8 @@ def open_display(total: int, label: str, *, start: int = 0, file: TextIO | None 
     returns.
 
     Args:
-        total: steps of the run. start: steps already done, when resumed.
+        total: steps of the run.
+        start: steps already done, when resumed.
     """
     file = file or sys.stdout
     if not file.isatty():

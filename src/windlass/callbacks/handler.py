@@ -28,6 +28,7 @@ _FIX = (
     "give subclasses or instances of TrainerCallback, or objects with methods such as "
     "on_log(args, state, control, **kwargs)"
 )
+_SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 Listener = Callable[..., Any]
 
 
@@ -74,6 +75,7 @@ class CallbackHandler:
         self, callbacks: Iterable[Any], model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
     ) -> None:
         self.callbacks: list[Any] = []
+        self._shared: dict[str, Any] = {}
         self.model = model
         self.processing_class = processing_class
         self.optimizer = optimizer
@@ -92,6 +94,12 @@ class CallbackHandler:
                 self.callback_list,
             )
         self.refresh()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep what every event is given as one dict: collecting it anew would cost more than most events do."""
+        super().__setattr__(name, value)
+        if name in _SHARED:
+            self._shared[name] = value
 
     # --- who is there ---------------------------------------------------------------------------------------
 
@@ -182,27 +190,7 @@ class CallbackHandler:
             listeners = self._listeners[event]
         except KeyError:
             raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}") from None
-        if listeners:
-            self._call(listeners, args, state, control, kwargs)
-        return control
-
-    def _call(
-        self,
-        listeners: tuple[Listener, ...],
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        extra: dict[str, Any],
-    ) -> None:
-        shared = {
-            "model": self.model,
-            "processing_class": self.processing_class,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-            "train_dataloader": self.train_dataloader,
-            "eval_dataloader": self.eval_dataloader,
-            **extra,
-        }
+        shared = {**self._shared, **kwargs} if kwargs else self._shared
         for listener in listeners:
             try:
                 result = listener(args, state, control, **shared)
@@ -211,6 +199,7 @@ class CallbackHandler:
             except Exception as error:
                 error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
                 raise
+        return control
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")
