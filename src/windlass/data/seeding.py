@@ -37,6 +37,7 @@ class Sandbox:
         self._bits, self._shadow = np.random.MT19937(0), np.random.RandomState(0)
         self._in_step = False
         self._probe = torch.empty((), dtype=torch.int64)
+        self._drawn = self._probe.numpy()  # the same memory, read without asking torch
 
     def __enter__(self) -> None:
         self._numpy_outside = get_bit_generator()
@@ -69,11 +70,11 @@ class Sandbox:
     def disturbed(self) -> bool:
         """Whether anything drew or seeded since `rest`."""
         self._in_step = np.random.random_sample() == self._shadow.random_sample()
-        return not (
-            self._in_step
-            and _GLOBAL.random() == _PYTHON_FIRST
-            and self._probe.random_().item() == _TORCH_FIRST
-        )
+        return not (self._in_step and _GLOBAL.random() == _PYTHON_FIRST and self._draw() == _TORCH_FIRST)
+
+    def _draw(self) -> int:
+        self._probe.random_()
+        return int(self._drawn)
 
 
 def fingerprint() -> tuple[Any, ...]:

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from tests.data.cases import Numbers, Stream, epoch_over_ranks, train_loader
+from windlass.core.errors import ConfigError, DataError
+from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=80)
+
+
+class Texts(Numbers):
+    """Sample i has the i-th of the given lengths."""
+
+    def __init__(self, lengths: list[int], column: bool = False) -> None:
+        super().__init__(len(lengths))
+        self.lengths, self.column = lengths, column
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        self.reads += 1
+        n = self.lengths[index]
+        return {"length": n} if self.column else {"input_ids": [1] * n}
+
+
+def test_the_random_order_is_pinned() -> None:
+    """A checkpoint outlives versions: the order of (seed, epoch) may never change."""
+    assert RandomOrder(10, seed=42).of(0).tolist() == [2, 8, 4, 1, 6, 9, 5, 7, 3, 0]
+
+
+@given(lengths=LENGTHS, batch=st.integers(1, 8), epoch=st.integers(0, 3))
+def test_length_grouping_sorts_stretches_and_begins_with_the_longest(lengths: list[int], batch: int, epoch: int) -> None:
+    order = LengthGroupedOrder(np.array(lengths), batch, seed=1).of(epoch)
+    assert sorted(order) == list(range(len(lengths)))
+    assert lengths[order[0]] == max(lengths)
+    stretch = max(1, min(len(lengths) // (batch * 4), 50)) * batch
+    moved = {0, *range(0, len(lengths), stretch)}  # the longest changed places with a stretch's first
+    for start in range(0, len(lengths), stretch):
+        inside = [lengths[i] for n, i in enumerate(order[start : start + stretch], start) if n not in moved]
+        assert inside == sorted(inside, reverse=True)
+
+
+def test_length_grouping_pads_less_than_random_order() -> None:
+    lengths = [random.Random(i).randint(1, 100) for i in range(400)]
+
+    def padding(order: str) -> int:
+        batches = train_loader(Texts(lengths), 8, order=order)
+        return sum(max(map(len, ids)) * len(ids) - sum(map(len, ids)) for ids in _tokens(batches))
+
+    assert padding("group_by_length") < padding("random") / 3
+
+
+def _tokens(batches: object) -> Iterator[list[list[int]]]:
+    for batch in batches:  # type: ignore[attr-defined]
+        yield [sample["input_ids"] for sample in batch]
+
+
+@pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])
+@given(lengths=LENGTHS, micro=st.integers(1, 3), accumulation=st.integers(1, 3), world=st.integers(1, 3))
+def test_orders_by_length_give_every_sample_once(
+    order: str, lengths: list[int], micro: int, accumulation: int, world: int
+) -> None:
+    ranks = [train_loader(Texts(lengths), micro, accumulation, world, r, order=order) for r in range(world)]
+    (single,) = [train_loader(Texts(lengths), micro * accumulation * world, 1, order=order)]
+    updates = epoch_over_ranks(ranks, accumulation)
+    assert sorted(i for update in updates for i in update) == list(range(len(lengths)))
+    assert [sorted(u) for u in updates] == [sorted(u) for u in epoch_over_ranks([single], 1)]
+    assert sorted(i for r in ranks for ids, _ in r.batches_with_ids() for i in ids) == list(range(len(lengths)))
+
+
+def test_lengths_come_from_the_column_or_the_tokens_and_are_read_once() -> None:
+    for dataset in (Texts([3, 9, 4], column=True), Texts([3, 9, 4])):
+        train_loader(dataset, 1, order="group_by_length")
+        loader = train_loader(dataset, 1, order="group_by_length")
+        assert dataset.reads == 3
+        assert next(iter(loader.groups())).ids == [[1]]
+
+
+def test_equal_lengths_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("windlass").propagate = True
+    train_loader(Texts([4] * 6), 2, order="group_by_length")
+    assert "all 6 samples have the length 4" in caplog.text
+
+
+def test_samples_without_a_length_are_refused() -> None:
+    with pytest.raises(DataError, match=r"columns \['x'\].*length_column_name"):
+        train_loader([{"x": 1}], 1, order="group_by_length")
+
+
+@pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])
+def test_a_stream_cannot_be_ordered(order: str) -> None:
+    with pytest.raises(ConfigError, match="train_sampling_strategy"):
+        train_loader(Stream(Numbers(4)), 1, order=order)
+
+
+def test_a_users_sampler_decides_the_order_in_any_world() -> None:
+    sampler = SubsetRandomSampler([4, 8, 1, 5, 9])
+    both = [train_loader(Numbers(10), 1, 1, 2, rank, sampler=sampler) for rank in range(2)]
+    one, two = epoch_over_ranks(both, 1), epoch_over_ranks(both, 1)
+    flat = [[i for update in epoch for i in update] for epoch in (one, two)]
+    assert sorted(flat[0]) == sorted(flat[1]) == [1, 4, 5, 8, 9]
+    assert flat[0] != flat[1]
+
+
+def test_a_users_seeded_sampler_keeps_its_first_order_and_resumes() -> None:
+    def sampler() -> RandomSampler:
+        return RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+
+    loader = train_loader(Numbers(12), 3, sampler=sampler())
+    epochs = [[i for g in loader.groups() for i in g.ids[0]] for _ in range(3)]
+    assert epochs[0] == list(sampler())
+    resumed = train_loader(Numbers(12), 3, sampler=sampler())
+    resumed.load_state_dict({"seed": 42, "epoch": 2, "consumed": 3})
+    assert [i for g in resumed.groups() for i in g.ids[0]] == epochs[2][3:]
+    assert len({str(epoch) for epoch in epochs}) == 3
+
+
+def test_a_sampler_is_told_the_epoch(untouched_generators: None) -> None:
+    sampler = DistributedSampler(range(6), num_replicas=1, rank=0, shuffle=True)
+    order = SamplerOrder(sampler, seed=0)
+    assert order.of(1).tolist() != order.of(0).tolist()
+    assert sampler.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (DistributedSampler(range(6), num_replicas=2, rank=0), "DistributedSampler"),
+        (BatchSampler(SequentialSampler(range(6)), 2, False), "yields batches"),
+        (["a", "b"], "yields str"),
+    ],
+)
+def test_samplers_that_do_not_give_positions_are_refused(sampler: object, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        train_loader(Numbers(6), 2, sampler=sampler)

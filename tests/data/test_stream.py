@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.cases import Augmented, Numbers, Stream, epoch_over_ranks, train_loader
+from windlass.core.errors import DataError
+
+SIZES = {
+    "count": st.integers(1, 40),
+    "micro": st.integers(1, 4),
+    "accumulation": st.integers(1, 3),
+    "world": st.integers(1, 4),
+}
+
+
+def streams(count: int, micro: int, accumulation: int, world: int, **plan: Any) -> list[Any]:
+    return [train_loader(Stream(Numbers(count)), micro, accumulation, world, rank, **plan) for rank in range(world)]
+
+
+@given(**SIZES)
+def test_each_epoch_is_the_stream_in_its_order(count: int, micro: int, accumulation: int, world: int) -> None:
+    ranks = streams(count, micro, accumulation, world)
+    for _ in range(2):
+        updates = epoch_over_ranks(ranks, accumulation)
+        assert [i for update in updates for i in update] == list(range(count))
+        size = micro * accumulation * world
+        assert [len(update) for update in updates[:-1]] == [size] * (len(updates) - 1)
+
+
+@given(**SIZES, data=st.data())
+def test_a_resumed_run_continues_exactly(
+    count: int, micro: int, accumulation: int, world: int, data: st.DataObject
+) -> None:
+    size = micro * accumulation * world
+    stop = data.draw(st.integers(0, (count - 1) // size), label="updates before the stop")
+    other = data.draw(st.sampled_from([w for w in range(1, 5) if size % w == 0]), label="new world")
+    resumed = streams(count, 1, size // other, other)
+    for loader in resumed:
+        loader.load_state_dict({"seed": 42, "epoch": 0, "consumed": stop * size})
+    rest = epoch_over_ranks(resumed, size // other)
+    assert [i for update in rest for i in update] == list(range(stop * size, count))
+    assert all(loader.state_dict()["epoch"] == 1 for loader in resumed)
+
+
+@given(**SIZES)
+def test_group_facts(count: int, micro: int, accumulation: int, world: int) -> None:
+    for loader in streams(count, micro, accumulation, world):
+        groups = list(loader.groups())
+        assert [g.last_in_epoch for g in groups] == [False] * (len(groups) - 1) + [True]
+        assert sum(g.samples for g in groups) == count
+        assert all(g.batches and g.filler == (not any(g.ids)) for g in groups)
+        assert all(g.batches == g.ids for g in groups if not g.filler)
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
+def test_workers_give_the_same_bits(options: dict[str, Any]) -> None:
+    here = train_loader(Stream(Augmented(23)), 2, 2, 2, 1, collate=None)
+    there = train_loader(Stream(Augmented(23)), 2, 2, 2, 1, collate=None, workers=2, **options)
+    for _ in range(2):
+        for one, other in zip(here.groups(), there.groups(), strict=True):
+            assert (one.ids, one.filler, one.position) == (other.ids, other.filler, other.position)
+            assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one.batches, other.batches, strict=True))
+
+
+def test_randomness_belongs_to_the_sample(untouched_generators: None) -> None:
+    whole = [x for g in train_loader(Stream(Augmented(11)), 11, collate=None).groups() for x in g.batches[0]["x"]]
+    resumed = train_loader(Stream(Augmented(11)), 2, collate=None)
+    resumed.load_state_dict({"seed": 42, "epoch": 0, "consumed": 4})
+    rest = [x for g in resumed.groups() for x in g.batches[0]["x"]]
+    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+
+
+def test_reading_again_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("windlass").propagate = True
+    (loader,) = streams(9, 2, 1, 1)
+    loader.load_state_dict({"seed": 42, "epoch": 0, "consumed": 4})
+    list(loader.groups())
+    assert caplog.text.count("reading 4 samples of the stream again") == 1
+
+
+def test_a_stream_has_no_length_unless_it_says_one() -> None:
+    (loader,) = streams(9, 2, 1, 1)
+    assert loader.num_samples is None
+    assert loader.groups_per_epoch(1) is None
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    assert loader.state_dict()["length"] is None
+
+    class Sized(Stream):
+        def __len__(self) -> int:
+            return 9
+
+    assert train_loader(Sized(Numbers(9)), 2).groups_per_epoch(2) == 3
+
+
+def test_drop_last_leaves_the_incomplete_row_out() -> None:
+    updates = epoch_over_ranks(streams(21, 4, 1, 2, drop_last=True), 1)
+    assert [len(update) for update in updates] == [8, 8]
+
+
+def test_a_generator_serves_one_epoch_and_then_says_so() -> None:
+    loader = train_loader((i for i in range(3)), 2)
+    assert [g.ids for g in loader.groups()] == [[[0, 1]], [[2]]]
+    with pytest.raises(DataError, match="epoch 1.*read once only"):
+        list(loader.groups())
+
+
+@pytest.mark.parametrize(("consumed", "words"), [(0, "is empty"), (4, "not the same stream")])
+def test_a_stream_that_gives_nothing_is_refused(consumed: int, words: str) -> None:
+    loader = train_loader(Stream(Numbers(0 if not consumed else 4)), 2)
+    loader.load_state_dict({"seed": 42, "epoch": 0, "consumed": consumed})
+    with pytest.raises(DataError, match=words):
+        list(loader.groups())
+
+
+def test_a_stream_split_by_node_is_refused() -> None:
+    stream = Stream(Numbers(4))
+    stream._distributed = object()
+    assert train_loader(stream, 1).total_batch_size == 1
+    with pytest.raises(DataError, match="split_dataset_by_node"):
+        train_loader(stream, 1, world=2)
+
+
+def test_a_sampler_for_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="cannot order an iterable"):
+        train_loader(Stream(Numbers(4)), 1, sampler=[0, 1])
+
+
+def test_an_error_names_the_sample() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise ValueError("bad line")
+            return index
+
+    with pytest.raises(ValueError, match="bad line") as caught:
+        list(train_loader(Stream(Broken(9)), 2).groups())
+    assert "reading sample 5" in caught.value.__notes__[0]
