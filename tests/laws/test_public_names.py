@@ -43,14 +43,9 @@ def test_public_methods_are_documented(name: str) -> None:
 
 
 def _says_it_all(owner: type, attribute: str) -> bool:
-    """The events of callbacks and the pair of `Stateful` are documented where they are defined."""
-    return attribute.startswith("on_") or attribute in (
-        "state_dict",
-        "load_state_dict",
-        "to_dict",
-        "from_dict",
-        "state",
-    )
+    """Events, the pair of `Stateful` and the entry points of collators are documented where they are defined."""
+    known = ("state_dict", "load_state_dict", "to_dict", "from_dict", "state", "torch_call", "numpy_call")
+    return attribute.startswith("on_") or attribute in known
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

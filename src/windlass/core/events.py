@@ -81,12 +81,15 @@ class TrainerControl:
     should_log: bool = False
 
     def new_training(self) -> None:
+        """Forget what an earlier `train()` was told."""
         self.should_training_stop = False
 
     def new_epoch(self) -> None:
+        """A stop of the last epoch does not stop the next."""
         self.should_epoch_stop = False
 
     def new_step(self) -> None:
+        """What was due after the last update has been done."""
         self.should_save = self.should_evaluate = self.should_log = False
 
     # The names under which callbacks written for transformers reset the flags.
@@ -101,7 +104,9 @@ class TrainerControl:
         for name, value in actions.items():
             if name not in CONTROL_FLAGS:
                 known = ", ".join(CONTROL_FLAGS)
-                raise ValueError(f"a callback returned {name!r}, which is not a control flag; known flags: {known}")
+                raise ValueError(
+                    f"a callback returned {name!r}, which is not a control flag; known flags: {known}"
+                )
             setattr(self, name, bool(value))
 
 
@@ -138,21 +143,33 @@ class TrainerCallback:
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_epoch_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_substep_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
@@ -162,10 +179,14 @@ class TrainerCallback:
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
     ) -> Any: ...
 
-    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
-    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
+    def on_push_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any: ...

@@ -51,13 +51,18 @@ class Ledger:
         if not self._updates:
             return {}
         names = sorted(self._parts)
-        packed = torch.stack([self._loss, *(self._parts[name] for name in names)]).cpu()
-        sums = self._sum_over_ranks(packed).tolist()
-        self.total_loss += sums[0]
+        shares = [self._loss, *(self._parts[name] for name in names)]
+        norms = [] if self._last_norm is None else [self._last_norm.to(self._dtype)]
+        # One transfer for all of it: each would wait for the device. The norm is the same on every rank already.
+        packed = torch.stack(shares + norms).cpu()
+        sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
+        self.total_loss += float(sums[0])
         self.total_updates += self._updates
-        report = {name: value / self._updates for name, value in zip(["loss", *names], sums, strict=True)}
-        if self._last_norm is not None:
-            report["grad_norm"] = float(self._last_norm)
+        report = {
+            name: float(value) / self._updates for name, value in zip(["loss", *names], sums, strict=True)
+        }
+        if norms:
+            report["grad_norm"] = float(packed.numpy()[-1])
         self._loss.zero_()
         self._parts, self._updates = {}, 0
         return report
