@@ -16,26 +16,27 @@ from windlass.core.world import World
 
 
 class Pending(Protocol):
-    """A reduction under way: `wait` gives its result."""
+    """A sum under way: `wait` gives its result."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> list[float]: ...
 
 
 class _Done:
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
 
-    def wait(self) -> Tensor:
-        return self._value
+    def wait(self) -> list[float]:
+        return self._values
 
 
 class _InFlight:
-    def __init__(self, value: Tensor, work: Any) -> None:
-        self._value, self._work = value, work
+    def __init__(self, values: list[float], group: Any) -> None:
+        self._packed = torch.tensor(values, dtype=torch.float64)
+        self._work = dist.all_reduce(self._packed, group=group, async_op=True)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> list[float]:
         self._work.wait()
-        return self._value
+        return self._packed.numpy().tolist()  # type: ignore[no-any-return]
 
 
 class Gang:
@@ -53,12 +54,12 @@ class Gang:
         return self.world.size
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum of a host tensor over ranks."""
-        return self.start_sum(value).wait()
+        """Sum of a host tensor over ranks, in place."""
+        return value
 
-    def start_sum(self, value: Tensor) -> Pending:
-        """Begin summing a host tensor over ranks, in place; the tensor must be left alone until `wait`."""
-        return _Done(value)
+    def start_sum(self, values: list[float]) -> Pending:
+        """Begin summing a few numbers over ranks, each for itself, in double precision."""
+        return _Done(values)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
         """Sum over ranks of a tensor that lies where gradients lie, in place, without the host waiting for it."""
@@ -96,8 +97,12 @@ class ProcessGang(Gang):
     def host_group(self) -> Any:
         return self._host
 
-    def start_sum(self, value: Tensor) -> Pending:
-        return _InFlight(value, dist.all_reduce(value, group=self._host, async_op=True))
+    def sum(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self._host)
+        return value
+
+    def start_sum(self, values: list[float]) -> Pending:
+        return _InFlight(values, self._host)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.gang import Gang, Pending
@@ -103,8 +101,8 @@ class Feed:
             samples = [rows(batch) for batch in group.batches]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
-        totals = torch.tensor([sum(targets), sum(samples), tokens, positions], dtype=torch.float64)
+        totals = [sum(targets), sum(samples), tokens, positions]
         return group, targets, samples, self._gang.start_sum(totals)
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        return Portion(group, targets, samples, *map(float, totals.wait().numpy()))
+        return Portion(group, targets, samples, *totals.wait())

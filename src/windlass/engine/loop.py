@@ -76,6 +76,7 @@ class Loop:
         self._updates_in_epoch = 0
         self._position: State = {}
         self._epoch_open = False
+        self._updates_per_epoch: int | None = None
 
     def adopt_state(self, state: TrainerState) -> None:
         """Continue the progress of a resumed run."""
@@ -93,6 +94,7 @@ class Loop:
             self._hooks.control.new_epoch()
             self._hooks.epoch_begin()
         before = self._updates_in_epoch
+        self._updates_per_epoch = self._feed.groups_per_epoch
         for portion in () if self._at_epoch_end else self._feed.epoch(self._epoch):
             self._update(portion)
             if self._leaves_epoch():
@@ -147,11 +149,8 @@ class Loop:
     def _fractional_epoch(self, last: bool) -> float:
         if last:
             return float(self._epoch + 1)
-        per_epoch = self._feed.groups_per_epoch
-        if per_epoch is None:
-            # A stream of unknown length: the run as a whole counts as one pass.
-            per_epoch = self._state.max_steps
-        return self._epoch + self._updates_in_epoch / per_epoch
+        # A stream of unknown length: the run as a whole counts as one pass.
+        return self._epoch + self._updates_in_epoch / (self._updates_per_epoch or self._state.max_steps)
 
     # --- when to stop -----------------------------------------------------------------------------------------------
 
@@ -176,25 +175,26 @@ class Loop:
     def _watch_finite(self, portion: Portion, result: StepResult) -> None:
         if self._options.guard:
             if not result.applied:
-                logger.warning("%s; this update is skipped", self._describe(self._tag(portion)))
+                tag = (self._state.global_step, portion.group.ids)
+                logger.warning("%s; this update is skipped", self._describe(tag))
             return
         norm = result.norm if result.applied else result.loss
-        self._raise_if(self._watch.add(result.loss, norm, self._tag(portion)))
+        found = self._watch.add(result.loss, norm, (self._state.global_step, portion.group.ids))
+        if found is not None:
+            self._raise(found)
 
     def check_finite(self) -> None:
         """Raise if the last update was not finite. Waits for the device: called before saving, and at the end."""
-        self._raise_if(self._watch.flush())
-
-    def _tag(self, portion: Portion) -> tuple[int, list[list[int]]]:
-        return self._state.global_step, portion.group.ids
-
-    def _raise_if(self, found: tuple[tuple[int, list[list[int]]], float, float] | None) -> None:
+        found = self._watch.flush()
         if found is not None:
-            tag, loss, norm = found
-            raise NonFiniteError(
-                f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last "
-                "checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
-            )
+            self._raise(found)
+
+    def _raise(self, found: tuple[tuple[int, list[list[int]]], float, float]) -> None:
+        tag, loss, norm = found
+        raise NonFiniteError(
+            f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last "
+            "checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
+        )
 
     @staticmethod
     def _describe(tag: tuple[int, list[list[int]]]) -> str:

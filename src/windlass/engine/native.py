@@ -61,10 +61,14 @@ class NativeExecutor:
         if rescale is not None:
             torch._foreach_mul_(gradients, rescale.to(gradients[0].dtype))
         norm = self._norm(gradients)
-        if max_norm is not None and gradients:
+        if max_norm is not None and not self._is_within(norm, max_norm):
             # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
             torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def _is_within(self, norm: Tensor, max_norm: float) -> bool:
+        """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
+        return self._device.type == "cpu" and norm.dtype != torch.bfloat16 and norm.numpy() + 1e-6 <= max_norm
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:

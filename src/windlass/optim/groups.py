@@ -34,13 +34,15 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 def decay_groups(
     model: nn.Module, weight_decay: float, decaying: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Two parameter groups, decaying then not, each in the model's order; only parameters that require gradients.
+    """Parameter groups, decaying then not, each in the model's order; only parameters that require gradients.
 
-    Always two, also with `weight_decay=0` and where one is empty, because scripts address them by position. `decaying`
-    replaces the names of `decay_parameter_names`.
+    Without weight decay there is nothing to tell apart and one group holds all: a fused optimizer launches its kernel once
+    for each group. `decaying` replaces the names of `decay_parameter_names`.
     """
-    names = set(decay_parameter_names(model) if decaying is None else decaying)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if weight_decay == 0.0:
+        return [{"params": [p for _, p in trainable], "weight_decay": 0.0}]
+    names = set(decay_parameter_names(model) if decaying is None else decaying)
     return [
         {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
         {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
