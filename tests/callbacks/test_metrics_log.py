@@ -107,6 +107,20 @@ def test_an_evaluation_that_was_logged_with_more_is_still_one_row(tmp_path: Path
     assert len(without_timing(tmp_path)) == 2
 
 
+@pytest.mark.parametrize(
+    ("logs", "event"),
+    [
+        ({"loss": 1.0, "train_runtime": 2.0, "train_tokens_per_second": 3.0}, "log"),
+        ({"train_runtime": 2.0, "train_loss": 1.0}, "summary"),
+        ({"eval_loss": 1.0}, "evaluate"),
+        ({"test_loss": 1.0, "test_runtime": 1.0}, "evaluate"),
+    ],
+)
+def test_the_kind_of_a_row(tmp_path: Path, logs: dict[str, float], event: str) -> None:
+    MetricsLogCallback(tmp_path).on_log(None, TrainerState(), TrainerControl(), logs=logs)
+    assert without_timing(tmp_path)[0]["event"] == event
+
+
 def test_prediction_is_recorded(tmp_path: Path) -> None:
     MetricsLogCallback(tmp_path).on_predict(None, TrainerState(), TrainerControl(), {"test_loss": 1.0})
     assert without_timing(tmp_path) == [{"event": "predict", "step": 0, "epoch": 0.0, "test_loss": 1.0}]

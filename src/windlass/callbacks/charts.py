@@ -169,7 +169,7 @@ def _is_finite(point: Point) -> bool:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A number for people: `2,000`, `0.125`, `3e-05`."""
+    """A number for people: `2,000`, `0.125`, `3e-5`."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{value}"
     if value == int(value) and abs(value) < 1e6:

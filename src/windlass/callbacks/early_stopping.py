@@ -77,8 +77,7 @@ class EarlyStoppingCallback(TrainerCallback):
             name = f"eval_{name}"
         value = (metrics or {}).get(name)
         if value is None:
-            # With several named evaluation sets only one of them carries the metric, so this cannot be an
-            # error.
+            # With several named evaluation sets only one of them has the metric, so this is no error.
             logger.warning(
                 "EarlyStoppingCallback: this evaluation has no %s, so it does not count for early stopping.",
                 name,

@@ -183,10 +183,11 @@ def _row(event: str, state: TrainerState, metrics: Mapping[str, Any]) -> Row:
 
 
 def _kind(logs: Mapping[str, Any]) -> str:
-    if "train_runtime" in logs:
+    if "train_runtime" in logs and "train_loss" in logs:
         return "summary"
-    evaluated = any(name.startswith("eval_") or name.endswith("_runtime") for name in logs)
-    return "evaluate" if evaluated else "log"
+    # Under `include_num_input_tokens_seen` any log may carry a `train_runtime`.
+    runtimes = (name for name in logs if name.endswith("_runtime") and not name.startswith("train_"))
+    return "evaluate" if any(runtimes) or any(name.startswith("eval_") for name in logs) else "log"
 
 
 def _plain(value: Any) -> Any:

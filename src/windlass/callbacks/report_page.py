@@ -27,8 +27,7 @@ _NOT_CURVES = {
 
 
 def render_report(history: History, facts: Mapping[str, Any]) -> str:
-    """A self-contained HTML page: it loads nothing, runs no script, and follows the reader's light or dark
-    setting.
+    """A self-contained HTML page that loads nothing, runs no script, and follows the reader's light or dark.
 
     Args:
         history: the rows of `state.log_history`; each has `step`, most have `epoch`.
