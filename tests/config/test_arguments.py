@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.core.errors import ConfigError
 
@@ -79,8 +80,10 @@ def test_derived_values_equal_theirs() -> None:
 
 def test_importing_and_constructing_loads_no_torch_and_makes_no_folder(tmp_path: Path) -> None:
     code = (
-        "import sys, os; from windlass.config.arguments import TrainingArguments; from windlass.config import parser, support\n"
-        "args = TrainingArguments('never/made', evaluation_strategy='epoch'); args.world_size, args.should_log, str(args)\n"
+        "import sys, os; from windlass.config.arguments import TrainingArguments\n"
+        "from windlass.config import parser, support\n"
+        "args = TrainingArguments('never/made', evaluation_strategy='epoch')\n"
+        "args.world_size, args.should_log, str(args)\n"
         "bad = [m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules]\n"
         "assert not bad, bad\n"
         "assert os.listdir('.') == [], os.listdir('.')\n"

@@ -1,10 +1,11 @@
-"""Names of earlier versions: each is accepted with one warning, means what it meant, and never contradicts in silence."""
+"""Names of earlier versions: accepted with one warning, meaning what they meant, contradicting nothing in silence."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
 from windlass.config.arguments import TrainingArguments
 from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError

@@ -6,6 +6,7 @@ and survives subclassing, is the call of the class itself.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -31,25 +32,25 @@ class AcceptsOldNames(type):
     """`cls(**names)` with old names translated, unknown ones answered, and all problems raised together."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        names = known_names(cls)
-        copied = len(given) >= len(names)  # `replace(args, ...)` and `cls(**args.to_dict())` give everything
-        old = {name: value for name, value in given.items() if name in OLD_NAMES and name not in names}
         positional = dict(zip(_positional_names(cls), args, strict=False))
-        arguments, problems = translate({**positional, **given, **_old_fields(cls, given)})
-        arguments.update(
-            {name: value for name, value in given.items() if name in names and name in OLD_NAMES}
-        )
+        everything = {**positional, **given, **_old_fields(cls, given)}
+        arguments, problems = translate(everything)
+        # An old name that the class declares itself is passed on too, besides what it was translated to.
+        names = known_names(cls)
+        arguments.update({name: given[name] for name in OLD_NAMES if name in given and name in names})
+        # `replace(args, ...)` and `cls(**args.to_dict())` give everything, which says nothing about what was asked for.
+        copied = _field_names(cls) <= given.keys()
         if copied:
             _settle_twins(arguments)
         problems += twin_problems(arguments)
         if not _takes_anything(cls):
             problems += _unknown(arguments, names)
             arguments = {name: value for name, value in arguments.items() if name in names}
-        arguments = {name: value for name, value in arguments.items() if name not in positional}
-        instance = _construct(super().__call__, args, arguments, problems)
-        instance.__dict__["_old"] = old
+        keywords = {name: v for name, v in arguments.items() if name not in positional or name in given}
+        instance = _construct(super().__call__, args, keywords, problems)
+        instance.__dict__["_old"] = {n: v for n, v in given.items() if n in OLD_NAMES and n not in names}
         if not copied:
-            _tell({**positional, **given})
+            _tell(everything)
         return instance
 
 
@@ -83,6 +84,11 @@ def _positional_names(cls: Any) -> tuple[str, ...]:
 @functools.cache
 def _takes_anything(cls: Any) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values())
+
+
+@functools.cache
+def _field_names(cls: Any) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.init)
 
 
 def _old_fields(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:

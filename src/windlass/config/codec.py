@@ -166,9 +166,13 @@ def dumps(values: Mapping[str, Any], *, json_text: bool = False) -> str:
     """`values` (of plain Python types) as YAML, or as JSON with `json_text`; `loads` gives them back."""
     if json_text:
         return json.dumps(dict(values), indent=2) + "\n"
-    return yaml.dump(
-        dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
-    )
+
+    def write(allow_unicode: bool) -> str:
+        return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=allow_unicode))
+
+    text = write(allow_unicode=True)
+    # YAML reads these characters as line breaks or drops them, so they have to be written as escapes.
+    return write(allow_unicode=False) if set(text) & set("\x85\u2028\u2029\ufeff") else text
 
 
 def dump(values: Mapping[str, Any], path: str | Path) -> None:

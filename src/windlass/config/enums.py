@@ -15,7 +15,7 @@ class Choice(StrEnum):
     def _missing_(cls, value: object) -> NoReturn:
         words = [str(member.value) for member in cls]
         hint = did_you_mean(str(value), words)
-        raise ValueError(f"{value!r} is not a {cls.__name__}; choose one of {', '.join(words)}{hint}")
+        raise ValueError(f"{value!r} is no {cls.__name__}; choose one of {', '.join(words)}{hint}")
 
 
 class IntervalStrategy(Choice):

@@ -91,8 +91,9 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return {"choices": choices, "type": _choice_reader(choices)}
     lists = [kind for kind in kinds if get_origin(kind) is list or kind is list]
     if lists:
-        item = (get_args(lists[0]) or (str,))[0]
-        return {"nargs": "+", "type": item, **({"action": _OneOrMany} if str in kinds else {})}
+        if str in kinds:
+            return {"nargs": "+", "type": str, "action": _OneOrMany}
+        return {"nargs": "+", "type": (get_args(lists[0]) or (str,))[0]}
     if bool in kinds and str in kinds:
         return {"type": _bool_or_text, "nargs": "?", "const": True}
     if str in kinds or Any in kinds:

@@ -9,7 +9,7 @@ import logging
 import os
 import types
 from enum import Enum
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -150,7 +150,7 @@ def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
         return int(value)
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, float) and type(value) is not float:
+    if float in kinds and isinstance(value, Real) and not isinstance(value, int):
         return float(value)
     return value
 

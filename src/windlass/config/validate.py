@@ -22,19 +22,19 @@ _RULES: list[tuple[tuple[str, ...], Check]] = []
 
 
 def check(args: Any) -> None:
-    """Normalise `args` in place and raise if anything about them is wrong.
+    """Normalise `args` in place and raise if anything about them is wrong. To be called again before each run.
 
     Raises:
         ConfigError: carries every problem.
     """
-    normalise(args)
     found = problems(args)
     if found:
         raise ConfigError(found)
 
 
 def problems(args: Any) -> list[Problem]:
-    """All problems of normalised arguments. A rule is skipped when a value it reads is already wrong by itself."""
+    """Normalise `args` in place and list all that is wrong; rules about values that are wrong by themselves wait."""
+    normalise(args)
     found = list(_value_problems(args))
     wrong = {problem.field.split(".")[0] for problem in found}
     for reads, rule in _RULES:

@@ -1,0 +1,74 @@
+"""`accelerator_config` in every form that scripts give it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.config.accelerator_config import AcceleratorConfig
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError
+
+
+@dataclass
+class Foreign:
+    even_batches: bool = False
+    non_blocking: bool = True
+
+
+def test_every_form_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "accelerator.json"
+    path.write_text(json.dumps({"even_batches": False, "non_blocking": True}))
+    wanted = AcceleratorConfig(even_batches=False, non_blocking=True)
+    forms: list[Any] = [
+        {"even_batches": False, "non_blocking": True}, '{"even_batches": false, "non_blocking": true}', str(path), path,
+        Foreign(), wanted,
+    ]  # fmt: skip
+    for form in forms:
+        assert TrainingArguments("out", accelerator_config=form).accelerator_config == wanted
+    assert TrainingArguments("out").accelerator_config == AcceleratorConfig()
+
+
+def test_fields_are_those_that_scripts_know() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.trainer_pt_utils.AcceleratorConfig().to_dict()
+    assert AcceleratorConfig().to_dict() == theirs
+
+
+def test_num_steps_stands_in_for_accumulation() -> None:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    assert TrainingArguments("out", accelerator_config=config).gradient_accumulation_steps == 4
+    same = TrainingArguments("out", accelerator_config=config, gradient_accumulation_steps=4)
+    assert same.gradient_accumulation_steps == 4
+    with pytest.raises(ConfigError, match="contradicts gradient_accumulation_steps=2"):
+        TrainingArguments("out", accelerator_config=config, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"use_configured_state": True},
+        {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}},
+        {"gradient_accumulation_kwargs": {"num_step": 2}},
+        {"gradient_accumulation_kwargs": {"num_steps": 0}},
+    ],
+    ids=str,
+)
+def test_what_is_not_built_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", accelerator_config=config)
+    assert [p.field.startswith("accelerator_config.") for p in error.value.problems] == [True]
+
+
+def test_unknown_keys_and_classes_are_answered() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'even_batches'"):
+        TrainingArguments("out", accelerator_config={"even_batch": True})
+    with pytest.raises(ConfigError, match="is a class"):
+        TrainingArguments("out", accelerator_config=AcceleratorConfig)
