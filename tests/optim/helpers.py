@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+
+from windlass.core.logs import get_logger
 
 
 def parameters(lr: float = 0.1, groups: int = 1) -> torch.optim.SGD:
@@ -26,3 +32,20 @@ class Net(nn.Module):
         )
         self.q_norm = nn.Linear(3, 3, bias=False)
         self.head = nn.Linear(3, 7, bias=False)
+
+
+@contextlib.contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
+    """What Windlass logs in this block, from `level` on; by a handler of our own, as its loggers do not propagate."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = get_logger()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

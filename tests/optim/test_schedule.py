@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.optim.helpers import parameters
+from tests.optim.helpers import heard, parameters
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau
 
 from windlass.config import enums
@@ -165,15 +166,12 @@ def test_what_cannot_be_is_refused_by_name(name: str, options: dict[str, Any], m
     assert any(part in str(caught.value) for part in message.split("|"))
 
 
-def test_a_warmup_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
-    logging.getLogger("windlass").propagate = True
-    try:
+def test_a_warmup_without_effect_is_warned_of() -> None:
+    with heard() as records:
         build_schedule("constant", parameters(), total_steps=10, warmup_steps=7)
-    finally:
-        logging.getLogger("windlass").propagate = False
-    assert "warmup_steps=7 has no effect" in caplog.text
+        build_schedule("constant_with_warmup", parameters(), total_steps=10, warmup_steps=8)
+    assert len(records) == 1
+    assert "warmup_steps=7 has no effect" in records[0].getMessage()
 
 
 @pytest.mark.parametrize("name", METRIC_DRIVEN)
@@ -215,6 +213,18 @@ def test_metric_driven_equal_transformers(
         ours.advance()
         ours.observe(metric)
         assert [g["lr"] for g in ours_on.param_groups] == [g["lr"] for g in theirs_on.param_groups]
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(True, "WARNING"), (False, "INFO")])
+def test_greedy_tells_of_its_changes(verbose: bool, level: str) -> None:
+    options = {"patience": 0, "verbose": verbose, "factor": 0.5, "max_lr": 0.2}
+    with heard(logging.INFO) as records:
+        schedule = build_schedule("greedy", parameters(), total_steps=9, options=options)
+        schedule.observe(3.0)
+        schedule.observe(2.0)  # the second rise meets the upper bound: nothing changes, nothing is said
+    assert [(record.levelname, record.getMessage()) for record in records] == [
+        (level, "greedy: evaluation 1 raised the learning rates: [0.2]")
+    ]
 
 
 def test_a_users_scheduler_keeps_its_identity_and_its_own_count() -> None:

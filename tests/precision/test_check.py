@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.optim.helpers import heard
 
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import ConfigError
@@ -34,6 +35,19 @@ def test_problems_come_together() -> None:
     with pytest.raises(ConfigError) as caught:
         check_precision(PrecisionPlan(compute="fp16", tf32=True), CPU, torch.nn.Linear(2, 2).half())
     assert len(caught.value.problems) == 2
+
+
+def test_a_model_loaded_in_bf16_is_warned_of() -> None:
+    with heard() as records:
+        check_precision(PrecisionPlan(compute="bf16"), CPU, torch.nn.Linear(2, 2))
+        check_precision(PrecisionPlan(compute="bf16"), CPU, torch.nn.Linear(2, 2).bfloat16())
+    assert len(records) == 1
+    assert (
+        "2 trainable parameters are bfloat16: an update smaller than about 0.0039" in records[0].getMessage()
+    )
+    weight = torch.ones(1, dtype=torch.bfloat16)
+    assert torch.equal(weight + 0.0038, weight)
+    assert not torch.equal(weight + 0.0040, weight)
 
 
 def test_tf32_is_set_only_when_asked() -> None:

@@ -7,10 +7,13 @@ from torch import nn
 
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger, warn_once
+
+_log = get_logger(__name__)
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
-    """Refuse what cannot be honoured.
+    """Refuse what cannot be honoured; warn of trainable weights too coarse to take small updates.
 
     Raises:
         ConfigError: the device lacks the dtype or TF32, or fp16 is asked for a model whose trainable weights are fp16.
@@ -18,6 +21,8 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
     problems = [*_device_problems(plan, device), *_model_problems(plan, model)]
     if problems:
         raise ConfigError(problems)
+    if model is not None:
+        _warn_of_low_weights(model)
 
 
 def apply_tf32(plan: PrecisionPlan) -> None:
@@ -59,3 +64,18 @@ def _model_problems(plan: PrecisionPlan, model: nn.Module | None) -> list[Proble
         "nothing; load the model with dtype=torch.float32, or use bf16"
     )
     return [Problem("fp16", True, fix)]
+
+
+def _warn_of_low_weights(model: nn.Module) -> None:
+    """A model loaded in bf16 trains purely in bf16, which is easily overlooked and loses small updates."""
+    low = [
+        p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if low:
+        coarse = torch.finfo(low[0]).eps / 2
+        warn_once(
+            _log,
+            f"{len(low)} trainable parameters are {str(low[0]).removeprefix('torch.')}: an update smaller than about "
+            f"{coarse:.2g} of a weight is rounded away. Load the model with dtype=torch.float32 to keep exact weights "
+            "(bf16=True still computes in bfloat16).",
+        )

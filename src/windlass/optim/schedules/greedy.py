@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
+from windlass.core.logs import get_logger
 from windlass.core.types import State
+
+_log = get_logger(__name__)
 
 # What changes while it runs; everything else is an option and comes from the configuration.
 _COUNTERS = (
@@ -34,7 +38,7 @@ class GreedyLR:
         cooldown, warmup: evaluations that are not judged after a fall and after a rise.
         min_lr, max_lr: bounds, one for all groups or one per group.
         eps: smaller changes are not made.
-        verbose: accepted for the signature's sake; changes are logged at INFO whatever it is.
+        verbose: log each change as a warning, which the default verbosity shows; else at INFO.
         smooth, window_size: judge the mean of the last `window_size` metrics instead of the last one.
         reset_start: after so many falls at the lower bound everything starts over from the first learning rate.
     """
@@ -140,6 +144,7 @@ class GreedyLR:
             new = min(group["lr"] / self.factor, highest)
             if new - group["lr"] > self.eps:
                 group["lr"] = new
+        self._tell("raised")
         self.reset_start = self.reset_after
         self.warmup_counter, self.num_good_epochs = self.warmup, 0
 
@@ -150,11 +155,13 @@ class GreedyLR:
             if group["lr"] - new > self.eps:
                 group["lr"] = new
             at_floor = at_floor and group["lr"] <= lowest
+        self._tell("lowered")
         if at_floor:
             self.reset_start -= 1
             if self.reset_start <= 0:
                 self._write(self.base_lrs)
                 self._start_over()
+                self._tell("started over")
         self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     def _start_over(self) -> None:
@@ -163,6 +170,12 @@ class GreedyLR:
         self.cooldown_counter = self.warmup_counter = 0
         self.reset_start = self.reset_after
         self._window, self._window_sum = deque(), 0.0
+
+    def _tell(self, what: str) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if rates != self._last_lr:
+            level = logging.WARNING if self.verbose else logging.INFO
+            _log.log(level, "greedy: evaluation %d %s the learning rates: %s", self.last_epoch, what, rates)
 
     def _write(self, lrs: Sequence[float]) -> None:
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
