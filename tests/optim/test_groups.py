@@ -69,6 +69,12 @@ def test_groups_keep_the_models_order_and_hold_every_trainable_parameter_once() 
     assert (decaying["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
 
 
+def test_without_weight_decay_one_group_holds_all_in_the_models_order() -> None:
+    model = Net()
+    (group,) = decay_groups(model, 0.0)
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+
+
 def test_tied_parameters_are_in_one_group_once() -> None:
     model = Net()
     model.head.weight = model.embed.weight

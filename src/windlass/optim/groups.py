@@ -36,8 +36,8 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups, decaying then not, each in the model's order; only parameters that require gradients.
 
-    Without weight decay there is nothing to tell apart and one group holds all: a fused optimizer launches its kernel once
-    for each group. `decaying` replaces the names of `decay_parameter_names`.
+    Without weight decay there is nothing to tell apart and one group holds all: a fused optimizer launches its kernel
+    once for each group. `decaying` replaces the names of `decay_parameter_names`.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if weight_decay == 0.0:
