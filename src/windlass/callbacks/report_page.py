@@ -82,7 +82,8 @@ def _tiles(history: History) -> str:
     runtime, speed = _last(history, "train_runtime"), _last(history, "train_samples_per_second")
     if runtime is not None:
         rate = f"{short(speed)} samples per second" if speed is not None else ""
-        tiles.append(("Training time", clock_text(runtime), rate))
+        duration = clock_text(runtime) if runtime >= 60 else f"{short(runtime, 3)} s"
+        tiles.append(("Training time", duration, rate))
     cells = "".join(
         f'<div class="card tile"><div class="label">{escape(label)}</div><div class="value">{_cell(value)}</div>'
         f'<div class="more">{escape(more)}</div></div>'
