@@ -130,7 +130,7 @@ class Files:
 
     def rename(self, source: Path, target: Path) -> None:
         self.before("rename", source)
-        os.rename(source, target)
+        os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
         self.before("remove", path)
@@ -172,9 +172,10 @@ class Files:
             if isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise CheckpointError(f"{path} is missing") from error
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CheckpointError(f"{path} is not a plain file")
         with FileIO(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is not a plain file")
             yield file
 
     def read(self, path: Path, limit: int) -> bytes:

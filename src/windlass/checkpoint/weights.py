@@ -34,7 +34,7 @@ def save_weights(
     *,
     files: Files | None = None,
 ) -> FileEntry:
-    """Write `folder/model.safetensors` from `model.state_dict()`.
+    """Write `folder/model.safetensors` from `model.state_dict()`; one that is there stands until the new one is whole.
 
     Args:
         metadata: extra strings for the file's header; `format` and the alias map are added.
@@ -46,7 +46,15 @@ def save_weights(
     header = {**(metadata or {}), "format": "pt"}
     if aliases:
         header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
-    return write_tensors(folder / WEIGHTS_NAME, stored, header, files=files or Files())
+    files, path = files or Files(), folder / WEIGHTS_NAME
+    if not path.exists():
+        return write_tensors(path, stored, header, files=files)
+    new = path.with_name("tmp-" + WEIGHTS_NAME)
+    if new.exists():  # left by a process that was cut off
+        files.remove_file(new)
+    entry = write_tensors(new, stored, header, files=files)
+    files.rename(new, path)
+    return entry
 
 
 def weights_bytes(state_dict: Mapping[str, Any]) -> int:

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing, newest, save, state_of
+
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the manager logs as an error."""
+    lines: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("windlass.checkpoint.manager"), "error", lambda *a: lines.append(a[0] % a[1:])
+    )
+    return lines
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    assert path == tmp_path / "checkpoint-7"
+    assert assert_whole(path) == 7
+    checkpoint = CheckpointManager(Store(tmp_path)).load(str(path))
+    assert (checkpoint.step, checkpoint.world_size, checkpoint.folder) == (7, 1, path)
+    assert checkpoint.has("optimizer")
+    assert not checkpoint.has("scaler")
+
+
+def test_missing_parts_are_errors(tmp_path: Path) -> None:
+    path = CheckpointManager(Store(tmp_path)).save(1, shared={}, per_rank={}, write_model=None, meta={})
+    assert path is not None
+    checkpoint = CheckpointManager(Store(tmp_path)).load(path)
+    with pytest.raises(CheckpointError, match="no part 'optimizer'"):
+        checkpoint.shared("optimizer")
+    with pytest.raises(CheckpointError, match="no part 'rng' of rank 0; it has: none"):
+        checkpoint.per_rank("rng", 0)
+    with pytest.raises(CheckpointError, match="saved by 1 rank"):
+        checkpoint.per_rank("rng", 1)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        checkpoint.load_weights(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_costs_the_checkpoint_and_is_said_loudly(
+    number: int, tmp_path: Path, said: list[str]
+) -> None:
+    assert save(tmp_path, 1, CountingFiles(9, failing(number))) is None
+    assert "CHECKPOINT 1 WAS NOT SAVED on rank 0" in said[0]
+    assert "there is no earlier one" in said[0]
+    save(tmp_path, 2)
+    assert save(tmp_path, 3, CountingFiles(9, failing(number))) is None
+    assert "checkpoint-2 is still whole" in said[1]
+    assert newest(tmp_path) == 2
+
+
+def test_a_full_disk_met_by_a_library_in_rust_is_one_too(tmp_path: Path, said: list[str]) -> None:
+    def write_model(folder: Path) -> None:
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    manager = CheckpointManager(Store(tmp_path))
+    assert manager.save(1, shared={}, per_rank={}, write_model=write_model, meta={}) is None
+    assert len(said) == 1
+
+
+def test_a_real_limit_of_the_system(tmp_path: Path) -> None:
+    """A file size limit set in a child of its own, met by the real write call."""
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from tests.checkpoint.faults import save, newest\n"
+        "root = Path(sys.argv[1]); save(root, 1); signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90)); assert save(root, 2) is None; assert newest(root) == 1"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CHECKPOINT 2 WAS NOT SAVED" in done.stderr
+    assert "File too large" in done.stderr
+
+
+class SmallDisk(Files):
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+
+def test_room_is_counted_before_anything_is_written(tmp_path: Path, said: list[str]) -> None:
+    state = {"moments": torch.zeros(1 << 20)}  # 4 MiB
+    parts: dict[str, Any] = {
+        "shared": {"optimizer": state},
+        "per_rank": {"rng": state},
+        "write_model": None,
+        "meta": {},
+    }
+    needed = 2 * (4 << 20) + (1 << 20)
+    short = CheckpointManager(Store(tmp_path, files=SmallDisk(needed - 1)))
+    assert short.save(1, **parts) is None
+    assert f"needs {needed:,} bytes and {needed - 1:,} are free" in said[0]
+    enough = CheckpointManager(Store(tmp_path, files=SmallDisk(needed)))
+    assert enough.save(1, **parts, model_bytes=1) is None
+    assert enough.save(1, **parts) == tmp_path / "checkpoint-1"
+
+
+def test_a_mistake_in_the_program_is_not_a_full_disk(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manager = CheckpointManager(Store(tmp_path))
+    with pytest.raises(CheckpointError, match=r"'hook' is a builtins\.function|'hook' is a .*function"):
+        manager.save(2, shared={"callback": {"hook": lambda: 0}}, per_rank={}, write_model=None, meta={})
+    with pytest.raises(CheckpointError, match="meta of a checkpoint holds tensors"):
+        manager.save(2, shared={}, per_rank={}, write_model=None, meta={"a": torch.ones(1)})
+    with pytest.raises(PermissionError):
+        save(tmp_path, 2, CountingFiles(5, failing(errno.EACCES)))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_saving_a_step_again_takes_its_place(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    manager = CheckpointManager(Store(tmp_path))
+    path = manager.save(5, shared={"optimizer": state_of(50)}, per_rank={}, write_model=None, meta={})
+    assert path is not None
+    assert manager.load(path).shared("optimizer")["step"] == 50
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_ranks_keep_their_own_parts_and_agree(tmp_path: Path) -> None:
+    ranks = Ranks(3)
+
+    def body(rank: int) -> Path | None:
+        manager = CheckpointManager(ranks.store(rank, tmp_path), 1)
+        for step in (1, 2):
+            parts = {"rng": {"rank": rank, "state": torch.tensor([rank])}}
+            path = manager.save(step, shared={"a": {"rank": rank}}, per_rank=parts, write_model=None, meta={})
+        return path
+
+    assert ranks.run(body) == [tmp_path / "checkpoint-2"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    checkpoint = CheckpointManager(Store(tmp_path)).load(tmp_path / "checkpoint-2")
+    assert checkpoint.shared("a") == {"rank": 0}
+    assert [int(checkpoint.per_rank("rng", rank)["state"]) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(CheckpointError, match=r"saved by 3 rank\(s\); it has nothing of rank 3"):
+        checkpoint.per_rank("rng", 3)
+
+
+@pytest.mark.dist
+def test_real_processes_vote(tmp_path: Path, root: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(root / "tests" / "checkpoint" / "gloo_save.py"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command + script, capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        saved, listed = json.loads((tmp_path / f"result-{rank}").read_text())
+        assert saved == ["checkpoint-1", None, "checkpoint-3"]
+        assert listed == [3]
+    assert "CHECKPOINT 2 WAS NOT SAVED on rank 1: [Errno 28]" in done.stderr
+    checkpoint = CheckpointManager(Store(tmp_path)).load(tmp_path / "checkpoint-3")
+    assert [checkpoint.per_rank("rng", rank)["rank"] for rank in range(2)] == [0, 1]

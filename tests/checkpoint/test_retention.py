@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.checkpoint.faults import save
+
+from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.retention import prune, surplus
+from windlass.checkpoint.store import Store
+
+
+def infos(steps: set[int]) -> list[CheckpointInfo]:
+    return [CheckpointInfo(Path(f"run/checkpoint-{step}"), step, 1, {}) for step in sorted(steps)]
+
+
+@given(
+    steps=st.sets(st.integers(0, 30), max_size=8),
+    limit=st.none() | st.integers(-1, 9),
+    protected=st.sets(st.integers(0, 30), max_size=2),
+)
+def test_what_stays(steps: set[int], limit: int | None, protected: set[int]) -> None:
+    whole = infos(steps)
+    gone = {
+        info.step for info in surplus(whole, limit, [Path(f"run/checkpoint-{step}") for step in protected])
+    }
+    kept = steps - gone
+    assert protected & steps <= kept
+    assert not steps or max(steps) in kept
+    if limit is None or limit <= 0:
+        assert not gone
+    else:
+        assert len(kept) <= max(limit, len(protected) + 1)
+        assert len(kept) >= min(limit, len(steps))
+        free = kept - protected  # the unprotected that stay are the newest of those
+        assert not free or min(free) > max(gone - protected, default=-1)
+
+
+def names(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in root.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "expected"),
+    [
+        (1, None, [4]),
+        (1, 2, [2, 4]),
+        (1, 4, [4]),
+        (2, 2, [2, 4]),
+        (2, 4, [3, 4]),
+        (3, 1, [1, 3, 4]),
+        (None, None, [1, 2, 3, 4]),
+    ],
+)
+def test_best_and_last_stay(limit: int | None, best: int | None, expected: list[int], tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        last_best = best if best is not None and best <= step else None
+        save(
+            tmp_path,
+            step,
+            limit=None if step < 4 else limit,
+            best=last_best and tmp_path / f"checkpoint-{last_best}",
+        )
+    assert names(tmp_path) == expected
+
+
+def test_the_one_just_written_stays_where_an_older_run_left_later_steps(tmp_path: Path) -> None:
+    save(tmp_path, 500)
+    save(tmp_path, 10)
+    assert names(tmp_path) == [10, 500]
+
+
+def test_order_is_that_of_steps_not_of_ages(tmp_path: Path) -> None:
+    for step in (30, 20, 9):
+        save(tmp_path, step, limit=None)
+    prune(Store(tmp_path), 2, [])
+    assert names(tmp_path) == [20, 30]
+
+
+def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, limit=None)
+    (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
+    assert prune(Store(tmp_path), 1, []) == [tmp_path / "checkpoint-1"]
+    assert names(tmp_path) == [2, 3]
+
+
+def test_folders_that_are_none_of_ours_stay(tmp_path: Path) -> None:
+    for name in ("checkpoint-1", "checkpoint-old", "runs"):
+        (tmp_path / name).mkdir()
+    save(tmp_path, 2)
+    save(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint-1",
+        "checkpoint-old",
+        "runs",
+        "checkpoint-3",
+    }
+    shutil.rmtree(tmp_path)

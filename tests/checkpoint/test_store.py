@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.faults import CountingFiles, Ranks, failing, newest, save, state_of
+
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from windlass.checkpoint.store import SaveDropped, Store
+from windlass.core.errors import CheckpointError
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder with checkpoints of steps 9 and 10 (whose names sort the other way round)."""
+    save(tmp_path, 9, limit=None)
+    save(tmp_path, 10, limit=None)
+    return tmp_path
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def test_list_is_ordered_by_step_and_knows_what_is_inside(two: Path) -> None:
+    listed = Store(two).list()
+    assert [info.step for info in listed] == [9, 10]
+    assert listed[0].meta == {"best_metric": 9.0}
+    assert listed[0].world_size == 1
+    assert set(listed[0].files) == {
+        "optimizer.json", "optimizer.safetensors", "rank-00000.json", "rank-00000.safetensors",
+        "model.safetensors", "config.json",
+        "tokenizer/vocab.txt",
+    }  # fmt: skip
+    assert listed[0].nbytes == sum(
+        p.stat().st_size for p in files_of(listed[0].path) if p.name != MANIFEST_NAME
+    )
+
+
+def test_an_absent_root_is_an_empty_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "nothing")
+    assert store.list() == []
+    assert store.newest_verified() == (None, [])
+    with pytest.raises(CheckpointError, match=r"No valid checkpoint found in output directory \(.*nothing\)"):
+        store.resume_path(True)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def link(path: Path) -> None:
+    elsewhere = path.parent.parent.parent / f"elsewhere-{path.name}"
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: list[Callable[[Path], None]] = [flip, truncate, empty, grow, link, folder, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damage_to_any_file_is_found_and_named_and_the_older_one_is_taken(
+    damage: Callable[[Path], None], two: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for index in range(len(files_of(two / "checkpoint-10"))):
+        root = tmp_path_factory.mktemp("damaged") / "run"
+        shutil.copytree(two, root)
+        store, path = Store(root), files_of(root / "checkpoint-10")[index]
+        damage(path)
+        with pytest.raises(
+            CheckpointError, match=r"Can't find a valid checkpoint at .*checkpoint-10: "
+        ) as caught:
+            store.verify(root / "checkpoint-10")
+        assert path.name in str(caught.value)
+        with pytest.raises(CheckpointError):
+            store.resume_path(root / "checkpoint-10")  # exactly that one, or nothing
+        found, skipped = store.newest_verified()
+        assert found == root / "checkpoint-9"
+        assert [where for where, _ in skipped] == [root / "checkpoint-10"]
+        assert path.name in skipped[0][1]
+
+
+def test_every_single_byte_of_the_manifest_counts(two: Path) -> None:
+    path = two / "checkpoint-10" / MANIFEST_NAME
+    good = path.read_bytes()
+    body = json.loads(good)
+    for position in range(len(good)):
+        data = bytearray(good)
+        data[position] ^= 1
+        path.write_bytes(data)
+        try:
+            read_manifest(path.parent, Files())
+        except CheckpointError:
+            continue
+        assert json.loads(bytes(data)) == body  # white space alone may differ unnoticed
+
+
+def test_resume_says_what_it_skipped_and_why(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("windlass.checkpoint.store"), "warning", lambda *a: said.append(a[0] % a[1:])
+    )
+    (two / "checkpoint-11").mkdir()
+    flip(two / "checkpoint-10" / "model.safetensors")
+    assert Store(two).resume_path(True) == two / "checkpoint-9"
+    assert "checkpoint-11" in said[0]
+    assert "has no manifest.json" in said[0]
+    assert "checkpoint-10/model.safetensors is damaged" in said[0]
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"Can't find a valid checkpoint at .*checkpoint-5: there is no such folder"
+    ):
+        Store(tmp_path).resume_path(str(tmp_path / "checkpoint-5"))
+
+
+def test_a_renamed_or_linked_checkpoint_is_not_taken_for_another_step(two: Path) -> None:
+    (two / "checkpoint-10").rename(two / "checkpoint-99")
+    (two / "checkpoint-50").symlink_to(two / "checkpoint-9")
+    store = Store(two)
+    assert [info.step for info in store.list()] == [9]
+    found, skipped = store.newest_verified()
+    assert found == two / "checkpoint-9"
+    assert "manifest is of step 10" in skipped[0][1]
+    assert "symbolic link" in skipped[1][1]
+
+
+def test_a_copy_elsewhere_under_another_name_is_a_checkpoint(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two / "checkpoint-9", tmp_path / "keep")
+    assert Store(tmp_path).verify(tmp_path / "keep").step == 9
+
+
+def test_a_foreign_folder_in_the_way_is_kept_aside(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        foreign = tmp_path / "checkpoint-3"
+        if foreign.exists():
+            shutil.rmtree(foreign)
+        foreign.mkdir()
+        (foreign / "optimizer.pt").write_text(content)
+        assert save(tmp_path, 3) == foreign
+        assert newest(tmp_path) == 3
+    assert (tmp_path / "checkpoint-3.aside" / "optimizer.pt").read_text() == "one"
+    assert (tmp_path / "checkpoint-3.aside1" / "optimizer.pt").read_text() == "two"
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", "rank-00001", "manifest", ".hidden", "x" * 200, "a\n"])
+def test_names_of_parts_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot name a part"):
+        with Store(tmp_path).writing(1, {}) as draft:
+            draft.write_state(name, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_is_written_once(tmp_path: Path) -> None:
+    with Store(tmp_path).writing(1, {}) as draft:
+        draft.write_state("a", {})
+        with pytest.raises(CheckpointError, match="'a' was written already"):
+            draft.write_state("a", {})
+
+
+def test_other_codes_symlink_or_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        with Store(tmp_path).writing(1, {}) as draft:
+            (draft.folder / "weights").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="the checkpoint's own"):
+        with Store(tmp_path).writing(1, {}) as draft:
+            (draft.folder / MANIFEST_NAME).write_text("{}")
+    assert Store(tmp_path).list() == []
+
+
+def test_an_interrupt_drops_the_draft(two: Path) -> None:
+    def interrupted() -> None:
+        with Store(two).writing(11, {}) as draft:
+            draft.write_state("a", {})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert sorted(path.name for path in two.iterdir()) == ["checkpoint-10", "checkpoint-9"]
+
+
+def test_too_little_room_fails_before_anything_is_written(two: Path) -> None:
+    files = CountingFiles()
+    with pytest.raises(OSError, match=r"needs 1,000,000,000,000,000,000 bytes and .* are free"):
+        with Store(two, files=files).writing(11, {}, needed=10**18):
+            pytest.fail("the body must not run")
+    assert files.operations == []
+
+
+def _write_as_rank(ranks: Ranks, root: Path, rank: int, files: Any = None) -> None:
+    with ranks.store(rank, root, files).writing(4, {"who": "all"}) as draft:
+        if rank == 0:
+            draft.write_state("shared", state_of(4))
+        draft.write_rank_state(state_of(4) | {"rank": rank})
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_ranks_write_one_checkpoint(world: int, tmp_path: Path) -> None:
+    ranks = Ranks(world)
+    assert ranks.run(lambda rank: _write_as_rank(ranks, tmp_path, rank)) == [None] * world
+    info = Store(tmp_path).verify(tmp_path / "checkpoint-4")
+    assert info.world_size == world
+    assert {name for name in info.files if name.endswith(".json")} == {
+        "shared.json",
+        *(f"rank-{rank:05d}.json" for rank in range(world)),
+    }
+    assert sorted(p.name for p in files_of(info.path)) == sorted([*info.files, MANIFEST_NAME])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_fault_on_any_rank_at_any_operation_drops_the_checkpoint_on_all(
+    victim: int, fast_disk: Path
+) -> None:
+    counts = [CountingFiles(), CountingFiles()]
+    ranks = Ranks(2)
+    save(fast_disk / "counted", 1)
+    ranks.run(lambda rank: _write_as_rank(ranks, fast_disk / "counted", rank, counts[rank]))
+    for at in range(1, counts[victim].count + 1):
+        _fail_at(fast_disk / str(at), victim, at)
+
+
+def _fail_at(root: Path, victim: int, at: int) -> None:
+    save(root, 1)
+    ranks, faulty = Ranks(2), CountingFiles(at, failing())
+    results = ranks.run(lambda rank: _write_as_rank(ranks, root, rank, faulty if rank == victim else None))
+    assert isinstance(results[victim], OSError), at
+    assert isinstance(results[1 - victim], SaveDropped), at
+    if faulty.operations[-1] == f"fsync_folder {root.name}":  # the last one: the rename was done already
+        assert Store(root).verify(root / "checkpoint-4").step == 4
+    else:
+        assert [path.name for path in root.iterdir()] == ["checkpoint-1"], at
+    assert (
+        newest(root) == 1
+        if not (root / "checkpoint-4").exists()
+        else Store(root).verify(root / "checkpoint-1")
+    )
