@@ -32,7 +32,13 @@ class Augmented(Numbers):
     """Sample i with draws of every default generator."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draws = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.randn(()).item()]
+        draws = [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.randn(()).item(),
+        ]
         return {"x": torch.tensor([index, *draws], dtype=torch.float64)}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,21 @@ import torch
 
 
 @pytest.fixture
-def untouched_generators() -> Any:
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """`caplog` for the `windlass` loggers, from INFO on; they do not propagate to the root."""
+    logger = logging.getLogger("windlass")
+    before = logger.level, logger.propagate
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(before[0])
+    logger.propagate = before[1]
+
+
+@pytest.fixture
+def untouched_generators() -> Iterator[None]:
     """Fails where the test's body moves NumPy's or PyTorch's default generator."""
     states = np.random.get_state()[1].copy(), np.random.get_state()[2], torch.get_rng_state()
     yield

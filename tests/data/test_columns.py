@@ -1,17 +1,18 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
-
 from tests.data.cases import as_list
+
 from windlass.core.errors import DataError
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
 
 
 class Model:
-    def forward(self, input_ids: Any, mask: Any = None, *rest: Any, labels: Any = None, **more: Any) -> None: ...
+    def forward(
+        self, input_ids: Any, mask: Any = None, *rest: Any, labels: Any = None, **more: Any
+    ) -> None: ...
 
 
 class Wrapped:
@@ -38,16 +39,14 @@ def test_a_forward_that_takes_anything_keeps_all() -> None:
     assert ColumnCollator(as_list, [])([{"x": 1}]) == [{"x": 1}]
 
 
-def test_the_collator_leaves_columns_out_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("windlass").propagate = True
-    caplog.set_level(logging.INFO, "windlass")
+def test_the_collator_leaves_columns_out_and_says_so_once(said: pytest.LogCaptureFixture) -> None:
     collate = ColumnCollator(as_list, COLUMNS, "evaluation")
     sample = {"input_ids": 1, "text": "a", "label": 0, "id": 3}
     for _ in range(2):
         assert collate([sample, {"input_ids": 2}]) == [{"input_ids": 1, "label": 0}, {"input_ids": 2}]
     assert "text" in sample
-    assert caplog.text.count("left out: text, id") == 1
-    assert "evaluation set" in caplog.text
+    assert said.text.count("left out: text, id") == 1
+    assert "evaluation set" in said.text
 
 
 def test_samples_that_are_no_mappings_pass() -> None:
@@ -55,7 +54,9 @@ def test_samples_that_are_no_mappings_pass() -> None:
 
 
 def test_nothing_that_fits_is_an_error_that_names_both_sides() -> None:
-    with pytest.raises(DataError, match=r"Columns: text, id. The model's forward takes: input_ids, mask") as caught:
+    with pytest.raises(
+        DataError, match=r"Columns: text, id. The model's forward takes: input_ids, mask"
+    ) as caught:
         ColumnCollator(as_list, COLUMNS)([{"text": "a", "id": 1}])
     assert "remove_unused_columns=False" in str(caught.value)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -18,7 +17,11 @@ PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
 
 def shuffled(count: int = 11, generator: torch.Generator | None = None, workers: int = 0) -> DataLoader[Any]:
     return DataLoader(
-        TensorDataset(torch.arange(count)), batch_size=2, shuffle=True, generator=generator, num_workers=workers
+        TensorDataset(torch.arange(count)),
+        batch_size=2,
+        shuffle=True,
+        generator=generator,
+        num_workers=workers,
     )
 
 
@@ -48,8 +51,7 @@ def test_a_shuffling_loader_repeats_its_order_on_resume(workers: int, untouched_
     assert numbers(resumed) == epochs[1][1:]
 
 
-def test_a_users_generator_gives_its_own_first_order_and_resumes(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("windlass").propagate = True
+def test_a_users_generator_gives_its_own_first_order_and_resumes(said: pytest.LogCaptureFixture) -> None:
     own = [x.tolist() for (x,) in shuffled(generator=torch.Generator().manual_seed(3))]
     foreign = ForeignLoader(shuffled(generator=torch.Generator().manual_seed(3)), PLAN)
     first, second = numbers(foreign, 1), numbers(foreign, 1)
@@ -58,7 +60,7 @@ def test_a_users_generator_gives_its_own_first_order_and_resumes(caplog: pytest.
     resumed.load_state_dict({"seed": 42, "epoch": 1, "batches": 4, "loader": None})
     assert numbers(resumed, 1) == second[4:]
     assert first == own
-    assert "reading 4 batches of DataLoader again" in caplog.text
+    assert "reading 4 batches of DataLoader again" in said.text
 
 
 class Counting:
@@ -116,5 +118,5 @@ def test_a_generator_serves_one_epoch_and_then_says_so() -> None:
     foreign = ForeignLoader((i for i in range(3)), PLAN)
     assert foreign.groups_per_epoch(2) is None
     assert len(list(foreign.groups())) == 2
-    with pytest.raises(DataError, match="epoch 1.*once only"):
+    with pytest.raises(DataError, match=r"epoch 1.*once only"):
         list(foreign.groups())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.data.cases import Augmented, Numbers, SometimesAugmented, as_list, epoch_over_ranks, train_loader
+
 from windlass.core.errors import DataError
 
 SIZES = {
@@ -53,7 +52,9 @@ def test_a_resumed_run_continues_exactly_in_another_world_at_the_same_global_bat
     assert all(state == states[0] for state in states)
     size = micro * accumulation * world
     other_world = data.draw(st.sampled_from([w for w in range(1, 5) if size % w == 0]), label="new world")
-    other_micro = data.draw(st.sampled_from([m for m in range(1, 5) if size // other_world % m == 0]), label="new micro")
+    other_micro = data.draw(
+        st.sampled_from([m for m in range(1, 5) if size // other_world % m == 0]), label="new micro"
+    )
     resumed = loaders(count, other_micro, size // other_world // other_micro, other_world, seed=seed + 7)
     for loader in resumed:
         loader.load_state_dict(states[0])
@@ -80,7 +81,9 @@ def test_group_facts(count: int, micro: int, accumulation: int, world: int, seed
     for rank_groups in all_groups:
         assert [g.last_in_epoch for g in rank_groups] == [False] * (len(rank_groups) - 1) + [True]
         assert sum(g.samples for g in rank_groups) == count
-        assert len(rank_groups) == loaders(count, micro, accumulation, world)[0].groups_per_epoch(accumulation)
+        assert len(rank_groups) == loaders(count, micro, accumulation, world)[0].groups_per_epoch(
+            accumulation
+        )
         assert all(g.batches for g in rank_groups), "a filler group holds a batch too"
         assert all(g.filler == (sum(map(len, g.ids)) == 0) for g in rank_groups)
         assert all(g.batches == g.ids for g in rank_groups if not g.filler), "sample i is i"
@@ -107,7 +110,9 @@ def test_a_resume_reads_the_remaining_samples_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("kind", [Augmented, SometimesAugmented])
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False, "prefetch_factor": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"persistent_workers": True}, {"in_order": False, "prefetch_factor": 4}]
+)
 def test_workers_give_the_same_bits(kind: type[Numbers], options: dict[str, Any]) -> None:
     here = train_loader(kind(23), 2, 2, collate=None)
     there = train_loader(kind(23), 2, 2, collate=None, workers=2, **options)
@@ -120,7 +125,9 @@ def test_workers_give_the_same_bits(kind: type[Numbers], options: dict[str, Any]
 @pytest.mark.parametrize("kind", [Augmented, SometimesAugmented])
 def test_a_samples_randomness_is_its_own(kind: type[Numbers], untouched_generators: None) -> None:
     """Whatever was read before it, and however it is batched: the same bits; other bits in another epoch."""
-    large = {int(x[0]): x for g in train_loader(kind(23), 23, collate=None).groups() for x in g.batches[0]["x"]}
+    large = {
+        int(x[0]): x for g in train_loader(kind(23), 23, collate=None).groups() for x in g.batches[0]["x"]
+    }
     loader = train_loader(kind(23), 2, collate=None)
     small = {int(x[0]): x for g in loader.groups() for x in g.batches[0]["x"]}
     again = {int(x[0]): x for g in loader.groups() for x in g.batches[0]["x"]}
@@ -186,7 +193,8 @@ def test_what_user_code_reads_from_a_dataloader() -> None:
 
 
 @pytest.mark.parametrize(
-    "samples", [[(torch.ones(2), 1)] * 5, [torch.ones(2)] * 5, [(torch.ones(2), torch.ones(()))] * 5, [1.0] * 5]
+    "samples",
+    [[(torch.ones(2), 1)] * 5, [torch.ones(2)] * 5, [(torch.ones(2), torch.ones(()))] * 5, [1.0] * 5],
 )
 def test_samples_that_are_no_dicts_come_as_pytorch_collates_them(samples: list[Any]) -> None:
     ours = list(train_loader(samples, 2, order="sequential", collate=None))
@@ -234,12 +242,11 @@ def test_a_dataset_that_hears_of_epochs_is_told() -> None:
     assert loader.dataset.epochs == [0, 1]
 
 
-def test_a_changed_dataset_or_seed_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("windlass").propagate = True
+def test_a_changed_dataset_or_seed_is_said(said: pytest.LogCaptureFixture) -> None:
     loader = train_loader(Numbers(10), 2)
     loader.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "length": 12})
-    assert "seed 1, not under 42" in caplog.text
-    assert "has 10 samples, and had 12" in caplog.text
+    assert "seed 1, not under 42" in said.text
+    assert "has 10 samples, and had 12" in said.text
 
 
 @pytest.mark.parametrize(

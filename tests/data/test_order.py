@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 
@@ -9,9 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
-
 from tests.data.cases import Numbers, Stream, epoch_over_ranks, train_loader
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder
 
@@ -37,7 +42,9 @@ def test_the_random_order_is_pinned() -> None:
 
 
 @given(lengths=LENGTHS, batch=st.integers(1, 8), epoch=st.integers(0, 3))
-def test_length_grouping_sorts_stretches_and_begins_with_the_longest(lengths: list[int], batch: int, epoch: int) -> None:
+def test_length_grouping_sorts_stretches_and_begins_with_the_longest(
+    lengths: list[int], batch: int, epoch: int
+) -> None:
     order = LengthGroupedOrder(np.array(lengths), batch, seed=1).of(epoch)
     assert sorted(order) == list(range(len(lengths)))
     assert lengths[order[0]] == max(lengths)
@@ -73,7 +80,9 @@ def test_orders_by_length_give_every_sample_once(
     updates = epoch_over_ranks(ranks, accumulation)
     assert sorted(i for update in updates for i in update) == list(range(len(lengths)))
     assert [sorted(u) for u in updates] == [sorted(u) for u in epoch_over_ranks([single], 1)]
-    assert sorted(i for r in ranks for ids, _ in r.batches_with_ids() for i in ids) == list(range(len(lengths)))
+    assert sorted(i for r in ranks for ids, _ in r.batches_with_ids() for i in ids) == list(
+        range(len(lengths))
+    )
 
 
 def test_lengths_come_from_the_column_or_the_tokens_and_are_read_once() -> None:
@@ -84,10 +93,9 @@ def test_lengths_come_from_the_column_or_the_tokens_and_are_read_once() -> None:
         assert next(iter(loader.groups())).ids == [[1]]
 
 
-def test_equal_lengths_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("windlass").propagate = True
+def test_equal_lengths_are_warned_of(said: pytest.LogCaptureFixture) -> None:
     train_loader(Texts([4] * 6), 2, order="group_by_length")
-    assert "all 6 samples have the length 4" in caplog.text
+    assert "all 6 samples have the length 4" in said.text
 
 
 def test_samples_without_a_length_are_refused() -> None:

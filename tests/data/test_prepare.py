@@ -6,15 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.data.cases import Augmented, Numbers, Stream, as_list
+
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader
 
 
-def eval_loader(dataset: Any, size: int, world: int = 1, rank: int = 0, collate: Any = as_list, **plan: Any) -> Loader:
+def eval_loader(
+    dataset: Any, size: int, world: int = 1, rank: int = 0, collate: Any = as_list, **plan: Any
+) -> Loader:
     batch = BatchPlan(micro=99, accumulation=7, world=world, rank=rank, eval=size)
     return build_eval_loader(dataset, plan=DataPlan(**plan), batch=batch, collate=collate)
 

@@ -21,8 +21,14 @@ def best_possible(lengths: list[int], groups: int) -> float:
     return min(max(cost(order[a:b], lengths) for a, b in itertools.pairwise(cut)) for cut in cuts)
 
 
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9), rows=st.integers(1, 2), world=st.integers(1, 3))
-def test_every_sample_once_everyone_busy_and_no_cut_is_cheaper(lengths: list[int], rows: int, world: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9),
+    rows=st.integers(1, 2),
+    world=st.integers(1, 3),
+)
+def test_every_sample_once_everyone_busy_and_no_cut_is_cheaper(
+    lengths: list[int], rows: int, world: int
+) -> None:
     dealt = balanced_batches(list(range(len(lengths))), lengths, rows, world)
     groups = [members for row in dealt for members in row]
     assert (len(dealt), len(groups)) == (rows, rows * world)

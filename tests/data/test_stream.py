@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.data.cases import Augmented, Numbers, Stream, epoch_over_ranks, train_loader
+
 from windlass.core.errors import DataError
 
 SIZES = {
@@ -20,7 +19,10 @@ SIZES = {
 
 
 def streams(count: int, micro: int, accumulation: int, world: int, **plan: Any) -> list[Any]:
-    return [train_loader(Stream(Numbers(count)), micro, accumulation, world, rank, **plan) for rank in range(world)]
+    return [
+        train_loader(Stream(Numbers(count)), micro, accumulation, world, rank, **plan)
+        for rank in range(world)
+    ]
 
 
 @given(**SIZES)
@@ -69,19 +71,20 @@ def test_workers_give_the_same_bits(options: dict[str, Any]) -> None:
 
 
 def test_randomness_belongs_to_the_sample(untouched_generators: None) -> None:
-    whole = [x for g in train_loader(Stream(Augmented(11)), 11, collate=None).groups() for x in g.batches[0]["x"]]
+    whole = [
+        x for g in train_loader(Stream(Augmented(11)), 11, collate=None).groups() for x in g.batches[0]["x"]
+    ]
     resumed = train_loader(Stream(Augmented(11)), 2, collate=None)
     resumed.load_state_dict({"seed": 42, "epoch": 0, "consumed": 4})
     rest = [x for g in resumed.groups() for x in g.batches[0]["x"]]
     assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
 
 
-def test_reading_again_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("windlass").propagate = True
+def test_reading_again_is_said(said: pytest.LogCaptureFixture) -> None:
     (loader,) = streams(9, 2, 1, 1)
     loader.load_state_dict({"seed": 42, "epoch": 0, "consumed": 4})
     list(loader.groups())
-    assert caplog.text.count("reading 4 samples of the stream again") == 1
+    assert said.text.count("reading 4 samples of the stream again") == 1
 
 
 def test_a_stream_has_no_length_unless_it_says_one() -> None:
@@ -107,7 +110,7 @@ def test_drop_last_leaves_the_incomplete_row_out() -> None:
 def test_a_generator_serves_one_epoch_and_then_says_so() -> None:
     loader = train_loader((i for i in range(3)), 2)
     assert [g.ids for g in loader.groups()] == [[[0, 1]], [[2]]]
-    with pytest.raises(DataError, match="epoch 1.*read once only"):
+    with pytest.raises(DataError, match=r"epoch 1.*read once only"):
         list(loader.groups())
 
 

@@ -44,7 +44,7 @@ class DataCollatorWithFlattening(DefaultDataCollator):
     ) -> Batch:
         separator = self.separator_id if separator_id is None else separator_id
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
-        targets = [np.array(sample.get("labels", sample["input_ids"]), dtype=np.int64) for sample in features]
+        targets = [np.asarray(s.get("labels", s["input_ids"]), dtype=np.int64).copy() for s in features]
         for target in targets:
             target[:1] = separator
         columns: Batch = {"input_ids": np.concatenate(ids)[None], "labels": np.concatenate(targets)[None]}

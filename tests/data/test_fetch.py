@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.data.cases import Augmented, Numbers, SometimesAugmented, Stream, as_list, train_loader
+
+from windlass.data.columns import ColumnCollator
+from windlass.data.fetch import Fetch
+from windlass.data.prepare import auto_collate
+
+
+class MaskedCollator:
+    """Like a masked-language-model collator with a seed: a generator of its own, made at first use."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.generator = seed, None
+
+    def get_generator(self, seed: int) -> Any:
+        return torch.Generator().manual_seed(seed)
+
+    def __call__(self, samples: list[int]) -> float:
+        return torch.rand((), generator=self.generator).item()
+
+
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: ColumnCollator(c, ["x"])])
+@pytest.mark.parametrize("source", [Numbers, lambda count: Stream(Numbers(count))])
+def test_a_collators_own_generator_is_seeded_by_position(wrap: Any, source: Any) -> None:
+    def noises(seed: int, consumed: int) -> list[float]:
+        collate = wrap(MaskedCollator(seed))
+        loader = train_loader(source(10), 2, order="sequential", collate=collate)
+        loader.load_state_dict({"seed": 42, "epoch": 0, "consumed": consumed})
+        return [group.batches[0] for group in loader.groups()]
+
+    whole = noises(1, 0)
+    assert noises(1, 4) == whole[2:]
+    assert noises(2, 0) != whole
+    assert len(set(whole)) == 5
+
+
+def test_reading_costs_no_more_than_one_read_a_sample() -> None:
+    for kind, reads in ((Numbers, 28), (Augmented, 28), (SometimesAugmented, 30)):
+        dataset = kind(28)
+        list(train_loader(dataset, 2, order="sequential", collate=None))
+        assert dataset.reads <= reads, "only the batch in which the first draw is noticed is read twice"
+
+
+def test_pythons_generator_is_put_back_where_asked() -> None:
+    fetch = Fetch(Augmented(9), auto_collate, seed=0)
+    for ids in ([0], [1, 2], [3]):
+        state = random.getstate()
+        fetch(0, ids, True)
+        assert random.getstate() == state
+
+
+def test_the_programs_own_draws_change_nothing_and_are_not_changed(untouched_generators: None) -> None:
+    fetch = Fetch(Augmented(9), auto_collate, seed=0)
+    once = fetch(0, [1, 2])["x"]
+    numpy_state, torch_state = np.random.get_state(), torch.get_rng_state()
+    np.random.rand(3)
+    torch.rand(3)
+    random.random()
+    assert torch.equal(fetch(0, [1, 2])["x"], once)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+
+
+def test_it_travels_to_a_spawned_worker() -> None:
+    fetch = Fetch(SometimesAugmented(9), auto_collate, seed=0)
+    copy = pickle.loads(pickle.dumps(fetch))
+    assert torch.equal(fetch(1, [2, 3])["x"], copy(1, [2, 3])["x"])
+    again = pickle.loads(pickle.dumps(fetch))
+    assert torch.equal(fetch(1, [3])["x"], again(1, [3])["x"])
+
+
+def test_an_error_in_collation_names_the_samples() -> None:
+    with pytest.raises(ValueError, match="expected sequence") as caught:
+        Fetch([{"x": [1]}, {"x": [1, 2]}], auto_collate, seed=0)(0, [0, 1])
+    assert "collating the samples [0, 1]" in caught.value.__notes__[0]
+
+
+def test_the_generators_are_put_back_after_an_error(untouched_generators: None) -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            super().__getitem__(index)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        Fetch(Broken(3), as_list, seed=0)(0, [0])
