@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from windlass.cli.readers import column, read_records, texts
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 
-ROWS = [{"text": "a film", "label": "1"}, {"text": 'not "good", no', "label": "0"}, {"text": "ünïcode", "label": "1"}]
+ROWS = [
+    {"text": "a film", "label": "1"},
+    {"text": 'not "good", no', "label": "0"},
+    {"text": "ünïcode", "label": "1"},
+]
 
 
 def write_jsonl(path: Path) -> Path:
@@ -28,7 +33,9 @@ def write_csv(path: Path) -> Path:
 
 
 def write_tsv(path: Path) -> Path:
-    path.write_text("\n".join(["text\tlabel", *(f"{r['text']}\t{r['label']}" for r in ROWS)]), encoding="utf-8")
+    path.write_text(
+        "\n".join(["text\tlabel", *(f"{r['text']}\t{r['label']}" for r in ROWS)]), encoding="utf-8"
+    )
     return path
 
 
@@ -46,7 +53,6 @@ def write_parquet(path: Path) -> Path:
 )
 def test_formats_agree(ending: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
     records = read_records(str(write(tmp_path / f"rows.{ending}")), DataSpec())
-    assert [values for _, values in records] == [{**values, **row} for (_, values), row in zip(records, ROWS, strict=True)]
     assert texts(records, "text") == [row["text"] for row in ROWS]
     assert column(records, "label") == [row["label"] for row in ROWS]
 

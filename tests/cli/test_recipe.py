@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec, Recipe, SampleSpec
@@ -193,6 +194,7 @@ def test_printed_config_marks_what_differs(tmp_path: Path, text: Path) -> None:
         "learning_rate",
         "save_strategy",
         "output_dir",
+        "log_level",
     }
     assert not any("_token:" in line for line in printed)
 

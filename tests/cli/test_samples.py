@@ -92,7 +92,10 @@ def test_a_classifier_knows_its_classes() -> None:
     ("config", "words"),
     [
         ({"model_type": "lama"}, ["model.config.model_type='lama'", "llama"]),
-        ({**LLAMA, "hiden_size": 3, "num_layrs": 2}, ["2 problems", "hidden_size", "model.config.num_layrs=2"]),
+        (
+            {**LLAMA, "hiden_size": 3, "num_layrs": 2},
+            ["2 problems", "hidden_size", "model.config.num_layrs=2"],
+        ),
         ({**LLAMA, "num_labels": 3}, ["taken from the data"]),
         ({**LLAMA, "hidden_size": "big"}, ["model.config", "hidden_size"]),
         ({**LLAMA, **HEADS, "vocab_size": 10}, ["at least that"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from windlass.cli import splits
 from windlass.cli.readers import Record
 from windlass.cli.schema import DataSpec, Recipe

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from windlass.callbacks.printer import PrinterCallback
 from windlass.cli.build import Parts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
@@ -25,17 +26,22 @@ EVAL_BATCHES = 2
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each update. Waits for the device at both ends, as a real run does not: an upper bound."""
+    """Seconds of each update and of the save. Waits for the device at both ends: an upper bound of what a run takes."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began = 0.0
+        self.steps: list[float] = []
+        self.save = 0.0
+        self._since = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._began = _now()
+        self._since = _now()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.seconds.append(_now() - self._began)
+        self.steps.append(_now() - self._since)
+        self._since = _now()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.save = _now() - self._since
 
 
 @dataclass(slots=True)
@@ -68,21 +74,26 @@ def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], No
         Findings(steps=full_steps(training_arguments(recipe.training), len(parts.train))),
         StepClock(),
     )
-    trainer = build_trainer(parts, small)
+    trainer = _quiet(build_trainer(parts, small))
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
-    began = _now()
     trainer.train()
-    findings.step_seconds = clock.seconds[-1]  # the first one also warms up
-    findings.save_seconds = max(_now() - began - sum(clock.seconds), 0.0)
-    findings.done.append(f"{len(clock.seconds)} updates")
+    findings.step_seconds = min(clock.steps)  # the first one also warms up
+    findings.save_seconds = clock.save
+    findings.done.append(f"{len(clock.steps)} updates")
     _evaluate(trainer, parts, small, findings)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     findings.checkpoint_bytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     findings.done.append("a save")
-    build_trainer(parts, small).train(resume_from_checkpoint=str(checkpoint))
+    _quiet(build_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
     findings.done.append("a load")
     return findings
+
+
+def _quiet(trainer: Any) -> Any:
+    """Without the lines of progress: of two updates there is none to show."""
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _small(folder: str) -> dict[str, Any]:

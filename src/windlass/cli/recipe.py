@@ -70,6 +70,7 @@ def _name_the_run(draft: Draft, name: str) -> None:
     training = draft.values.setdefault("training", {})
     if isinstance(training, dict):
         training.setdefault("output_dir", f"runs/{name}")
+        training.setdefault("log_level", "warning")  # the command says itself what it does
 
 
 def _section(kind: type, tree: Mapping[str, Any], path: Keys, draft: Draft, problems: list[Problem]) -> Any:

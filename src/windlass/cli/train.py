@@ -64,24 +64,30 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     say = _speaker()
     say("Preparing: reading the data, building tokenizer and model ...")
     from windlass.cli.build import build_parts, build_trainer, saved_tokenizer
+    from windlass.cli.course import Course
     from windlass.cli.sampling import continue_prompt
     from windlass.cli.screen import Outcome, describe_run, render_screen
-    from windlass.cli.taken_up import TakenUp
 
     parts = build_parts(recipe, args, saved_tokenizer(run_folder(args), resume))
-    trainer, taken_up = build_trainer(parts, args), TakenUp()
-    trainer.add_callback(taken_up)
+    trainer, course = build_trainer(parts, args), Course()
+    trainer.add_callback(course)
     say(describe_run(parts, trainer))
-    before = continue_prompt(parts, trainer.model)
+    before = (
+        None if resume else continue_prompt(parts, trainer.model)
+    )  # a resumed model has its weights yet to come
     if before:
         say(f"\nBefore training, the model writes: {before}\n")
     output = trainer.train(resume_from_checkpoint=resume)
+    if course.stopped:
+        return _interrupted(args, command)
     evaluation = _final_evaluation(trainer, parts.evaluation is not None)
     if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
         trainer.save_model(args.output_dir)
     after = continue_prompt(parts, trainer.model)
     runtime = float(output.metrics["train_runtime"])
-    say(render_screen(Outcome(parts, trainer, runtime, taken_up.step, evaluation, before, after, command)))
+    say(
+        render_screen(Outcome(parts, trainer, runtime, course.first_step, evaluation, before, after, command))
+    )
     return 0
 
 

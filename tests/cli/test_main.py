@@ -1,0 +1,83 @@
+"""The words of the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from windlass import __version__
+from windlass.cli.main import TrainOptions, _parsers, _train_options, main
+from windlass.cli.train import resume_command
+
+
+def options(*words: str) -> TrainOptions:
+    parser, train = _parsers()
+    known, rest = parser.parse_known_args(["train", *words])
+    return _train_options(known, rest, train)
+
+
+def test_words_may_stand_anywhere() -> None:
+    wanted = TrainOptions("a.yaml", ["b=1", "c.d=2"], "out", True, False, True)
+    assert options("a.yaml", "b=1", "--dry-run", "c.d=2", "--output-dir", "out", "--resume") == wanted
+    assert options("--resume", "a.yaml", "b=1", "--output-dir", "out", "--dry-run", "c.d=2") == wanted
+
+
+def test_resume_may_name_a_checkpoint() -> None:
+    assert options("a.yaml", "--resume", "runs/a/checkpoint-3").resume == "runs/a/checkpoint-3"
+    assert options("--resume", "b=1").resume is True
+
+
+@pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["--dryrun"], ["--nonsense"]])
+def test_what_is_not_understood_is_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *words])
+    assert caught.value.code == 2
+    assert "usage: windlass train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train"], "windlass train --resume"),
+        (["train", "a b.yaml", "x=1"], "windlass train 'a b.yaml' x=1 --resume"),
+        (["train", "--resume", "a.yaml"], "windlass train a.yaml --resume"),
+        (["train", "a.yaml", "--resume", "runs/checkpoint-1", "x=1"], "windlass train a.yaml x=1 --resume"),
+        (["train", "a.yaml", "--resume=runs/checkpoint-1"], "windlass train a.yaml --resume"),
+    ],
+)
+def test_the_command_that_resumes(words: list[str], command: str) -> None:
+    assert resume_command(words) == command
+
+
+def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"windlass {__version__}\n"
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "torch" in shown
+    assert "python" in shown
+
+
+def test_config_errors_come_before_heavy_imports() -> None:
+    code = (
+        "import sys; from windlass.cli.main import main; "
+        "assert main(['train', 'data.blok_size=3']) == 2; assert main(['train', '--print-config']) == 0; "
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "did you mean data.block_size?" in done.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from windlass.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout

@@ -1,0 +1,230 @@
+"""`windlass train` as a user runs it: a process of its own, its exit code, its output, and the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+LM = """\
+data:
+  train: text.txt
+  block_size: 16
+  eval_fraction: 0.2
+model:
+  config:
+    model_type: llama
+    hidden_size: 16
+    intermediate_size: 32
+    num_hidden_layers: 1
+    num_attention_heads: 2
+    num_key_value_heads: 2
+tokenizer:
+  train: {vocab_size: 300}
+training:
+  max_steps: 6
+  per_device_train_batch_size: 4
+  logging_steps: 2
+  eval_strategy: steps
+  eval_steps: 3
+  save_steps: 3
+sample: the cat
+"""
+CLASSIFIER = """\
+task: classification
+data:
+  train: train.tsv
+  eval: dev.tsv
+  columns: [text, label]
+  max_length: 16
+model:
+  config:
+    model_type: bert
+    hidden_size: 16
+    intermediate_size: 16
+    num_hidden_layers: 1
+    num_attention_heads: 2
+tokenizer:
+  train: {vocab_size: 300, lowercase: true}
+training:
+  num_train_epochs: 4
+  learning_rate: 1e-2
+  eval_strategy: epoch
+  save_strategy: epoch
+  load_best_model_at_end: true
+  metric_for_best_model: accuracy
+"""
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog did not\n" * 60)
+    rows = [f"{'good' if index % 2 else 'bad'} film number {index % 7}\t{index % 2}\n" for index in range(64)]
+    (tmp_path / "train.tsv").write_text("".join(rows))
+    (tmp_path / "dev.tsv").write_text("".join(rows[:21]))
+    (tmp_path / "lm.yaml").write_text(LM)
+    (tmp_path / "classifier.yaml").write_text(CLASSIFIER)
+    return tmp_path
+
+
+def windlass(room: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "windlass", *words]
+    done = subprocess.run(command, cwd=room, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_language_model_from_start_to_resume(room: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = windlass(room, "train", "lm.yaml").stdout
+    folder = room / "runs" / "lm"
+    assert {"checkpoint-3", "checkpoint-6", "metrics.jsonl", "report.html"} <= {
+        p.name for p in folder.iterdir()
+    }
+    assert "\r" not in out
+    assert "Before training, the model writes: the cat" in out
+    assert re.search(r"loss +\d\.\d{4} \(step 2\) -> \d\.\d{4} \(step 6\)", out)
+    assert re.search(r"speed +[\d,]+ tokens/s, 6 steps", out)
+    for shown in ("eval loss", "runs/lm/checkpoint-6", "runs/lm/metrics.jsonl", "runs/lm/report.html"):
+        assert shown in out
+    checkpoint = folder / "checkpoint-6"
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+    )
+    assert model.config.vocab_size == len(tokenizer)
+    (command,) = re.findall(r"^resume +(.*)$", out, re.MULTILINE)
+    assert command == "windlass train lm.yaml --resume"
+    again = windlass(room, *shlex.split(command)[1:], "training.max_steps=8")
+    assert (folder / "checkpoint-8").is_dir()
+    assert re.search(r"2 steps in", again.stdout)
+    assert [row["step"] for row in rows(folder) if "loss" in row] == [2, 4, 6, 8]
+
+
+def test_resuming_a_finished_run_trains_nothing(room: Path) -> None:
+    windlass(room, "train", "lm.yaml", "training.eval_strategy=no")
+    out = windlass(room, "train", "lm.yaml", "training.eval_strategy=no", "--resume").stdout
+    assert "the run was complete at step 6" in out
+    assert not (room / "runs" / "lm" / "checkpoint-7").exists()
+
+
+def test_a_classifier_learns_and_keeps_its_best(room: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    out = windlass(room, "train", "classifier.yaml", "--output-dir", "here").stdout
+    (accuracy,) = re.findall(r"eval accuracy +(\d\.\d+)", out)
+    best = max(float(row["eval_accuracy"]) for row in rows(room / "here") if "eval_accuracy" in row)  # type: ignore[arg-type]
+    assert float(accuracy) == pytest.approx(best, abs=1e-4)
+    assert best > 0.9
+    model = AutoModelForSequenceClassification.from_pretrained(room / "here" / "checkpoint-32")
+    assert model.config.id2label == {0: "0", 1: "1"}
+    assert "samples/s" in out
+
+
+def test_dry_run_leaves_nothing_and_says_what_it_takes(room: Path) -> None:
+    out = windlass(room, "train", "lm.yaml", "--dry-run", "training.max_steps=1000").stdout
+    assert "2 updates, an evaluation, a save, a load" in out
+    assert re.search(r"steps +1,000 at \d", out)
+    for name in ("time", "disk", "memory"):
+        assert re.search(rf"^  {name} +\S", out, re.MULTILINE)
+    assert not (room / "runs").exists()
+
+
+def test_dry_run_counts_epochs(room: Path) -> None:
+    out = windlass(
+        room, "train", "classifier.yaml", "--dry-run", "training.gradient_accumulation_steps=3"
+    ).stdout
+    assert re.search(r"steps +12 at", out)  # 64 texts, 24 to an update, 3 updates to an epoch, 4 epochs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lm.yaml", "data.train=nowhere.txt"], ["data.train='nowhere.txt'", "no such file"]),
+        (["lm.yaml", "model.config.hiden_size=3"], ["hidden_size"]),
+        (["broken.yaml"], ["broken.jsonl:2", "not valid JSON"]),
+        (["lm.yaml", "--resume"], ["No valid checkpoint found in output directory"]),
+        (["nothing.yaml"], ["nothing.yaml"]),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2(words: list[str], said: list[str], room: Path) -> None:
+    (room / "broken.jsonl").write_text('{"text": "x"}\n{"text: 3}\n')
+    (room / "broken.yaml").write_text(LM.replace("text.txt", "broken.jsonl"))
+    done = windlass(room, "train", *words, code=2)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("windlass: ") == 1
+    assert all(word in done.stderr for word in said), done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")
+def test_ctrl_c_leaves_a_state_that_resumes(room: Path) -> None:
+    words = [
+        "train",
+        "lm.yaml",
+        "training.max_steps=100000",
+        "training.logging_steps=1",
+        "training.eval_strategy=no",
+    ]
+    command = [sys.executable, "-m", "windlass", *words, "training.save_steps=50000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=room, env=ENVIRONMENT, text=True, **pipes) as process:  # type: ignore[call-overload]
+        for line in process.stdout:
+            if "loss" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    (checkpoint,) = re.findall(r"Interrupted: (\S+) is whole", errors)
+    (resume,) = re.findall(r"^  windlass (.*--resume)$", errors, re.MULTILINE)
+    step = int(checkpoint.rpartition("-")[2])
+    out = windlass(room, *shlex.split(resume), f"training.max_steps={step + 2}").stdout
+    assert "2 steps in" in out
+
+
+@pytest.mark.slow
+def test_the_built_in_recipe(tmp_path: Path) -> None:
+    shorter = [
+        "training.max_steps=40",
+        "training.eval_steps=20",
+        "training.save_steps=20",
+        "training.logging_steps=10",
+    ]
+    out = windlass(tmp_path, "train", *shorter).stdout
+    losses = re.findall(r"loss +(\d\.\d+) \(step 1\) -> (\d\.\d+) \(step 40\)", out)
+    assert float(losses[0][0]) - float(losses[0][1]) > 1
+    assert (tmp_path / "runs" / "python-docs" / "checkpoint-40").is_dir()
+
+
+@pytest.mark.slow
+def test_a_ready_recipe_runs_on_real_files(tmp_path: Path) -> None:
+    data = ROOT.parent / "shared" / "data" / "sst2"
+    if not data.is_dir():
+        pytest.skip("the SST-2 files are not beside the repository")
+    files = [f"data.train={data}/train.tsv", f"data.eval={data}/dev.tsv"]
+    recipe = str(ROOT / "recipes" / "sst2.yaml")
+    out = windlass(tmp_path, "train", recipe, *files, "training.num_train_epochs=2").stdout
+    (accuracy,) = re.findall(r"eval accuracy +(\d\.\d+)", out)
+    assert float(accuracy) > 0.72
