@@ -22,11 +22,42 @@ from windlass.precision.autocast import autocast_context
 from windlass.transforms.ddp import Replicated
 
 _NOT_BUILT = frozenset(
-    "prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler accumulate no_sync save_state load_state "
-    "trigger_sync_in_backward join_uneven_inputs clip_grad_norm_ clip_grad_value_ unscale_gradients lomo_backward "
-    "set_trigger check_trigger reduce pad_across_processes split_between_processes init_trackers get_tracker log "
-    "save save_model register_save_state_pre_hook register_load_state_pre_hook register_for_checkpointing get_state_dict "
-    "skip_first_batches profile maybe_context_parallel deepspeed_ulysses_dl_adapter verify_device_map".split()
+    [
+        "prepare",
+        "prepare_model",
+        "prepare_data_loader",
+        "prepare_optimizer",
+        "prepare_scheduler",
+        "accumulate",
+        "no_sync",
+        "save_state",
+        "load_state",
+        "trigger_sync_in_backward",
+        "join_uneven_inputs",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "unscale_gradients",
+        "lomo_backward",
+        "set_trigger",
+        "check_trigger",
+        "reduce",
+        "pad_across_processes",
+        "split_between_processes",
+        "init_trackers",
+        "get_tracker",
+        "log",
+        "save",
+        "save_model",
+        "register_save_state_pre_hook",
+        "register_load_state_pre_hook",
+        "register_for_checkpointing",
+        "get_state_dict",
+        "skip_first_batches",
+        "profile",
+        "maybe_context_parallel",
+        "deepspeed_ulysses_dl_adapter",
+        "verify_device_map",
+    ]
 )
 
 
@@ -41,7 +72,9 @@ class Accelerator:
         sync_gradients: whether the current micro-batch is the last one of its update.
     """
 
-    def __init__(self, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1) -> None:
+    def __init__(
+        self, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
+    ) -> None:
         self._gang = gang
         self.device = device
         self._precision = precision
@@ -53,7 +86,9 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_BUILT:
-            raise AttributeError(f"Accelerator.{name} is not built yet: user-owned loops are not supported in this version")
+            raise AttributeError(
+                f"Accelerator.{name} is not built yet: user-owned loops are not supported in this version"
+            )
         raise AttributeError(f"'Accelerator' object has no attribute {name!r}")
 
     # --- ranks ------------------------------------------------------------------------------------------------------
@@ -111,7 +146,8 @@ class Accelerator:
         self._backward = backward
 
     def backward(self, loss: Any) -> None:
-        """Gradients of a micro-batch's loss (a scalar tensor, or `LossTerms`), normalised, scaled and reduced as the run asks.
+        """Gradients of a micro-batch's loss (a scalar tensor, or `LossTerms`), normalised, scaled and reduced as the
+        run asks.
 
         Raises:
             ModelError: no update is under way.

@@ -1,4 +1,4 @@
-"""What resolving needs to know besides the arguments: the process, the data, the model, and what a subclass overrides."""
+"""What resolving needs to know besides the arguments: the process, the data, and what a subclass overrides."""
 
 from __future__ import annotations
 

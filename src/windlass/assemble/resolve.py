@@ -26,7 +26,8 @@ from windlass.core.errors import ConfigError, Problem
 _LOOP_OVERRIDES = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
     "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
-    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a callback",
+    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
+    "callback",
     "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
 }
 _MAX_STEPS = 10**9
@@ -67,16 +68,24 @@ Rule = Callable[[Any, Facts], Iterator[Problem]]
 
 def _needs_training_data(args: Any, facts: Facts) -> Iterator[Problem]:
     if not facts.has_training_data:
-        yield Problem("train_dataset", None, "training needs one: pass `train_dataset=` or override `get_train_dataloader`")
+        yield Problem(
+            "train_dataset",
+            None,
+            "training needs one: pass `train_dataset=` or override `get_train_dataloader`",
+        )
 
 
 def _needs_evaluation_data(args: Any, facts: Facts) -> Iterator[Problem]:
     if facts.has_evaluation_data:
         return
     if _text(args.eval_strategy) != "no":
-        yield Problem("eval_strategy", _text(args.eval_strategy), "pass `eval_dataset=`, or set eval_strategy='no'")
+        yield Problem(
+            "eval_strategy", _text(args.eval_strategy), "pass `eval_dataset=`, or set eval_strategy='no'"
+        )
     if _text(args.save_strategy) == "best":
-        yield Problem("save_strategy", "best", "pass `eval_dataset=`: the best checkpoint is found by evaluating")
+        yield Problem(
+            "save_strategy", "best", "pass `eval_dataset=`: the best checkpoint is found by evaluating"
+        )
 
 
 def _needs_a_length(args: Any, facts: Facts) -> Iterator[Problem]:
@@ -87,7 +96,9 @@ def _needs_a_length(args: Any, facts: Facts) -> Iterator[Problem]:
 
 def _has_a_sane_duration(args: Any, facts: Facts) -> Iterator[Problem]:
     if args.max_steps > _MAX_STEPS:
-        yield Problem("max_steps", args.max_steps, f"no run makes more than {_MAX_STEPS:,} updates; is a unit wrong?")
+        yield Problem(
+            "max_steps", args.max_steps, f"no run makes more than {_MAX_STEPS:,} updates; is a unit wrong?"
+        )
     if args.max_steps <= 0 and args.num_train_epochs <= 0:
         yield Problem("num_train_epochs", args.num_train_epochs, "set it above 0, or give max_steps")
     per_epoch = facts.groups_per_epoch
@@ -99,13 +110,15 @@ def _has_a_sane_duration(args: Any, facts: Facts) -> Iterator[Problem]:
 def _keeps_the_loop(args: Any, facts: Facts) -> Iterator[Problem]:
     for name, instead in _LOOP_OVERRIDES.items():
         if name in facts.overridden:
-            yield Problem(name, "overridden", f"Windlass runs its own loop and would never call it; {instead}")
+            yield Problem(
+                name, "overridden", f"Windlass runs its own loop and would never call it; {instead}"
+            )
 
 
 def _keeps_the_weights(args: Any, facts: Facts) -> Iterator[Problem]:
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name) and _text(args.eval_strategy) != "no":
-            fix = "it casts the weights that are being trained; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
+            fix = "it casts the weights being trained; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
             yield Problem(name, True, fix)
 
 
@@ -145,7 +158,9 @@ def resolve_duration(args: Any, per_epoch: int | None) -> DurationPlan:
         epochs = math.ceil(args.max_steps / per_epoch) if per_epoch else _MAX_STEPS
         return DurationPlan(args.max_steps, epochs, per_epoch)
     assert per_epoch is not None, "a stream without max_steps is refused above"
-    return DurationPlan(math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs), per_epoch)
+    return DurationPlan(
+        math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs), per_epoch
+    )
 
 
 def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
@@ -237,8 +252,10 @@ def _options(text: Any) -> dict[str, Any]:
     pairs = [pair.split("=", 1) for pair in str(text).replace(" ", "").split(",") if pair]
     bad = [pair[0] for pair in pairs if len(pair) != 2]
     if bad:
-        raise ConfigError(Problem("optim_args", text, f"write it as 'key=value, key=value'; {bad[0]!r} has no value"))
-    return {key: value for key, value in pairs}
+        raise ConfigError(
+            Problem("optim_args", text, f"write it as 'key=value, key=value'; {bad[0]!r} has no value")
+        )
+    return {pair[0]: pair[1] for pair in pairs}
 
 
 def _text(value: Any) -> str:

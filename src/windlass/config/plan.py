@@ -25,7 +25,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class DurationPlan:
-    """`steps` updates in all; `epochs` is how many (whole) passes that can take at most; `steps_per_epoch` is None for streams."""
+    """`steps` updates in all, over at most `epochs` passes; `steps_per_epoch` is None for streams."""
 
     steps: int
     epochs: int

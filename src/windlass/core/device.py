@@ -26,7 +26,7 @@ def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
         return torch.device("mps")
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        fix = f"this machine shows {count} {accelerator.type} device(s); start at most {count} processes here, or use_cpu=True"
+        fix = f"{count} {accelerator.type} device(s) here: start at most {count} processes, or use_cpu=True"
         raise ConfigError(Problem("LOCAL_RANK", local_rank, fix))
     return torch.device(accelerator.type, local_rank)
 

@@ -117,11 +117,12 @@ class TrainerCallback:
     """Inspects a run and decides; never changes the loop itself.
 
     Every event receives `(args, state, control, **kwargs)`; kwargs hold `model`, `optimizer`, `lr_scheduler`,
-    `train_dataloader`, `eval_dataloader`, `processing_class`, and `logs` / `metrics` where the event has them. An event may return
-    nothing, the control object (mutated or new), or a dict of control flags such as `{"should_training_stop": True}`.
+    `train_dataloader`, `eval_dataloader`, `processing_class`, and `logs` / `metrics` where the event has them. An
+    event may return nothing, the control object (mutated or new), or a dict of control flags such as
+    `{"should_training_stop": True}`.
 
-    A callback with state gives it as `state()` -> {"args": {...}, "attributes": {...}}, or as `state_dict` / `load_state_dict`; it
-    travels in the checkpoint.
+    A callback with state gives it as `state()` -> {"args": {...}, "attributes": {...}}, or as `state_dict` /
+    `load_state_dict`; it travels in the checkpoint.
 
     The events, in the order in which a run fires them::
 

@@ -34,7 +34,7 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):  # type: ignore[no-untyped-def,override]
+    def stream(self):  # type: ignore[no-untyped-def]
         return sys.stderr
 
 
@@ -96,7 +96,7 @@ def disable_default_handler() -> None:
 
 
 def enable_propagation() -> None:
-    """Hand records on to the root logger too (for `logging.basicConfig` set-ups); turn the default handler off with it."""
+    """Hand records on to the root logger too, for `logging.basicConfig`; turn the default handler off with it."""
     _root().propagate = True
 
 
@@ -107,7 +107,9 @@ def disable_propagation() -> None:
 def enable_explicit_format() -> None:
     """Lines as `[LEVEL|file:line] time >> message`."""
     for handler in _root().handlers:
-        handler.setFormatter(logging.Formatter("[%(levelname)s|%(filename)s:%(lineno)s] %(asctime)s >> %(message)s"))
+        handler.setFormatter(
+            logging.Formatter("[%(levelname)s|%(filename)s:%(lineno)s] %(asctime)s >> %(message)s")
+        )
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
-    """Seed everything and make PyTorch choose deterministic kernels, or fail where there is none (warn with `warn_only`)."""
+    """Seed everything and let PyTorch use deterministic kernels alone, or fail (with `warn_only`: warn)."""
     set_seed(seed)
     # cuBLAS reads this when its handle is made; set here because the guides' scripts expect this call to do it all.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")

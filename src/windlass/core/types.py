@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# A state is what `checkpoint.codec` can write: tensors, numpy arrays, numbers, strings, None, lists, string-keyed maps.
+# A state is what `checkpoint.codec` can write: tensors, numpy arrays, numbers, strings, None, lists, string-keyed
+# maps.
 State = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
 """Where this process stands among the processes of a job, as its launcher said it.
 
-Read from the environment once per call and never written. It is on the ground floor because configuration (`args.world_size`)
-and process groups (`dist`) both need it, and neither may import the other.
+Read from the environment once per call and never written. It is on the ground floor because configuration
+(`args.world_size`) and process groups (`dist`) both need it, and neither may import the other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
     values = {}
-    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+    for name, default in (
+        ("RANK", None),
+        ("WORLD_SIZE", None),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+    ):
         text = env.get(name, default)
         try:
             values[name] = int(text)  # type: ignore[arg-type]
@@ -52,5 +57,7 @@ def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
             raise ConfigError(Problem(name, text, fix)) from None
     world = World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
     if not 0 <= world.rank < world.size:
-        raise ConfigError(Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}"))
+        raise ConfigError(
+            Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}")
+        )
     return world

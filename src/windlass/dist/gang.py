@@ -145,7 +145,11 @@ def join(world: World, device: torch.device, timeout_seconds: int = 1800, backen
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
             dist.init_process_group(backend or backend_for(device), timeout=timeout)
-        host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+        host = (
+            dist.group.WORLD
+            if dist.get_backend() == "gloo"
+            else dist.new_group(backend="gloo", timeout=timeout)
+        )
         _joined = ProcessGang(world, host)
     return _joined
 

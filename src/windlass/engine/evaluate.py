@@ -1,7 +1,7 @@
 """Evaluation and prediction: exact for every batch size, last batch and number of ranks.
 
-Ranks may hold different numbers of batches, for they meet only once, after the last one (batch metrics aside, which see
-every batch of every rank). Unless predictions are asked for, memory does not grow with the data.
+Ranks may hold different numbers of batches, for they meet only once, after the last one (batch metrics aside, which
+see every batch of every rank). Unless predictions are asked for, memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def evaluation_loop(
         on_batch: called after each batch of this rank.
 
     Returns:
-        On every rank the same: predictions and labels as numpy arrays in the structure that the model gave, one row per
-        sample in the order of dataset positions (in turn over ranks and batches where these are unknown), narrower
-        batches padded with -100; metrics by prefixed name as Python numbers; the number of samples.
+        On every rank the same: predictions and labels as numpy arrays in the structure that the model gave, one row
+        per sample in the order of dataset positions (in turn over ranks and batches where these are unknown),
+        narrower batches padded with -100; metrics by prefixed name as Python numbers; the number of samples.
 
     Raises:
         DataError: there is nothing to evaluate, or no labels for `compute_metrics`.

@@ -30,9 +30,9 @@ class NoBatchMetrics:
 class BatchMetrics:
     """Calls `compute_metrics(EvalPrediction, compute_result=...)` once for each round of batches.
 
-    A round is the n-th batch of every rank, joined in rank order (ranks that have run out add nothing), so every rank's
-    metric sees all data and comes to the same result. This is the one collective that evaluation needs for each batch.
-    Predictions are torch tensors, on the device where this rank's model left them.
+    A round is the n-th batch of every rank, joined in rank order (ranks that have run out add nothing), so every
+    rank's metric sees all data and comes to the same result. This is the one collective that evaluation needs for
+    each batch. Predictions are torch tensors, on the device where this rank's model left them.
 
     A batch waits for the next one, since only then it is known not to be the last: the call for the last one has
     `compute_result=True`, and what it returns are the metrics.

@@ -61,7 +61,7 @@ class Counts:
 
 
 class Feed:
-    """Fetches a group, counts its targets on the host, and sums the counts over ranks while the previous update runs."""
+    """Fetches a group, counts it on the host, and sums the counts over ranks while the previous update runs."""
 
     def __init__(self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang) -> None:
         self._source, self._accumulation, self._counts, self._gang = source, accumulation, counts, gang

@@ -1,4 +1,4 @@
-"""The training loop. It knows when things happen; how an update is made is the executor's, what is done about it the hooks'."""
+"""The training loop: when things happen. How an update is made is the executor's, what follows from it the hooks'."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class LoopOptions:
 class Loop:
     """Runs updates until the state's `max_steps`, the last epoch, or a callback's stop.
 
-    `state_dict` holds where it stands between two updates; with the states of model, optimizer, schedule and ledger it
-    is all that a run needs to go on with the same bits.
+    `state_dict` holds where it stands between two updates; with the states of model, optimizer, schedule and ledger
+    it is all that a run needs to go on with the same bits.
     """
 
     def __init__(
@@ -162,7 +162,11 @@ class Loop:
 
     def _leaves_epoch(self) -> bool:
         control = self._hooks.control
-        return control.should_training_stop or control.should_epoch_stop or self._state.global_step >= self._state.max_steps
+        return (
+            control.should_training_stop
+            or control.should_epoch_stop
+            or self._state.global_step >= self._state.max_steps
+        )
 
     def _finished(self) -> bool:
         if self._epoch_open:
@@ -192,8 +196,8 @@ class Loop:
     def _raise(self, found: tuple[tuple[int, list[list[int]]], float, float]) -> None:
         tag, loss, norm = found
         raise NonFiniteError(
-            f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last "
-            "checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
+            f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the "
+            "last checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
         )
 
     @staticmethod

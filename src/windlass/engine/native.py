@@ -33,7 +33,11 @@ class NativeExecutor:
     caps = Capabilities()
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, scaler: Scaler | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        scaler: Scaler | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -68,13 +72,18 @@ class NativeExecutor:
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
-        return self._device.type == "cpu" and norm.dtype != torch.bfloat16 and norm.numpy() + 1e-6 <= max_norm
+        return (
+            self._device.type == "cpu"
+            and norm.dtype != torch.bfloat16
+            and bool(norm.numpy() + 1e-6 <= max_norm)
+        )
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return torch.zeros((), device=self._device)
         if self._one_device:
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            return norms
         return torch.nn.utils.get_total_norm(gradients)
 
     def step(self) -> bool:
@@ -138,8 +147,8 @@ class NativeExecutor:
     def _refuse_forward_past_the_wrapper(self, seen: int) -> None:
         if self._replicated is not None and self._replicated.forwards == seen:
             raise ModelError(
-                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced over ranks. "
-                "Call the `model` that `compute_loss` or `training_step` receives, not `self.model`"
+                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
+                "over ranks. Call the `model` that `compute_loss` or `training_step` receives, not `self.model`"
             )
 
     def settle(self, backward: Callable[[], Tensor]) -> None:

@@ -76,7 +76,9 @@ class Normaliser:
     def _terms(self, terms: LossTerms) -> Tensor:
         factor = 0.0 if self.filler else self.world / self.denominator
         total = _weigh(terms.sum, factor)
-        weight = torch.as_tensor(terms.weight, dtype=torch.float64 if terms.sum.device.type != "mps" else None)
+        weight = torch.as_tensor(
+            terms.weight, dtype=torch.float64 if terms.sum.device.type != "mps" else None
+        )
         weight = weight.detach().to(terms.sum.device) * (0.0 if self.filler else 1.0)
         self.weight = weight if self.weight is None else self.weight + weight
         for name, value in terms.aux.items():
@@ -94,9 +96,9 @@ class Normaliser:
         """
         if self.loss is None:
             raise ModelError(
-                "the training step returned without calling `self.accelerator.backward(loss)`. A raw `loss.backward()` "
-                "goes past accumulation, loss scaling and the reduction over ranks: replace it, or call "
-                "`super().training_step(...)`"
+                "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
+                "`loss.backward()` goes past accumulation, loss scaling and the reduction over ranks: replace it, or "
+                "call `super().training_step(...)`"
             )
         return self.loss
 

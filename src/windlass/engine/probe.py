@@ -1,10 +1,13 @@
-"""Finds out by experiment, on the first batch, what a loss is a mean over. Names and signatures are never trusted for it.
+"""Finds out by experiment, on the first batch, what a loss is a mean over. Names and signatures are never trusted
+for it.
 
 Three questions, each answered by forwards without gradients, random generators and buffers put back afterwards:
 
-- *Is the first label of a row a target?* Keep only that one: a model that shifts its labels is left with nothing to predict.
+- *Is the first label of a row a target?* Keep only that one: a model that shifts its labels is left with nothing to
+predict.
 - *Does the model, or the hook, divide by the denominator it is given?* Double it: the loss halves, or stays.
-- *Does a hook that divides also multiply by the number of ranks, as hooks written for other trainers do?* Compare with
+- *Does a hook that divides also multiply by the number of ranks, as hooks written for other trainers do?* Compare
+with
   the loss it gives when it gets no denominator at all.
 
 Answers are summed over ranks before they are judged: one rank's first batch may hold no target.
@@ -48,11 +51,13 @@ class Probe:
         answer = self._value(loss, only_first, None) if only_first is not None else math.nan
         votes_for = asked * float(not math.isfinite(answer) or answer == 0.0)
         votes, voters = self._sum_over_ranks(torch.tensor([votes_for, asked], dtype=torch.float64)).tolist()
-        return voters > 0 and votes * 2 > voters
+        return bool(voters > 0 and votes * 2 > voters)
 
     def divides(self, batch: Any, loss: Loss, denominator: float) -> bool | None:
         """True: the loss halves when the denominator doubles. False: it stays. None: neither."""
-        once, twice = self._summed(self._value(loss, batch, denominator), self._value(loss, batch, 2 * denominator))
+        once, twice = self._summed(
+            self._value(loss, batch, denominator), self._value(loss, batch, 2 * denominator)
+        )
         if _close(twice, once):
             return False
         return True if _close(2 * twice, once) else None
@@ -80,7 +85,9 @@ class Probe:
         return float(value.sum if isinstance(value, LossTerms) else value)
 
 
-def hook_meaning(probe: Probe, batch: Any, loss: Loss, targets: float, denominator: float, world: int) -> Meaning:
+def hook_meaning(
+    probe: Probe, batch: Any, loss: Loss, targets: float, denominator: float, world: int
+) -> Meaning:
     """What an overridden `compute_loss` (or a `compute_loss_func`) that can take the denominator returns.
 
     Raises:
@@ -89,9 +96,10 @@ def hook_meaning(probe: Probe, batch: Any, loss: Loss, targets: float, denominat
     divides = probe.divides(batch, loss, denominator)
     if divides is None:
         raise ModelError(
-            "`compute_loss` mixes terms that are divided by `num_items_in_batch` with terms that are not, so no factor makes "
-            "it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare what it is with "
-            "`loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or `False` (a plain mean)"
+            "`compute_loss` mixes terms that are divided by `num_items_in_batch` with terms that are not, so no "
+            "factor makes it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare what "
+            "it is with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or `False` "
+            "(a plain mean)"
         )
     if not divides:
         return Meaning.MICRO_MEAN
@@ -100,9 +108,9 @@ def hook_meaning(probe: Probe, batch: Any, loss: Loss, targets: float, denominat
     multiplies = probe.multiplies_by_ranks(batch, loss, targets, world)
     if multiplies is None:
         raise ModelError(
-            "`compute_loss` divides by `num_items_in_batch`, but with the batch's own target count it does not give the mean "
-            f"loss, nor {world} times it. Declare `loss_is_scaled_for_ga = True` if it is already normalised over the update "
-            "and the ranks, or return `LossTerms(sum, weight)`"
+            "`compute_loss` divides by `num_items_in_batch`, but with the batch's own target count it does not give "
+            f"the mean loss, nor {world} times it. Declare `loss_is_scaled_for_ga = True` if it is already "
+            "normalised over the update and the ranks, or return `LossTerms(sum, weight)`"
         )
     return Meaning.SCALED if multiplies else Meaning.SHARE
 

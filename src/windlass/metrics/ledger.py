@@ -17,8 +17,8 @@ SumOverRanks = Callable[[Tensor], Tensor]
 class Ledger:
     """Sums of losses over updates; `read` costs one transfer and one reduction, `add` costs neither.
 
-    Losses are each rank's *share*: summed over ranks they give the update's loss. Sums are kept in float64 where the device
-    has it, so that a report over many updates does not lose the small ones.
+    Losses are each rank's *share*: summed over ranks they give the update's loss. Sums are kept in float64 where the
+    device has it, so that a report over many updates does not lose the small ones.
     """
 
     def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
@@ -98,7 +98,8 @@ class FiniteWatch:
     """Learns whether the last update's loss and norm were finite, without making the host wait for the device.
 
     On the CPU the values are read in place, at once. On an accelerator they are copied to pinned memory behind the
-    update's own work, and looked at when the *next* update has been queued: one step late, and the device never idles.
+    update's own work, and looked at when the *next* update has been queued: one step late, and the device never
+    idles.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,13 +30,14 @@ def rows(batch: Any) -> int:
 class TargetCounter:
     """Counts the targets of a batch.
 
-    Integer labels of two axes or more (one label per token or pixel) count where they are not -100; class labels (one per
-    row) count where they are not -100 either; real-valued labels, several label columns and batches without labels count rows.
+    Integer labels of two axes or more (one label per token or pixel) count where they are not -100; class labels
+    (one per row) count where they are not -100 either; real-valued labels, several label columns and batches without
+    labels count rows.
 
     Attributes:
         label_names: the batch's keys that hold labels.
-        shifted: the model predicts label t from position t-1, so the first label of each row is no target. Measured by
-            `engine.probe`, never inferred from a model's name.
+        shifted: the model predicts label t from position t-1, so the first label of each row is no target. Measured
+            by `engine.probe`, never inferred from a model's name.
     """
 
     label_names: tuple[str, ...] = ("labels",)
@@ -61,7 +62,12 @@ class TargetCounter:
 
 
 def _integer(labels: Any) -> Tensor | None:
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.ndim == 0:
+    if (
+        not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.ndim == 0
+    ):
         return None
     return labels
 
@@ -96,7 +102,11 @@ class InputCounter:
             return 0
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor):
-            return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else int(torch.count_nonzero(mask))
+            return (
+                int(np.count_nonzero(mask.numpy()))
+                if mask.device.type == "cpu"
+                else int(torch.count_nonzero(mask))
+            )
         main = batch.get(self.main_input)
         if not isinstance(main, Tensor) or self.pad_token_id is None:
             return self.positions(batch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,10 +46,13 @@ class TrainerBase:
     is_in_train: bool
     place_model_on_device: bool
 
-    # None: found out by experiment on the first batch. True: `compute_loss` is already normalised over the update and the
-    # ranks. False: it is a plain mean over its micro-batch.
+    # None: found out by experiment on the first batch. True: `compute_loss` is already normalised over the update
+    # and the ranks. False: it is a plain mean over its micro-batch.
     loss_is_scaled_for_ga: bool | None = None
 
+    _autocast: Callable[[], AbstractContextManager[Any]]
+    _overridden: frozenset[str]
+    _source_samples: int | None
     _world: World
     _gang: Gang
     _device: torch.device
@@ -58,11 +63,16 @@ class TrainerBase:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's own loss divides by `num_items_in_batch`: by its signature, until the probe has measured it."""
+        """Whether the model's own loss divides by `num_items_in_batch`: by signature until it is measured."""
         return self._model_divides
 
     _model_divides: bool
     _default_loss_scales: bool = False
+
+    @property
+    def output_folder(self) -> Path:
+        """Where this run's files go."""
+        return Path(str(self.args.output_dir))
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""

@@ -18,7 +18,11 @@ logger = get_logger(__name__)
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     """The value given under either of two names; both are a contradiction."""
     if value is not None and old_value is not None and value is not old_value:
-        raise ConfigError(Problem(old_name, "given", f"it is the earlier name of `{name}`, which is given too: leave one out"))
+        raise ConfigError(
+            Problem(
+                old_name, "given", f"it is the earlier name of `{name}`, which is given too: leave one out"
+            )
+        )
     return old_value if value is None else value
 
 
@@ -34,7 +38,9 @@ def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
 def is_placed(model: nn.Module) -> bool:
     """Whether the model's parts were put on devices by someone else already (a device map, a quantized loader)."""
     device_map = getattr(model, "hf_device_map", None)
-    return (device_map is not None and len(set(device_map.values())) > 1) or getattr(model, "quantization_method", None) is not None
+    return (device_map is not None and len(set(device_map.values())) > 1) or getattr(
+        model, "quantization_method", None
+    ) is not None
 
 
 def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
@@ -70,6 +76,7 @@ def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
     earlier = sorted(name for name in os.listdir(output_dir) if name.startswith("checkpoint-"))
     if earlier and not resuming:
         logger.warning(
-            "%s holds another run (%s). Its checkpoints may be replaced; train(resume_from_checkpoint=True) continues it",
+            "%s holds another run (%s). Its checkpoints may be replaced; train(resume_from_checkpoint=True) "
+            "continues it",
             output_dir, ", ".join(earlier[-3:])
         )  # fmt: skip

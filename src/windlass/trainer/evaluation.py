@@ -22,13 +22,14 @@ from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
 from windlass.metrics.nested import nested_detach
 from windlass.metrics.speed import speed_metrics
-from windlass.trainer.base import TrainerBase
-from windlass.trainer.losses import call_model
+from windlass.trainer.inputs import InputsMixin
+from windlass.trainer.losses import LossMixin, call_model
+from windlass.trainer.reports import ReportsMixin
 
 logger = get_logger(__name__)
 
 
-class EvaluationMixin(TrainerBase):
+class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
     """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
 
     def evaluate(
@@ -37,8 +38,8 @@ class EvaluationMixin(TrainerBase):
         """Metrics over the evaluation data, exact for every batch size and number of ranks.
 
         Args:
-            eval_dataset: another dataset than the Trainer's, the name of one of its sets, or a dict of datasets; each set of
-                a dict is evaluated under its own name (`eval_name_loss`).
+            eval_dataset: another dataset than the Trainer's, the name of one of its sets, or a dict of datasets;
+                each set of a dict is evaluated under its own name (`eval_name_loss`).
             ignore_keys: keys of the model's output that are no predictions.
             metric_key_prefix: what the metrics' names begin with.
 
@@ -71,8 +72,8 @@ class EvaluationMixin(TrainerBase):
         """Predictions for every sample, in the dataset's order, with metrics where the data has labels.
 
         Returns:
-            Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different widths are
-            padded with -100.
+            Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
+            widths are padded with -100.
         """
         loader = self.get_test_dataloader(test_dataset)
         started = time.time()
@@ -101,7 +102,9 @@ class EvaluationMixin(TrainerBase):
         request = self._eval_request(loss_only, metric_key_prefix, predicting=description == "Prediction")
         self.callback_handler.eval_dataloader = dataloader
         logger.info("***** Running %s *****", description)
-        return self._evaluate_batches(_with_ids(dataloader), request, ignore_keys, self._prediction_step_event)
+        return self._evaluate_batches(
+            _with_ids(dataloader), request, ignore_keys, self._prediction_step_event
+        )
 
     def _evaluate_batches(
         self,
@@ -113,7 +116,8 @@ class EvaluationMixin(TrainerBase):
         def step(batch: Any) -> tuple[Any, Any, Any]:
             return self.prediction_step(self.model, batch, request.loss_only, ignore_keys=ignore_keys)
 
-        # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same bits.
+        # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same
+        # bits.
         with self._evaluation_mode(), preserved_rng(self._device):
             return evaluation_loop(
                 self._probed(batches),
@@ -125,7 +129,7 @@ class EvaluationMixin(TrainerBase):
             )
 
     def _rehearse_evaluation(self) -> dict[str, float]:
-        """The metrics of the first batch of every evaluation set, which nobody is told of: only their names matter."""
+        """The metrics of each evaluation set's first batch, which nobody is told of: only their names matter."""
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": None}
         metrics: dict[str, float] = {}
         for name in sets:
@@ -139,13 +143,21 @@ class EvaluationMixin(TrainerBase):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, predictions and labels of one batch, each None where there is none. Override it for a step of your own."""
-        has_labels = isinstance(inputs, Mapping) and all(inputs.get(name) is not None for name in self.label_names)
+        """Loss, predictions and labels of one batch, None where there is none. Override it for a step of your own."""
+        has_labels = isinstance(inputs, Mapping) and all(
+            inputs.get(name) is not None for name in self.label_names
+        )
         if not isinstance(inputs, Mapping):
-            has_labels = True  # what a batch without names holds, only the model knows: it must return its loss
+            has_labels = (
+                True  # what a batch without names holds, only the model knows: it must return its loss
+            )
         inputs = self._prepare_inputs(inputs)
         keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
-        labels = nested_detach(labels_of(inputs, self.label_names)) if isinstance(inputs, Mapping) and has_labels else None
+        labels = (
+            nested_detach(labels_of(inputs, self.label_names))
+            if isinstance(inputs, Mapping) and has_labels
+            else None
+        )
         with torch.no_grad(), self.compute_loss_context_manager():
             if has_labels or self._loss_without_labels(inputs):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
@@ -194,7 +206,7 @@ class EvaluationMixin(TrainerBase):
         self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
 
     def _probed(self, batches: Iterable[tuple[list[int], Any]]) -> Iterator[tuple[list[int], Any]]:
-        """The batches, after the first has shown which labels are targets, where training has not done so. Collective."""
+        """The batches; the first shows which labels are targets, where training has not done so. Collective."""
         remaining = iter(batches)
         first = next(remaining, None)
         if not self._loss_probed:
@@ -221,12 +233,20 @@ class EvaluationMixin(TrainerBase):
 
     def _cast_for_full_eval(self) -> None:
         """`bf16_full_eval`, `fp16_full_eval`: cast the weights themselves, which training could not undo."""
-        dtype = torch.bfloat16 if self.args.bf16_full_eval else torch.float16 if self.args.fp16_full_eval else None
+        dtype = (
+            torch.bfloat16
+            if self.args.bf16_full_eval
+            else torch.float16
+            if self.args.fp16_full_eval
+            else None
+        )
         if dtype is None:
             return
         if self.is_in_train:
             name = "bf16_full_eval" if self.args.bf16_full_eval else "fp16_full_eval"
-            fix = "it would cast the weights that are being trained; evaluate after training, or use bf16=True"
+            fix = (
+                "it would cast the weights that are being trained; evaluate after training, or use bf16=True"
+            )
             raise ConfigError(Problem(name, True, fix))
         self.model.to(dtype=dtype, device=self._device)
 

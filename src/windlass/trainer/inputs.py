@@ -29,14 +29,20 @@ class InputsMixin(TrainerBase):
             DataError: there is no training dataset, or it is empty.
         """
         if self.train_dataset is None:
-            raise DataError("training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`")
+            raise DataError(
+                "training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`"
+            )
         dataset, collate = self._with_used_columns(self.train_dataset, "training")
         sampler = None
         if "_get_train_sampler" in self._overridden:
             sampler = self._get_train_sampler(dataset)
         facts = Facts(self._world, None)
         return build_train_loader(
-            dataset, plan=resolve_data(self.args), batch=resolve_batch(self.args, facts), collate=collate, sampler=sampler
+            dataset,
+            plan=resolve_data(self.args),
+            batch=resolve_batch(self.args, facts),
+            collate=collate,
+            sampler=sampler,
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -53,7 +59,7 @@ class InputsMixin(TrainerBase):
         return self._evaluation_loader(test_dataset, "test")
 
     def num_examples(self, dataloader: Any) -> int:
-        """How many samples a loader will give, all ranks together; estimated from its length where it has no dataset."""
+        """How many samples a loader gives, all ranks together; estimated from its length where it has no dataset."""
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
@@ -76,11 +82,11 @@ class InputsMixin(TrainerBase):
         return 1
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """The order of training samples as a torch sampler. Override it to bring your own; by default the loader orders."""
+        """The order of training samples as a torch sampler, for overrides; by default the loader orders them."""
         return None
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """The order of evaluation samples as a torch sampler. Override it to bring your own; by default as they stand."""
+        """The order of evaluation samples as a torch sampler, for overrides; by default they come as they stand."""
         return None
 
     def _named_eval_dataset(self, eval_dataset: Any) -> Any:
@@ -92,7 +98,9 @@ class InputsMixin(TrainerBase):
             return sets[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise DataError("evaluation needs an eval_dataset: pass `eval_dataset=` to the Trainer or to evaluate()")
+            raise DataError(
+                "evaluation needs an eval_dataset: pass `eval_dataset=` to the Trainer or to evaluate()"
+            )
         return dataset
 
     def _evaluation_loader(self, dataset: Any, what: str) -> Loader:
@@ -100,7 +108,11 @@ class InputsMixin(TrainerBase):
         sampler = self._get_eval_sampler(dataset) if "_get_eval_sampler" in self._overridden else None
         facts = Facts(self._world, None)
         return build_eval_loader(
-            dataset, plan=resolve_data(self.args), batch=resolve_batch(self.args, facts), collate=collate, sampler=sampler
+            dataset,
+            plan=resolve_data(self.args),
+            batch=resolve_batch(self.args, facts),
+            collate=collate,
+            sampler=sampler,
         )
 
     def _group_source(self, loader: Any) -> GroupSource:
@@ -112,7 +124,7 @@ class InputsMixin(TrainerBase):
     # --- columns ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Fill `_signature_columns`: what the model's forward takes, the labels' names besides. Override it to add yours."""
+        """Fill `_signature_columns`: what the model's forward takes, and the labels. Override it to add yours."""
         if self._signature_columns is None:
             self._signature_columns = signature_columns(self.model, self.label_names)
 
@@ -139,6 +151,6 @@ def labels_in_signature(module: nn.Module) -> list[str]:
 
 
 def returns_loss_by_default(module: nn.Module) -> bool:
-    """Whether the model's forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
+    """Whether the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
     parameter = inspect.signature(module.forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
@@ -25,7 +25,9 @@ logger = get_logger(__name__)
 class LossMixin(TrainerBase):
     """`training_step` and `compute_loss`, and what is known about the latter."""
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Forward and backward of one micro-batch.
 
         Args:
@@ -45,12 +47,16 @@ class LossMixin(TrainerBase):
         return (loss.sum if isinstance(loss, LossTerms) else loss).detach()
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
 
-        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the batch's
-        target count. With `return_outputs=True` it returns `(loss, outputs)`.
+        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the
+        batch's target count. With `return_outputs=True` it returns `(loss, outputs)`.
 
         Raises:
             ModelError: the model returned no loss.
@@ -78,12 +84,15 @@ class LossMixin(TrainerBase):
         """What the forward and the loss run in: mixed precision."""
         return self.autocast_smart_context_manager()
 
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager[Any]:
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
         """The mixed-precision context of this run; null for fp32."""
         return self._autocast()
 
     def count_targets(self, batch: Any) -> float:
-        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see docs/losses.md).
+        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see
+        docs/losses.md).
 
         Called with batches in host memory, before their forward.
         """
@@ -131,7 +140,10 @@ class LossMixin(TrainerBase):
         """Whether a training step has any use for the update's target count."""
         if not self._compute_loss_takes_denominator or not self._training_step_takes_denominator:
             return False
-        own = type(self).compute_loss is LossMixin.compute_loss and type(self).training_step is LossMixin.training_step
+        own = (
+            type(self).compute_loss is LossMixin.compute_loss
+            and type(self).training_step is LossMixin.training_step
+        )
         smooths = bool(self.args.label_smoothing_factor)
         return not own or smooths or self.compute_loss_func is not None or self._model_divides
 
@@ -161,7 +173,7 @@ class LossMixin(TrainerBase):
         self._normaliser.meaning = self._measured_meaning(probe, prepared, targets, loss)
 
     def _probe_shift(self, batch: Any | None) -> None:
-        """For an evaluation outside training: only which labels are targets. Every rank calls it; some may have no batch."""
+        """For an evaluation outside training: only which labels are targets. Collective; a rank may have no batch."""
         probe = Probe(self.model, self._device, self._gang.sum)
         prepared = None if batch is None else self._prepare_inputs(batch)
 
@@ -176,7 +188,8 @@ class LossMixin(TrainerBase):
             with self.autocast_smart_context_manager():
                 return check_loss(loss_of(call_model(self.model, inputs), inputs))
 
-        # Smoothing computes the loss here, from the labels as they stand: only the model's own loss tells whether it shifts.
+        # Smoothing computes the loss here, from the labels as they stand: only the model's own loss tells whether it
+        # shifts.
         asked = model_loss if self.args.label_smoothing_factor else loss
         names = tuple(self.label_names)
         self._counter = TargetCounter(names, probe.shifts_labels(prepared, TargetCounter(names), asked))
@@ -211,9 +224,9 @@ class LossMixin(TrainerBase):
         if meaning is Meaning.MICRO_MEAN and several:
             warn_once(
                 logger,
-                "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which is exact "
-                "for an unweighted mean over labels that are not -100. For anything else return LossTerms(sum, weight), or take "
-                "`num_items_in_batch` and divide by it",
+                "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, "
+                "which is exact for an unweighted mean over labels that are not -100. For anything else return "
+                "LossTerms(sum, weight), or take `num_items_in_batch` and divide by it",
             )
         return meaning
 
@@ -248,8 +261,8 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     if loss is None or (isinstance(loss, Tensor) and loss.ndim > 0 and loss.numel() != 1):
         received = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
         raise ModelError(
-            f"the model returned no loss (it returned: {found}; it received: {received}). Give it labels, let its forward return "
-            "the loss first or as 'loss', pass `compute_loss_func`, or override `compute_loss`"
+            f"the model returned no loss (it returned: {found}; it received: {received}). Give it labels, let its "
+            "forward return the loss first or as 'loss', pass `compute_loss_func`, or override `compute_loss`"
         )
     return loss
 
@@ -265,7 +278,9 @@ def check_loss(loss: Any) -> Any:
     if isinstance(loss, LossTerms) or (isinstance(loss, Tensor) and loss.numel() == 1):
         return loss
     shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise ModelError(f"`compute_loss` returned {shape}; it must return a scalar tensor or LossTerms(sum, weight)")
+    raise ModelError(
+        f"`compute_loss` returned {shape}; it must return a scalar tensor or LossTerms(sum, weight)"
+    )
 
 
 def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, denominator: Any) -> Tensor:
@@ -284,7 +299,8 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
     options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "label_smoothing": epsilon}
     if denominator is None:
         return F.cross_entropy(flat, labels.reshape(-1), **options)
-    return F.cross_entropy(flat, labels.reshape(-1), reduction="sum", **options) / denominator
+    total: Tensor = F.cross_entropy(flat, labels.reshape(-1), reduction="sum", **options)
+    return total / denominator
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
@@ -304,4 +320,6 @@ def accepts_keywords(module: nn.Module) -> bool:
 def as_count(value: float, device: torch.device) -> Tensor:
     """A count as a scalar tensor on `device`, made there: no copy that the host would wait for."""
     whole = float(value).is_integer()
-    return torch.full((), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device)
+    return torch.full(
+        (), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device
+    )

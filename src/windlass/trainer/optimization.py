@@ -38,12 +38,16 @@ class OptimizationMixin(TrainerBase):
             self.optimizer = make_optimizer(groups, cls, kwargs)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
         """Set and return `self.lr_scheduler`; one that is there already is kept."""
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             if target is None:
-                raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
+                raise ConfigError(
+                    Problem("optimizer", None, "call create_optimizer() before create_scheduler()")
+                )
             plan = resolve_optimizer(self.args, num_training_steps)
             schedule = build_schedule(
                 plan.schedule,
@@ -57,7 +61,9 @@ class OptimizationMixin(TrainerBase):
         return self.lr_scheduler
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[type[torch.optim.Optimizer], Any]:
+    def get_optimizer_cls_and_kwargs(
+        args: Any, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], Any]:
         """The optimizer's class and keywords that these arguments ask for."""
         return optimizer_factory(resolve_optimizer(args, max(args.max_steps, 0)))
 

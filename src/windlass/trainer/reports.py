@@ -22,7 +22,8 @@ class ReportsMixin(TrainerBase):
         """Add `logs` to the history and tell the callbacks. Override it to add values of your own.
 
         Args:
-            logs: names and values; `epoch` is added, and the token count where `include_num_input_tokens_seen` asks for it.
+            logs: names and values; `epoch` is added, and the token count where `include_num_input_tokens_seen` asks
+                for it.
             start_time: when training began, in seconds; gives tokens per second.
         """
         logs["epoch"] = self.state.epoch
@@ -52,7 +53,7 @@ class ReportsMixin(TrainerBase):
         """Write `{split}_results.json` into the output folder, and merge into `all_results.json` (`combined`)."""
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir)
+        folder = self.output_folder
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / f"{split}_results.json", metrics)
         if combined:
@@ -63,7 +64,7 @@ class ReportsMixin(TrainerBase):
     def save_state(self) -> None:
         """Write `trainer_state.json` into the output folder, on the main process."""
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
+            folder = self.output_folder
             folder.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(folder / "trainer_state.json"))
 

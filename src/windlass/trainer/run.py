@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +20,16 @@ from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.optim.schedule import Schedule
 from windlass.trainer.losses import as_count
-
-if TYPE_CHECKING:
-    from windlass.trainer.trainer import Trainer
+from windlass.trainer.parts import TrainerParts
 
 logger = get_logger(__name__)
-_STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+_STEP_EVENTS = (
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+)
 
 
 class TrainingRun:
@@ -35,7 +39,14 @@ class TrainingRun:
         executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
     """
 
-    def __init__(self, trainer: Trainer, plan: RunPlan, executor: Executor, schedule: Schedule, source: GroupSource) -> None:
+    def __init__(
+        self,
+        trainer: TrainerParts,
+        plan: RunPlan,
+        executor: Executor,
+        schedule: Schedule,
+        source: GroupSource,
+    ) -> None:
         self._trainer, self._plan = trainer, plan
         self.executor, self.schedule = executor, schedule
         device = trainer._device
@@ -64,7 +75,13 @@ class TrainingRun:
             getattr(trainer.model, "main_input_name", "input_ids"),
             getattr(trainer.processing_class, "pad_token_id", None),
         )
-        mode = str(getattr(trainer.args.include_num_input_tokens_seen, "value", trainer.args.include_num_input_tokens_seen))
+        mode = str(
+            getattr(
+                trainer.args.include_num_input_tokens_seen,
+                "value",
+                trainer.args.include_num_input_tokens_seen,
+            )
+        )
         tokens = {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[mode]
         return Counts(trainer.count_targets, tokens, inputs.positions, self._inspect_first)
 
@@ -89,10 +106,12 @@ class TrainingRun:
     # --- the user's part of a step ----------------------------------------------------------------------------------
 
     def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
-        """The Trainer's `training_step` on one micro-batch, normalised; the loss is taken from what went to backward."""
+        """The Trainer's `training_step` on one micro-batch; the loss is what went to backward, normalised."""
         trainer, normaliser = self._trainer, self._normaliser
         if index == 0:
-            normaliser.begin(request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0)
+            normaliser.begin(
+                request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0
+            )
         normaliser.scope(request.targets[index], request.samples[index] / max(request.total_samples, 1.0))
         count = self._count_for_hooks(request.denominator, trainer._device)
         if trainer._training_step_takes_denominator:
@@ -124,7 +143,9 @@ class TrainingRun:
     def _fire(self, event: str) -> None:
         trainer = self._trainer
         if trainer.callback_handler.listens(event):
-            trainer.control = trainer.callback_handler.fire(event, trainer.args, trainer.state, trainer.control)
+            trainer.control = trainer.callback_handler.fire(
+                event, trainer.args, trainer.state, trainer.control
+            )
 
     def epoch_begin(self) -> None:
         self._fire("on_epoch_begin")
@@ -196,7 +217,8 @@ class TrainingRun:
         if save.cadence.strategy == "best":
             trainer.control.should_save = new_best
         elif new_best and save.load_best_at_end:
-            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked for.
+            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked
+            # for.
             trainer.control.should_save = True
 
     def finish(self) -> None:
@@ -208,11 +230,13 @@ def _no_count(value: float, device: Any) -> None:
     return None
 
 
-def announce(trainer: Trainer, plan: RunPlan) -> None:
+def announce(trainer: TrainerParts, plan: RunPlan) -> None:
     """Say what is about to happen, and what this process leaves unused."""
     logger.info("***** Running training *****")
     examples = trainer._source_samples
-    logger.info("  samples: %s, updates: %d", "a stream" if examples is None else examples, plan.duration.steps)
+    logger.info(
+        "  samples: %s, updates: %d", "a stream" if examples is None else examples, plan.duration.steps
+    )
     logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
                 plan.batch.update, plan.batch.micro, plan.batch.accumulation, plan.batch.world)  # fmt: skip
     spare = visible_devices() - trainer._world.local_size

@@ -24,7 +24,9 @@ from windlass.trainer.base import TrainerBase
 logger = get_logger(__name__)
 
 # Arguments in which a resumed run may differ from the checkpoint's without a word.
-_FREE_TO_DIFFER = frozenset({"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "log_level_replica"})
+_FREE_TO_DIFFER = frozenset(
+    {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "log_level_replica"}
+)
 
 
 class SavingMixin(TrainerBase):
@@ -33,25 +35,29 @@ class SavingMixin(TrainerBase):
     _run: Any = None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main process.
+        """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
+        process.
 
         Args:
             output_dir: where to; the run's output folder by default.
         """
         if self.is_world_process_zero():
-            self._save(str(output_dir or self.args.output_dir))
+            self._save(str(output_dir or self.output_folder))
         self._gang.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.output_folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
-        for part in (getattr(self.model, "config", None), getattr(self.model, "generation_config", None)):
+        parts: tuple[Any, ...] = tuple(
+            getattr(self.model, name, None) for name in ("config", "generation_config")
+        )
+        for part in parts:
             if hasattr(part, "save_pretrained"):
                 _declare_architecture(part, self.model)
                 part.save_pretrained(str(folder))
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        tokenizer: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(folder))
         arguments = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
@@ -70,7 +76,11 @@ class SavingMixin(TrainerBase):
             shared=self._shared_state(),
             per_rank=self._rank_state(),
             write_model=lambda folder: self._save(str(folder)),
-            meta={"windlass": "checkpoint", "epoch": self.state.epoch, "best_metric": _plain(self.state.best_metric)},
+            meta={
+                "windlass": "checkpoint",
+                "epoch": self.state.epoch,
+                "best_metric": _plain(self.state.best_metric),
+            },
             best=Path(best) if best else None,
             model_bytes=weights_bytes(self.model.state_dict()),
         )
@@ -100,7 +110,7 @@ class SavingMixin(TrainerBase):
 
     def _checkpoint_manager(self) -> CheckpointManager:
         store = Store(
-            Path(self.args.output_dir),
+            self.output_folder,
             rank=self._gang.rank,
             world=self._gang.size,
             vote=self._gang.vote,
@@ -138,8 +148,8 @@ class SavingMixin(TrainerBase):
         """
         if not checkpoint.has("optimizer"):
             raise CheckpointError(
-                f"{checkpoint.folder} holds only the model (it was saved with save_only_model=True), so a run can't be "
-                "continued from it. Start a new run from its weights: load them into the model and call train()"
+                f"{checkpoint.folder} holds only the model (it was saved with save_only_model=True), so a run can't "
+                "be continued from it. Start a new run from its weights: load them into the model and call train()"
             )
         assert self.optimizer is not None
         self._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
@@ -160,8 +170,8 @@ class SavingMixin(TrainerBase):
             load_rng_state(checkpoint.per_rank("rng", rank), self._device)
             return
         logger.warning(
-            "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of dropout "
-            "and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
+            "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of "
+            "dropout and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
         )  # fmt: skip
         ledgers = [checkpoint.per_rank("ledger", rank) for rank in range(checkpoint.world_size)]
         self._run.ledger.load_state_dict(merged_ledger(ledgers, mine=self._gang.rank == 0))
@@ -169,7 +179,14 @@ class SavingMixin(TrainerBase):
     def _adopt_state(self, saved: TrainerState) -> None:
         """Take the checkpoint's progress; what belongs to this process or to these arguments stays."""
         current = self.state
-        for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+        for name in (
+            "max_steps",
+            "num_train_epochs",
+            "logging_steps",
+            "eval_steps",
+            "save_steps",
+            "train_batch_size",
+        ):
             setattr(saved, name, getattr(current, name))
         for name in TrainerState.PER_PROCESS:
             setattr(saved, name, getattr(current, name))
@@ -180,14 +197,20 @@ class SavingMixin(TrainerBase):
         path = checkpoint.folder / "training_args.json"
         if not path.exists() or not self.is_world_process_zero():
             return
-        old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(self.args.to_dict(), default=str))
+        old, new = (
+            json.loads(path.read_text(encoding="utf-8")),
+            json.loads(json.dumps(self.args.to_dict(), default=str)),
+        )
         changed = [
             f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
             for name in sorted(new.keys() & old.keys())
             if new[name] != old[name] and name not in _FREE_TO_DIFFER
         ]
         if changed:
-            logger.warning("these arguments differ from the checkpoint's, and the new ones hold:\n  %s", "\n  ".join(changed))
+            logger.warning(
+                "these arguments differ from the checkpoint's, and the new ones hold:\n  %s",
+                "\n  ".join(changed),
+            )
 
     # --- the best model ---------------------------------------------------------------------------------------------
 
@@ -239,7 +262,8 @@ def merged_ledger(ledgers: list[State], mine: bool) -> State:
     first["loss"] = sum(ledger["loss"] for ledger in ledgers) * float(mine)
     names = {name for ledger in ledgers for name in ledger["parts"]}
     first["parts"] = {
-        name: sum(ledger["parts"][name] for ledger in ledgers if name in ledger["parts"]) * float(mine) for name in names
+        name: sum(ledger["parts"][name] for ledger in ledgers if name in ledger["parts"]) * float(mine)
+        for name in names
     }
     return first
 

@@ -36,15 +36,19 @@ from windlass.precision.autocast import autocast_context
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
 from windlass.trainer.base import overrides
-from windlass.trainer.defaults import align_special_tokens, default_collator, is_placed, one_of, prepare_output
-from windlass.trainer.evaluation import EvaluationMixin
-from windlass.trainer.inputs import InputsMixin, labels_in_signature, returns_loss_by_default
+from windlass.trainer.defaults import (
+    align_special_tokens,
+    default_collator,
+    is_placed,
+    one_of,
+    prepare_output,
+)
+from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
-from windlass.trainer.losses import LossMixin, accepts_keywords
-from windlass.trainer.optimization import OptimizationMixin
-from windlass.trainer.reports import ReportsMixin
+from windlass.trainer.losses import accepts_keywords
+from windlass.trainer.parts import TrainerParts
 from windlass.trainer.run import TrainingRun, announce
-from windlass.trainer.saving import SavingMixin, find_metric
+from windlass.trainer.saving import find_metric
 from windlass.transforms.apply import apply_transforms
 from windlass.transforms.ddp import replicate
 
@@ -58,18 +62,16 @@ _OVERRIDABLE = (
 )  # fmt: skip
 
 
-class Trainer(
-    LossMixin, InputsMixin, OptimizationMixin, EvaluationMixin, SavingMixin, ReportsMixin
-):  # the public face; each part has its file
+class Trainer(TrainerParts):
     """Trains, evaluates and predicts with a PyTorch model.
 
     Args:
-        model: any `nn.Module` whose forward returns a loss (first of a tuple, `loss` of a mapping or object), or whose loss
-            `compute_loss_func` or an overridden `compute_loss` computes. Models of transformers do.
+        model: any `nn.Module` whose forward returns a loss (first of a tuple, `loss` of a mapping or object), or
+            whose loss `compute_loss_func` or an overridden `compute_loss` computes. Models of transformers do.
         args: the configuration; defaults to `TrainingArguments()`.
         data_collator: list of samples -> batch. By default padding with the tokenizer, or stacking.
-        train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets; evaluation data may
-            be a dict of named sets.
+        train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets;
+            evaluation data may be a dict of named sets.
         processing_class: tokenizer or processor, saved with the model. `tokenizer=` is its earlier name.
         model_init: makes the model anew at each `train()`, after seeding; instead of `model`.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`.
@@ -166,11 +168,13 @@ class Trainer(
 
     def _take_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(Problem("model", type(model).__name__, "give an nn.Module (a name is loaded by SFTTrainer)"))
+            raise ConfigError(
+                Problem("model", type(model).__name__, "give an nn.Module (a name is loaded by SFTTrainer)")
+            )
         if self.place_model_on_device and not is_placed(model):
             model.to(self._device)
         self.model = self.model_wrapped = model
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
         self.label_names = list(self.args.label_names or labels_in_signature(model))
@@ -187,14 +191,14 @@ class Trainer(
         if self._user_optimizer and self.optimizer_cls_and_kwargs is not None:
             problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
         if self.model_init is not None and (self._user_optimizer or self.lr_scheduler is not None):
-            fix = "model_init makes a new model at each train(), which this optimizer does not know; override create_optimizer"
+            fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
             problems.append(Problem("optimizers", "given", fix))
         if problems:
             raise ConfigError(problems)
 
     def _start_callbacks(self, callbacks: list[Any]) -> None:
         plain = self.args.disable_tqdm
-        defaults = [DefaultFlowCallback, MetricsLogCallback(self.args.output_dir)]
+        defaults = [DefaultFlowCallback, MetricsLogCallback(self.output_folder)]
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
@@ -206,7 +210,8 @@ class Trainer(
 
     def _new_state(self) -> TrainerState:
         return TrainerState(
-            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
         )
 
     # --- callbacks --------------------------------------------------------------------------------------------------
@@ -236,8 +241,8 @@ class Trainer(
         """Train, from the start or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`; a path from exactly
-                that one. Afterwards the run has the same bits as one that was never interrupted.
+            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`; a path
+                from exactly that one. Afterwards the run has the same bits as one that was never interrupted.
             ignore_keys_for_eval: keys of the model's output that are no predictions, in evaluations along the way.
             model_path: the earlier name of `resume_from_checkpoint`.
 
@@ -269,7 +274,7 @@ class Trainer(
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
-        prepare_output(self.args.output_dir, self.is_world_process_zero(), resuming=checkpoint is not None)
+        prepare_output(str(self.output_folder), self.is_world_process_zero(), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         loader = self.get_train_dataloader()
@@ -336,10 +341,6 @@ class Trainer(
             return
         find_metric(self._rehearse_evaluation(), metric)
 
-    @property
-    def _follows_metric(self) -> bool:
-        return bool(getattr(self._run.schedule, "follows_metric", False))
-
     def _run_training(self, plan: RunPlan) -> None:
         self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:
@@ -359,7 +360,9 @@ class Trainer(
         if self._interrupted:
             self._interrupted = False
             self._save_checkpoint(self.model)
-            logger.warning("saved at step %d; continue with train(resume_from_checkpoint=True)", state.global_step)
+            logger.warning(
+                "saved at step %d; continue with train(resume_from_checkpoint=True)", state.global_step
+            )
         metrics: dict[str, float] = speed_metrics(
             "train",
             started,
@@ -374,16 +377,6 @@ class Trainer(
         self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
-    # --- evaluation along the way -----------------------------------------------------------------------------------
-
-    _ignore_keys_for_eval: list[str] | None = None
-
-    def _evaluate_for_run(self) -> dict[str, float]:
-        metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
-        if self._follows_metric:
-            self._run.schedule.observe(find_metric(metrics, self.args.metric_for_best_model or "loss"))
-        return metrics
-
     def set_initial_training_values(self, args: Any, dataloader: Any, total_train_batch_size: int) -> Any:
         """Epochs, updates per epoch, samples and updates of a run over this loader, as scripts ask for them.
 
@@ -393,7 +386,11 @@ class Trainer(
         source = self._group_source(dataloader)
         per_epoch = source.groups_per_epoch(args.gradient_accumulation_steps)
         plan = resolve(args, self._facts(per_epoch))
-        samples = self.num_examples(dataloader) if per_epoch is not None else plan.duration.steps * total_train_batch_size
+        samples = (
+            self.num_examples(dataloader)
+            if per_epoch is not None
+            else plan.duration.steps * total_train_batch_size
+        )
         batches = len(dataloader) if per_epoch is not None else None
         duration = plan.duration
         return duration.epochs, per_epoch, samples, samples * duration.epochs, batches, duration.steps

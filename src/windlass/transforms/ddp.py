@@ -1,4 +1,4 @@
-"""Replicated data parallelism: every rank holds the model, gradients are averaged in the last micro-batch's backward."""
+"""Replicated data parallelism: every rank holds the model; the last micro-batch's backward averages gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replicated(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -62,9 +62,9 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 def settle_buckets(model: Replicated, backward: Callable[[], Tensor], device: torch.device) -> None:
     """Two discarded backwards, so that the buckets are in their final order before the first real one.
 
-    DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or more
-    ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first step long ago.
-    Buffers, gradients and random generators are left as they were found.
+    DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or
+    more ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first step
+    long ago. Buffers, gradients and random generators are left as they were found.
     """
     buffers = [buffer.detach().clone() for buffer in model.module.buffers()]
     with preserved_rng(device):

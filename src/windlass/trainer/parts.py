@@ -1,0 +1,23 @@
+"""The Trainer's parts as one class: what a run works with, without how a Trainer is made."""
+
+from __future__ import annotations
+
+from windlass.trainer.evaluation import EvaluationMixin
+from windlass.trainer.optimization import OptimizationMixin
+from windlass.trainer.saving import SavingMixin, find_metric
+
+
+class TrainerParts(EvaluationMixin, OptimizationMixin, SavingMixin):
+    """Every method that a script may override or call, from the files that hold them."""
+
+    _ignore_keys_for_eval: list[str] | None = None
+
+    def _evaluate_for_run(self) -> dict[str, float]:
+        metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
+        if self._follows_metric:
+            self._run.schedule.observe(find_metric(metrics, self.args.metric_for_best_model or "loss"))
+        return metrics
+
+    @property
+    def _follows_metric(self) -> bool:
+        return bool(getattr(self._run.schedule, "follows_metric", False))
