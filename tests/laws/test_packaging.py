@@ -1,0 +1,61 @@
+"""What is installed is what was meant: one version, pinned requirements, extras that the error messages name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from typing import Any
+
+from tests.laws.source import ROOT
+
+import windlass
+from windlass.core.optional import EXTRAS
+
+CONFIG: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PROJECT = CONFIG["project"]
+
+
+def _name(requirement: str) -> str:
+    """The distribution that a requirement or a pin names, in its normal form."""
+    match = re.match(r"[A-Za-z0-9_.-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match.group()).lower()
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    return {_name(line): line.partition("==")[2] for line in lines if line and not line.startswith("#")}
+
+
+def test_one_version() -> None:
+    assert PROJECT["version"] == windlass.__version__
+
+
+def test_every_direct_requirement_is_pinned() -> None:
+    asked = {_name(r) for r in PROJECT["dependencies"]}
+    asked |= {_name(r) for extra in PROJECT["optional-dependencies"].values() for r in extra}
+    pins = _pins()
+    assert asked - {"windlass"} <= pins.keys()
+    assert all(pins.values())
+
+
+def test_an_extra_brings_what_its_error_message_promises() -> None:
+    for package, extra in EXTRAS.items():
+        assert package in {_name(r) for r in PROJECT["optional-dependencies"][extra]}
+
+
+def test_make_never_installs_unpinned() -> None:
+    recipes = [
+        line.strip() for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("\t")
+    ]
+    assert any(line.startswith("$(PIP)") for line in recipes)
+    assert not [line for line in recipes if re.search(r"\bpip\b.*\binstall\b", line)]
+    assert re.search(
+        r"^PIP := .*pip install .*-c constraints\.txt", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE
+    )
+
+
+def test_the_command_exists() -> None:
+    module, _, function = PROJECT["scripts"]["windlass"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
