@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import length_hint
 from typing import Any
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
@@ -70,14 +71,13 @@ class Fetch:
             set_epoch(epoch)
 
     def _one_by_one(self, ids: list[int]) -> list[Any]:
-        dataset, samples, index = self._dataset, [], -1
+        dataset, coming = self._dataset, iter(ids)
         try:
-            for index in ids:
-                samples.append(dataset[index])
+            return [dataset[index] for index in coming]
         except Exception as error:
+            index = ids[len(ids) - length_hint(coming) - 1]
             error.add_note(f"raised while reading sample {index} of {type(dataset).__name__}")
             raise
-        return samples
 
     def _read_seeded(self, ids: list[int], sandbox: Sandbox) -> list[Any]:
         learning, drew, samples = self._quiet_reads is not False, False, []

@@ -4,9 +4,7 @@ resumable.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -144,8 +142,9 @@ class Loader(DataLoader[Any]):
             )
 
     def _position(self, epoch: int, consumed: int, last: bool, length: int | None) -> State:
-        at = {"epoch": epoch + 1, "consumed": 0} if last else {"epoch": epoch, "consumed": consumed}
-        return {"seed": self.seed, **at, "length": length}
+        if last:
+            epoch, consumed = epoch + 1, 0
+        return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": length}
 
     def _plain_accumulation(self) -> int:
         return 1
@@ -209,19 +208,10 @@ class MapLoader(Loader):
             self._order.set_epoch(epoch)
         length = self._length(epoch)
 
-        pending: deque[Cut] = deque()
-
-        def tasks() -> Iterator[list[int]]:
-            # Workers read ahead of the groups: the cuts made for them wait here.
-            for cut in self._cuts(epoch, start, length, accumulation):
-                pending.append(cut)
-                yield from cut.batches
-
-        stream = self._source.batches(epoch, tasks(), private)
-        for first in stream:
-            cut = pending.popleft()
+        cuts = self._cuts(epoch, start, length, accumulation)
+        for cut, batches in self._source.batches(epoch, cuts, private):
             yield Group(
-                batches=[first, *islice(stream, len(cut.batches) - 1)],
+                batches=batches,
                 ids=[[]] if cut.filler else cut.batches,
                 samples=cut.samples,
                 epoch=epoch,

@@ -15,12 +15,14 @@ from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_ge
 # The state in which Python's and PyTorch's generators wait while nothing is expected to draw from them, and
 # the first draw each would give.
 _GLOBAL: Any = random.random.__self__  # type: ignore[attr-defined]
+_TORCH = torch.default_generator
 _PYTHON_REST = random.Random(0).getstate()[1]
 _PYTHON_FIRST = random.Random(0).random()
 _TORCH_REST = torch.Generator().manual_seed(0).get_state()
 _TORCH_FIRST = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0)).item()
 # `random.setstate` without its conversions: this is called for each batch.
 _set_python = super(random.Random, _GLOBAL).setstate
+_draw_python, _draw_numpy = random.random, np.random.random_sample
 
 
 class Sandbox:
@@ -35,20 +37,25 @@ class Sandbox:
         self._python = python
         # While nothing draws, these two go in step, which is cheaper than seeding one of them for each batch.
         self._bits, self._shadow = np.random.MT19937(0), np.random.RandomState(0)
+        self._draw_shadow = self._shadow.random_sample
         self._in_step = False
         self._probe = torch.empty((), dtype=torch.int64)
         self._drawn = self._probe.numpy()  # the same memory, read without asking torch
 
+    def __reduce__(self) -> Any:
+        # A worker makes its own: copied piece by piece, the two views of one memory would be two memories.
+        return Sandbox, (self._python,)
+
     def __enter__(self) -> None:
         self._numpy_outside = get_bit_generator()
-        self._torch_outside = torch.default_generator.get_state()
+        self._torch_outside = _TORCH.get_state()
         if self._python:
             self._python_outside: Any = random.getstate()
         set_bit_generator(self._bits)
 
     def __exit__(self, *_: object) -> None:
         set_bit_generator(self._numpy_outside)
-        torch.default_generator.set_state(self._torch_outside)
+        _TORCH.set_state(self._torch_outside)
         if self._python:
             random.setstate(self._python_outside)
 
@@ -61,7 +68,7 @@ class Sandbox:
         """Put all three into a known state, for reading that should not draw (3 us)."""
         _set_python(_PYTHON_REST)
         _GLOBAL.gauss_next = None
-        torch.default_generator.set_state(_TORCH_REST)
+        _TORCH.set_state(_TORCH_REST)
         if not self._in_step:
             np.random.seed(0)
             self._shadow.seed(0)
@@ -69,12 +76,9 @@ class Sandbox:
 
     def disturbed(self) -> bool:
         """Whether anything drew or seeded since `rest`."""
-        self._in_step = np.random.random_sample() == self._shadow.random_sample()
-        return not (self._in_step and _GLOBAL.random() == _PYTHON_FIRST and self._draw() == _TORCH_FIRST)
-
-    def _draw(self) -> int:
+        self._in_step = in_step = _draw_numpy() == self._draw_shadow()
         self._probe.random_()
-        return int(self._drawn)
+        return not (in_step and _draw_python() == _PYTHON_FIRST and self._drawn[()] == _TORCH_FIRST)
 
 
 def fingerprint() -> tuple[Any, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
+from windlass.data.cut import Cut
 from windlass.data.fetch import Fetch
 from windlass.data.pin import pin, wants_pinning
 
@@ -16,45 +19,43 @@ Task = list[int]
 
 
 class Source:
-    """Turns tasks (lists of sample positions) into collated batches, in the order of the tasks."""
+    """Turns each update's cut into its collated batches, in order."""
 
     def __init__(self, fetch: Fetch, plan: DataPlan) -> None:
         self.fetch, self._plan = fetch, plan
         self._pool: WorkerPool | None = None
 
-    def batches(self, epoch: int, tasks: Iterator[Task], private: bool) -> Iterator[Any]:
-        """Batches of `tasks`.
+    def batches(self, epoch: int, cuts: Iterator[Cut], private: bool) -> Iterator[tuple[Cut, list[Any]]]:
+        """Each of `cuts` with its batches.
 
         Args:
             epoch: goes into the seeds.
-            tasks: sample positions of each batch.
+            cuts: which samples make which batch.
             private: a look at the data from outside training; must disturb neither training's workers nor
                 Python's generator.
         """
         if self._plan.workers == 0:
-            return self._in_process(epoch, tasks, private)
+            return self._in_process(epoch, cuts, private)
         if private:
-            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, tasks)
+            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, cuts)
         if self._pool is None:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
-        return self._pool.run(epoch, tasks)
+        return self._pool.run(epoch, cuts)
 
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are let go."""
         self.fetch.reseed(seed)
         self._pool = None
 
-    def _in_process(self, epoch: int, tasks: Iterator[Task], private: bool) -> Iterator[Any]:
+    def _in_process(self, epoch: int, cuts: Iterator[Cut], private: bool) -> Iterator[tuple[Cut, list[Any]]]:
         fetch, pinned = self.fetch, wants_pinning(self._plan.pin_memory)
-        for ids in tasks:
-            batch = fetch(epoch, ids, private)
-            yield pin(batch) if pinned else batch
+        for cut in cuts:
+            batches = [fetch(epoch, ids, private) for ids in cut.batches]
+            yield cut, pin(batches) if pinned else batches
 
 
 class WorkerPool:
-    """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`: its queues, signals and
-    shared memory are proven.
-    """
+    """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`, whose queues and signals are proven."""
 
     def __init__(self, fetch: Fetch, plan: DataPlan, persistent: bool) -> None:
         self._queue = _Queue()
@@ -62,9 +63,22 @@ class WorkerPool:
             _Tasks(fetch), sampler=self._queue, **worker_options(plan, persistent)
         )
 
-    def run(self, epoch: int, tasks: Iterator[Task]) -> Iterator[Any]:
-        self._queue.tasks = ((number, epoch, ids) for number, ids in enumerate(tasks))
-        return in_order(iter(self._loader))
+    def run(self, epoch: int, cuts: Iterator[Cut]) -> Iterator[tuple[Cut, list[Any]]]:
+        waiting: deque[Cut] = deque()
+
+        def tasks() -> Iterator[tuple[int, int, Task]]:
+            number = 0
+            for cut in cuts:
+                waiting.append(cut)  # workers read ahead of whoever takes the groups
+                for ids in cut.batches:
+                    yield number, epoch, ids
+                    number += 1
+
+        self._queue.tasks = tasks()
+        stream = in_order(iter(self._loader))
+        for first in stream:
+            cut = waiting.popleft()
+            yield cut, [first, *islice(stream, len(cut.batches) - 1)]
 
 
 def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
