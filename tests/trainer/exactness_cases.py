@@ -1,0 +1,239 @@
+"""One small language model under every kind of loss that a script may bring, and the same training written by hand.
+
+Everything is float64: what differs by more than rounding is a mistake in somebody's denominator.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from windlass import LossTerms, Trainer, TrainingArguments
+
+VOCABULARY, WIDTH = 17, 12
+EPOCHS, UPDATE, LEARNING_RATE, MAX_NORM = 2, 12, 1e-2, 0.3
+SPLITS = {1: [(12, 1), (4, 3), (1, 12)], 2: [(6, 1), (2, 3)], 3: [(4, 1), (2, 2)]}
+CLASS_WEIGHTS = torch.linspace(1, 2, VOCABULARY, dtype=torch.float64)
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next token from this one; takes loss keywords as models of transformers do."""
+
+    def __init__(self, shift: bool = True, divide: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.shift, self.divide = shift, divide
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **loss_options: Any
+    ) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        if labels is None:
+            return {"logits": logits}
+        count = loss_options.get("num_items_in_batch") if self.divide else None
+        return {"loss": cross_entropy(logits, labels, self.shift, count), "logits": logits}
+
+
+class PlainModel(LanguageModel):
+    """Takes no loss keywords: the mean over its batch is all it can give."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, shift: bool, count: Any = None, **options: Any) -> Tensor:
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    flat = logits.reshape(-1, VOCABULARY), labels.reshape(-1)
+    if count is None:
+        return F.cross_entropy(*flat, **options)
+    return F.cross_entropy(*flat, reduction="sum", **options) / count
+
+
+class ThreeArguments(Trainer):
+    """The `compute_loss` of the guides before there was a count."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
+        labels = inputs.pop("labels")
+        outputs = model(input_ids=inputs["input_ids"], labels=labels)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class FourArguments(Trainer):
+    """Divides by the count it is given."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = cross_entropy(outputs["logits"], labels, True, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class TimesRanks(FourArguments):
+    """Divides by the count and multiplies by the ranks, as hooks written for other trainers do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss if num_items_in_batch is None else loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class Declared(TimesRanks):
+    loss_is_scaled_for_ga = True
+
+
+class Terms(Trainer):
+    """Weighted targets: only a sum and a weight can say what they are a mean over."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(input_ids=inputs["input_ids"])
+        targets = labels[:, 1:]
+        total = cross_entropy(outputs["logits"], labels, True, 1.0, weight=CLASS_WEIGHTS)
+        weight = (CLASS_WEIGHTS[targets.clamp(min=0)] * (targets != -100)).sum()
+        loss = LossTerms(total, weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+def loss_function(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return cross_entropy(outputs["logits"], labels, True, num_items_in_batch)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to bring a loss, and the mean over the whole update that it must come to."""
+
+    trainer: type[Trainer] = Trainer
+    model: Callable[[], LanguageModel] = PlainModel
+    arguments: dict[str, Any] | None = None
+    function: Callable[..., Any] | None = None
+    shift: bool = True
+    formula: dict[str, Any] | None = None
+
+    def mean(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model.head(torch.tanh(model.embed(batch["input_ids"])))
+        return cross_entropy(logits, batch["labels"], self.shift, **(self.formula or {}))
+
+
+KINDS = {
+    "a plain mean": Kind(),
+    "a model that divides": Kind(model=lambda: LanguageModel(divide=True)),
+    "a model that takes the count and ignores it": Kind(model=LanguageModel),
+    "labels that are not shifted": Kind(model=lambda: LanguageModel(shift=False, divide=True), shift=False),
+    "three arguments": Kind(ThreeArguments),
+    "four arguments": Kind(FourArguments),
+    "four arguments, times the ranks": Kind(TimesRanks),
+    "declared to be scaled": Kind(Declared),
+    "a loss function": Kind(function=loss_function),
+    "terms": Kind(Terms, formula={"weight": CLASS_WEIGHTS}),
+    "smoothed": Kind(arguments={"label_smoothing_factor": 0.1}, formula={"label_smoothing": 0.1}),
+}
+
+
+def samples(count: int) -> list[dict[str, list[int]]]:
+    """Ragged rows; some have ignored targets, one has nothing else."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(count):
+        length = int(torch.randint(3, 9, (1,), generator=generator))
+        ids = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+        labels = [-100, -100, *ids[2:]] if index % 3 == 0 else ids[:]
+        made.append({"input_ids": ids, "labels": [-100] * length if index == 5 else labels})
+    return made
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100}
+    return {
+        name: torch.tensor([row[name] + [value] * (width - len(row[name])) for row in rows])
+        for name, value in fill.items()
+    }
+
+
+# 25 samples: the last update of an epoch has a single one, so that with several ranks all but one have nothing to do.
+TRAIN, EVAL = samples(25), samples(13)
+
+Outcome = dict[str, list[float]]
+
+
+def train(kind: Kind, micro: int, accumulation: int) -> Outcome:
+    """The run by Windlass, in this process's world."""
+    torch.manual_seed(0)
+    model = kind.model()
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=EPOCHS,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=micro,
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_NORM,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no",
+            disable_tqdm=True,
+            log_level="error",
+            use_cpu=True,
+            ddp_timeout=60,
+            **(kind.arguments or {}),
+        )
+        trainer = kind.trainer(
+            model,
+            args,
+            train_dataset=TRAIN,
+            eval_dataset=EVAL,
+            data_collator=collate,
+            compute_loss_func=kind.function,
+        )
+        trainer.train()
+    history = trainer.state.log_history
+    return {
+        "weights": _flat(model),
+        "loss": [row["loss"] for row in history if "loss" in row],
+        "norm": [row["grad_norm"] for row in history if "loss" in row],
+        "eval": [row["eval_loss"] for row in history if "eval_loss" in row],
+    }
+
+
+def train_by_hand(kind: Kind) -> Outcome:
+    """The same run without Windlass: whole updates, one process, one mean."""
+    torch.manual_seed(0)
+    model = kind.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    starts = range(0, len(TRAIN), UPDATE)
+    total = EPOCHS * len(starts)
+    outcome: Outcome = {"loss": [], "norm": [], "eval": []}
+    for step in range(total):
+        start = starts[step % len(starts)]
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
+        loss = kind.mean(model, collate(TRAIN[start : start + UPDATE]))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        outcome["loss"].append(loss.item())
+        outcome["norm"].append(norm.item())
+        if (step + 1) % len(starts) == 0:
+            outcome["eval"].append(kind.mean(model, collate(EVAL)).item())
+    outcome["weights"] = _flat(model)
+    return outcome
+
+
+def _flat(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
