@@ -175,9 +175,8 @@ def test_paths_in_a_manifest_stay_inside(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": "other"}, {"version": 2}, {"version": "1"}, {"version": True}, {"step": "1"}, {"step": -1}, {"step": True},
-        {"world_size": 0},
-        {"files": []}, {"files": {"x": 3}},
+        {"format": "other"}, {"version": 2}, {"version": "1"}, {"version": True}, {"step": "1"}, {"step": -1},
+        {"step": True}, {"world_size": 0}, {"files": []}, {"files": {"x": 3}},
         {"files": {"x": {"size": -1, "sha256": "0" * 64}}},
         {"files": {"x": {"size": 1, "sha256": "zz"}}},
         {"meta": []}, {"meta": {"a": {"$tensor": "x"}}}, {"meta": {"a": {"$class": "x"}}},

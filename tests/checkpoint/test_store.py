@@ -105,8 +105,9 @@ def test_any_damage_to_any_file_is_found_and_named_and_the_older_one_is_taken(
         assert path.name in skipped[0][1]
 
 
-def test_every_single_byte_of_the_manifest_counts(two: Path) -> None:
-    path = two / "checkpoint-10" / MANIFEST_NAME
+def test_every_single_byte_of_the_manifest_counts(fast_disk: Path) -> None:
+    save(fast_disk, 10)
+    path = fast_disk / "checkpoint-10" / MANIFEST_NAME
     good = path.read_bytes()
     body = json.loads(good)
     for position in range(len(good)):
@@ -167,6 +168,16 @@ def test_a_foreign_folder_in_the_way_is_kept_aside(tmp_path: Path) -> None:
         assert newest(tmp_path) == 3
     assert (tmp_path / "checkpoint-3.aside" / "optimizer.pt").read_text() == "one"
     assert (tmp_path / "checkpoint-3.aside1" / "optimizer.pt").read_text() == "two"
+
+
+def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    best = tmp_path / "checkpoint-2"
+    best.rename(tmp_path / "replaced-checkpoint-2")
+    assert Store(tmp_path).verify(best).step == 2
+    save(tmp_path, 3, best=best)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert newest(tmp_path) == 3
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "rank-00001", "manifest", ".hidden", "x" * 200, "a\n"])

@@ -104,6 +104,9 @@ class Store:
         """
         path = Path(path)
         try:
+            interim = path.with_name("replaced-" + path.name)
+            if not path.exists() and interim.is_dir():
+                path = interim  # the process ended between the two renames of a replacement; the next save mends it
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
             info = self._read(path)
