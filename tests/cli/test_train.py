@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from windlass.cli.main import main
+
+Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     **os.environ,
@@ -84,21 +88,35 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def windlass(room: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def process(room: Path, *words: str) -> str:
+    """What `python -m windlass` writes to a pipe. Slow to start: one test goes this way, the others call `main`."""
     command = [sys.executable, "-m", "windlass", *words]
     done = subprocess.run(command, cwd=room, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def windlass(room: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(room)
+
+    def run(*words: str, code: int = 0) -> str:
+        found = main(words)
+        written = capsys.readouterr()
+        assert found == code, written.out + written.err
+        return written.err if code else written.out
+
+    return run
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_language_model_from_start_to_resume(room: Path) -> None:
+def test_a_language_model_from_start_to_resume(room: Path, windlass: Run) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    out = windlass(room, "train", "lm.yaml").stdout
+    out = process(room, "train", "lm.yaml")
     folder = room / "runs" / "lm"
     assert {"checkpoint-3", "checkpoint-6", "metrics.jsonl", "report.html"} <= {
         p.name for p in folder.iterdir()
@@ -117,34 +135,35 @@ def test_a_language_model_from_start_to_resume(room: Path) -> None:
     assert model.config.vocab_size == len(tokenizer)
     (command,) = re.findall(r"^resume +(.*)$", out, re.MULTILINE)
     assert command == "windlass train lm.yaml --resume"
-    again = windlass(room, *shlex.split(command)[1:], "training.max_steps=8")
+    again = windlass(*shlex.split(command)[1:], "training.max_steps=8")
     assert (folder / "checkpoint-8").is_dir()
-    assert re.search(r"2 steps in", again.stdout)
+    assert re.search(r"2 steps in", again)
     assert [row["step"] for row in rows(folder) if "loss" in row] == [2, 4, 6, 8]
 
 
-def test_resuming_a_finished_run_trains_nothing(room: Path) -> None:
-    windlass(room, "train", "lm.yaml", "training.eval_strategy=no")
-    out = windlass(room, "train", "lm.yaml", "training.eval_strategy=no", "--resume").stdout
+def test_resuming_a_finished_run_trains_nothing(room: Path, windlass: Run) -> None:
+    windlass("train", "lm.yaml", "training.eval_strategy=no")
+    out = windlass("train", "lm.yaml", "training.eval_strategy=no", "--resume")
     assert "the run was complete at step 6" in out
     assert not (room / "runs" / "lm" / "checkpoint-7").exists()
 
 
-def test_a_classifier_learns_and_keeps_its_best(room: Path) -> None:
+def test_a_classifier_learns_and_keeps_its_best(room: Path, windlass: Run) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    out = windlass(room, "train", "classifier.yaml", "--output-dir", "here").stdout
+    out = windlass("train", "classifier.yaml", "--output-dir", "here")
     (accuracy,) = re.findall(r"eval accuracy +(\d\.\d+)", out)
     best = max(float(row["eval_accuracy"]) for row in rows(room / "here") if "eval_accuracy" in row)  # type: ignore[arg-type]
     assert float(accuracy) == pytest.approx(best, abs=1e-4)
     assert best > 0.9
-    model = AutoModelForSequenceClassification.from_pretrained(room / "here" / "checkpoint-32")
+    (place,) = re.findall(r"model +(here/checkpoint-\d+) \(the best by accuracy\)", out)
+    model = AutoModelForSequenceClassification.from_pretrained(room / place)
     assert model.config.id2label == {0: "0", 1: "1"}
     assert "samples/s" in out
 
 
-def test_dry_run_leaves_nothing_and_says_what_it_takes(room: Path) -> None:
-    out = windlass(room, "train", "lm.yaml", "--dry-run", "training.max_steps=1000").stdout
+def test_dry_run_leaves_nothing_and_says_what_it_takes(room: Path, windlass: Run) -> None:
+    out = windlass("train", "lm.yaml", "--dry-run", "training.max_steps=1000")
     assert "2 updates, an evaluation, a save, a load" in out
     assert re.search(r"steps +1,000 at \d", out)
     for name in ("time", "disk", "memory"):
@@ -152,10 +171,8 @@ def test_dry_run_leaves_nothing_and_says_what_it_takes(room: Path) -> None:
     assert not (room / "runs").exists()
 
 
-def test_dry_run_counts_epochs(room: Path) -> None:
-    out = windlass(
-        room, "train", "classifier.yaml", "--dry-run", "training.gradient_accumulation_steps=3"
-    ).stdout
+def test_dry_run_counts_epochs(windlass: Run) -> None:
+    out = windlass("train", "classifier.yaml", "--dry-run", "training.gradient_accumulation_steps=3")
     assert re.search(r"steps +12 at", out)  # 64 texts, 24 to an update, 3 updates to an epoch, 4 epochs
 
 
@@ -169,17 +186,18 @@ def test_dry_run_counts_epochs(room: Path) -> None:
         (["nothing.yaml"], ["nothing.yaml"]),
     ],
 )
-def test_bad_input_is_one_message_and_code_2(words: list[str], said: list[str], room: Path) -> None:
+def test_bad_input_is_one_message_and_code_2(
+    words: list[str], said: list[str], room: Path, windlass: Run
+) -> None:
     (room / "broken.jsonl").write_text('{"text": "x"}\n{"text: 3}\n')
     (room / "broken.yaml").write_text(LM.replace("text.txt", "broken.jsonl"))
-    done = windlass(room, "train", *words, code=2)
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("windlass: ") == 1
-    assert all(word in done.stderr for word in said), done.stderr
+    done = windlass("train", *words, code=2)
+    assert done.startswith("windlass: ")
+    assert all(word in done for word in said), done
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")
-def test_ctrl_c_leaves_a_state_that_resumes(room: Path) -> None:
+def test_ctrl_c_leaves_a_state_that_resumes(room: Path, windlass: Run) -> None:
     words = [
         "train",
         "lm.yaml",
@@ -200,31 +218,31 @@ def test_ctrl_c_leaves_a_state_that_resumes(room: Path) -> None:
     (checkpoint,) = re.findall(r"Interrupted: (\S+) is whole", errors)
     (resume,) = re.findall(r"^  windlass (.*--resume)$", errors, re.MULTILINE)
     step = int(checkpoint.rpartition("-")[2])
-    out = windlass(room, *shlex.split(resume), f"training.max_steps={step + 2}").stdout
-    assert "2 steps in" in out
+    out = windlass(*shlex.split(resume), f"training.max_steps={step + 2}")
+    assert "2 steps in" in out, out
 
 
 @pytest.mark.slow
-def test_the_built_in_recipe(tmp_path: Path) -> None:
+def test_the_built_in_recipe(room: Path, windlass: Run) -> None:
     shorter = [
         "training.max_steps=40",
         "training.eval_steps=20",
         "training.save_steps=20",
         "training.logging_steps=10",
     ]
-    out = windlass(tmp_path, "train", *shorter).stdout
+    out = windlass("train", *shorter)
     losses = re.findall(r"loss +(\d\.\d+) \(step 1\) -> (\d\.\d+) \(step 40\)", out)
     assert float(losses[0][0]) - float(losses[0][1]) > 1
-    assert (tmp_path / "runs" / "python-docs" / "checkpoint-40").is_dir()
+    assert (room / "runs" / "python-docs" / "checkpoint-40").is_dir()
 
 
 @pytest.mark.slow
-def test_a_ready_recipe_runs_on_real_files(tmp_path: Path) -> None:
+def test_a_ready_recipe_runs_on_real_files(windlass: Run) -> None:
     data = ROOT.parent / "shared" / "data" / "sst2"
     if not data.is_dir():
         pytest.skip("the SST-2 files are not beside the repository")
     files = [f"data.train={data}/train.tsv", f"data.eval={data}/dev.tsv"]
     recipe = str(ROOT / "recipes" / "sst2.yaml")
-    out = windlass(tmp_path, "train", recipe, *files, "training.num_train_epochs=2").stdout
+    out = windlass("train", recipe, *files, "training.num_train_epochs=2")
     (accuracy,) = re.findall(r"eval accuracy +(\d\.\d+)", out)
     assert float(accuracy) > 0.72

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from windlass.cli.build import Parts
 from windlass.cli.samples import Blocks
 
 WIDTH = 100
+MARGIN = 15
 FILES = (("log", "metrics.jsonl"), ("report", "report.html"), ("picture", "training.png"))
 
 
@@ -21,6 +23,7 @@ class Outcome:
 
     Attributes:
         runtime: seconds that `train()` took, evaluations included.
+        mean_loss: over the updates of this process.
         first_step: the step at which this process took the run up.
         evaluation: metrics of the final weights; empty where the recipe evaluates nothing.
         command: what resumes the run.
@@ -29,6 +32,7 @@ class Outcome:
     parts: Parts
     trainer: Any
     runtime: float
+    mean_loss: float
     first_step: int
     evaluation: dict[str, float]
     before: str | None
@@ -79,22 +83,26 @@ def render_screen(outcome: Outcome) -> str:
     """The screen that ends a run."""
     rule = "-" * 72
     rows = [*_results(outcome), *_places(outcome)]
-    lines = [f"{name:<12}{value}" for name, value in rows]
-    return "\n".join(["", rule, *_sentences(outcome), *lines, f"{'resume':<12}{outcome.command}", rule])
+    lines = [f"{name:<{MARGIN}}{value}" for name, value in rows]
+    return "\n".join(["", rule, *_sentences(outcome), *lines, f"{'resume':<{MARGIN}}{outcome.command}", rule])
 
 
 def _sentences(outcome: Outcome) -> Iterator[str]:
     for name, text in (("before", outcome.before), ("after", outcome.after)):
         if text:
-            yield textwrap.fill(text, WIDTH, initial_indent=f"{name:<12}", subsequent_indent=" " * 12)
+            yield textwrap.fill(
+                text, WIDTH, initial_indent=f"{name:<{MARGIN}}", subsequent_indent=" " * MARGIN
+            )
 
 
 def _results(outcome: Outcome) -> Iterator[tuple[str, str]]:
     state = outcome.trainer.state
     losses = [(row["step"], row["loss"]) for row in state.log_history if "loss" in row]
-    if losses:
+    if len(losses) > 1:
         (first_step, first), (last_step, last) = losses[0], losses[-1]
         yield "loss", f"{first:.4f} (step {first_step}) -> {last:.4f} (step {last_step})"
+    else:
+        yield "loss", f"{outcome.mean_loss:.4f} (mean of this run)"
     for name in ("eval_loss", "eval_accuracy"):
         if name in outcome.evaluation:
             yield name.replace("_", " "), f"{outcome.evaluation[name]:.4f}"
@@ -119,9 +127,16 @@ def _speed(outcome: Outcome) -> str:
 
 
 def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    folder, step = Path(outcome.trainer.args.output_dir), outcome.trainer.state.global_step
-    checkpoint = folder / f"checkpoint-{step}"
-    yield "model", str(checkpoint if checkpoint.is_dir() else folder)
+    args, state = outcome.trainer.args, outcome.trainer.state
+    folder = Path(args.output_dir)
+    checkpoint = folder / f"checkpoint-{state.global_step}"
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        yield (
+            "model",
+            f"{os.path.relpath(state.best_model_checkpoint)} (the best by {args.metric_for_best_model})",
+        )
+    else:
+        yield "model", str(checkpoint if checkpoint.is_dir() else folder)
     for name, file in FILES:
         if (folder / file).is_file():
             yield name, str(folder / file)

@@ -72,9 +72,8 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     trainer, course = build_trainer(parts, args), Course()
     trainer.add_callback(course)
     say(describe_run(parts, trainer))
-    before = (
-        None if resume else continue_prompt(parts, trainer.model)
-    )  # a resumed model has its weights yet to come
+    # A resumed model has its weights yet to come.
+    before = None if resume else continue_prompt(parts, trainer.model)
     if before:
         say(f"\nBefore training, the model writes: {before}\n")
     output = trainer.train(resume_from_checkpoint=resume)
@@ -84,10 +83,18 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
         trainer.save_model(args.output_dir)
     after = continue_prompt(parts, trainer.model)
-    runtime = float(output.metrics["train_runtime"])
-    say(
-        render_screen(Outcome(parts, trainer, runtime, course.first_step, evaluation, before, after, command))
+    outcome = Outcome(
+        parts=parts,
+        trainer=trainer,
+        runtime=float(output.metrics["train_runtime"]),
+        mean_loss=output.training_loss,
+        first_step=course.first_step,
+        evaluation=evaluation,
+        before=before,
+        after=after,
+        command=command,
     )
+    say(render_screen(outcome))
     return 0
 
 
