@@ -104,6 +104,26 @@ def test_reads_as_scripts_expect(dtype: Any, words: list[str]) -> None:
     assert ours == theirs
 
 
+_PARTS = st.sampled_from(
+    ["--off", "--off=no", "--on=0", "--no_on", "--unknown yes", "--said", "--no-said", "--numbers 3 4", "--words a",
+     "--words", "--maybe 1e-3", "--number 7", "--number x", "--share .5", "--path=a=b", "--either {}", "--numb 1",
+     "--strange", "extra"]
+)  # fmt: skip
+
+
+@given(st.lists(_PARTS, max_size=6))
+def test_any_line_reads_as_scripts_expect(parts: list[str]) -> None:
+    """The same instances and the same words left over, or both stop with code 2."""
+    words = [word for part in parts for word in part.split()]
+    outcomes = []
+    for parser in _both((Switches, Lists, Options)):
+        try:
+            outcomes.append(parser.parse_args_into_dataclasses(words, return_remaining_strings=True))
+        except SystemExit as stop:
+            outcomes.append(stop.code)
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize("dtype", [Basics, Switches, Choices, Lists, Options, Aliased])
 def test_has_the_same_flags(dtype: Any) -> None:
     """Every flag, with its destination, whether it is required, its choices and its default."""

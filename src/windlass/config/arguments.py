@@ -81,7 +81,8 @@ class TrainingArguments(
         if (
             derived is not None
         ):  # after construction: what is assigned is no longer derived, and twins stay equal
-            derived.pop(name, None)
+            if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
+                self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
             if name in BOTH_WAYS:
                 object.__setattr__(self, BOTH_WAYS[name], value)
         object.__setattr__(self, name, value)
@@ -101,7 +102,7 @@ class TrainingArguments(
             _, problems = translate({name: value})
             if problems:
                 raise ConfigError(problems)
-            self.__dict__.setdefault("_old", {})[name] = value
+            self.__dict__["_old"] = {**self.__dict__.get("_old", {}), name: value}
             if old.new is not None and type(old.default) is type(value) is bool:
                 self._switch_off(old.new)
             return

@@ -40,6 +40,8 @@ class SaveStrategy(Choice):
 
 
 class HubStrategy(Choice):
+    """What is published on the hub, and when: the last model, every save, or checkpoints that can be resumed."""
+
     END = "end"
     EVERY_SAVE = "every_save"
     CHECKPOINT = "checkpoint"
@@ -114,6 +116,8 @@ class OptimizerNames(Choice):
 
 
 class DebugOption(Choice):
+    """Debugging aids: modules whose numbers overflow or vanish; figures of PyTorch/XLA."""
+
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
 

@@ -99,8 +99,8 @@ def refusal(name: str) -> str | None:
 
 
 def is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether `value` asks for nothing: the field's default, or an empty value."""
-    if value in (None, False, "", 0) or value == [] or value == {}:
+    """Whether `value` asks for nothing: the field's default, or an empty value where the default is empty."""
+    if not field.default and (value in (None, False, "", 0) or value == [] or value == {}):
         return True
     return bool(value == field.default)
 

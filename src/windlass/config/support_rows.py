@@ -19,21 +19,21 @@ gradient_accumulation_steps max_grad_norm label_smoothing_factor
 bf16 fp16 bf16_full_eval fp16_full_eval tf32
 activation_checkpointing activation_checkpointing_kwargs
 torch_compile torch_compile_backend torch_compile_mode
-use_cache torch_empty_cache_steps
+use_cache
 logging_strategy logging_steps logging_first_step log_on_each_node include_num_input_tokens_seen
-log_level log_level_replica disable_tqdm run_name
+log_level log_level_replica disable_tqdm
 eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
-eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
+eval_do_concat_batches eval_accumulation_steps include_for_metrics batch_eval_metrics
 save_only_model save_strategy save_steps save_total_limit
 load_best_model_at_end metric_for_best_model greater_is_better
-ignore_data_skip resume_from_checkpoint
+restore_callback_states_from_checkpoint resume_from_checkpoint
 full_determinism seed data_seed
 use_cpu accelerator_config
 dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
 remove_unused_columns label_names train_sampling_strategy length_column_name
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
-debug skip_memory_metrics do_train do_eval do_predict
+do_train do_eval do_predict
 nonfinite_policy
 """
 
@@ -42,8 +42,8 @@ MAPPED = {
     "gradient_checkpointing_kwargs": "is the older name of activation_checkpointing_kwargs; setting either sets both",
     "average_tokens_across_devices": "is always so; False is refused",
     "logging_nan_inf_filter": "filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
-    "restore_callback_states_from_checkpoint": "is always so",
     "report_to": "accepts 'none'; metrics.jsonl and report.html are always written, other trackers are listed below",
+    "run_name": "is written to training_args.json; the trackers that would show it are not built yet",
     "local_rank": "is read from the launcher's environment; a value that disagrees is refused",
 }
 
@@ -52,13 +52,16 @@ REFUSED = {
     "use_liger_kernel": "is not built yet; torch_compile=True fuses much of the same",
     "liger_kernel_config": "needs use_liger_kernel, which is not built yet",
     "neftune_noise_alpha": "is not built yet",
+    "torch_empty_cache_steps": "is not built yet",
     "auto_find_batch_size": "is not built yet; lower per_device_train_batch_size and raise gradient_accumulation_steps",
     "project": _TRACKIO,
     "trackio_space_id": _TRACKIO,
     "trackio_bucket_id": _TRACKIO,
     "trackio_static_space_id": _TRACKIO,
+    "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
     "save_on_each_node": "is not built: a checkpoint is one folder that all machines share",
     "enable_jit_checkpoint": "is not built yet; save_steps sets how much a stopped job can lose",
+    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, so skipping saves nothing",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -70,6 +73,8 @@ REFUSED = {
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
     "deepspeed": _SHARDING,
+    "debug": "is not built yet; nonfinite_policy says which step and which samples went wrong",
+    "skip_memory_metrics": "is always so: figures of memory in the metrics are not built yet",
 }
 
 ACCELERATOR_MAPPED = {
@@ -119,11 +124,12 @@ METHODS = """
 train evaluate predict evaluation_loop prediction_step training_step compute_loss compute_loss_context_manager
 autocast_smart_context_manager create_optimizer create_scheduler create_optimizer_and_scheduler
 get_optimizer_cls_and_kwargs get_decay_parameter_names get_train_dataloader get_eval_dataloader get_test_dataloader
-num_examples get_batch_samples set_initial_training_values get_total_train_batch_size save_model save_state
+num_examples set_initial_training_values get_total_train_batch_size save_model save_state
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
 """
 METHODS_REFUSED = {
+    "get_batch_samples": "is gone: the loader yields all micro-batches of an update; override get_train_dataloader",
     "hyperparameter_search": "is not built yet",
     "push_to_hub": _HUB,
     "init_hf_repo": _HUB,
@@ -134,9 +140,10 @@ METHODS_REFUSED = {
     "end": "is not built yet",
 }
 
-CALLBACKS = "DefaultFlowCallback ProgressCallback PrinterCallback EarlyStoppingCallback TrainerCallback"
+CALLBACKS = """
+DefaultFlowCallback ProgressCallback PrinterCallback NotebookProgressCallback EarlyStoppingCallback TrainerCallback
+"""
 CALLBACKS_REFUSED = {
-    "NotebookProgressCallback": "is not built yet; the plain printer stands in for it",
     "JITCheckpointCallback": "is not built yet",
 }
 COLLATORS = """

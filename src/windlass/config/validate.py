@@ -184,7 +184,7 @@ def _optimizer_options(args: Any) -> Iterator[Problem]:
         yield Problem("optim_args", args.optim_args, str(error))
 
 
-@_rule("optim", "report_to", "debug")
+@_rule("optim", "report_to")
 def _unbuilt_words(args: Any) -> Iterator[Problem]:
     """Words of honoured fields whose feature is not built."""
     reason = unbuilt_optimizer(str(args.optim))
@@ -192,8 +192,6 @@ def _unbuilt_words(args: Any) -> Iterator[Problem]:
         yield Problem("optim", str(args.optim), reason)
     for tracker, why in unbuilt_trackers(args.report_to):
         yield Problem("report_to", tracker, why)
-    if "tpu_metrics_debug" in args.debug:
-        yield Problem("debug", "tpu_metrics_debug", "needs PyTorch/XLA, which is not built")
 
 
 @_rule()

@@ -12,7 +12,7 @@ from windlass.config.sections.setting import setting
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True}
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class PrecisionSection:
     bf16: bool = setting(False, "Train in bfloat16 mixed precision.")
     fp16: bool = setting(False, "Train in float16 mixed precision, with a loss scaler.")
@@ -23,7 +23,7 @@ class PrecisionSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class RecomputeSection:
     activation_checkpointing: bool | None = setting(
         None, "Recompute activations in the backward to save memory.", **_SWITCH
@@ -37,7 +37,7 @@ class RecomputeSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class CompileSection:
     torch_compile: bool = setting(False, "Compile the model with torch.compile.")
     torch_compile_backend: str | None = setting(
@@ -48,13 +48,13 @@ class CompileSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class KernelSection:
     use_liger_kernel: bool = setting(False, "Replace parts of the model by Liger kernels.")
     liger_kernel_config: dict[str, bool] | None = setting(None, "Which Liger kernels.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class MemorySection:
     use_cache: bool = setting(False, "Let the model keep its key/value cache while training.")
     neftune_noise_alpha: float | None = setting(None, "Scale of NEFTune noise on the embeddings.")

@@ -9,7 +9,7 @@ from windlass.config.enums import IntervalStrategy
 from windlass.config.sections.setting import setting
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class EvaluationSection:
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate during training.")
     eval_steps: float | None = setting(

@@ -10,7 +10,7 @@ from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.sections.setting import setting
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DurationSection:
     output_dir: str | None = setting(
         None, "Folder of this run's checkpoints, logs and report ('trainer_output' if not given)."
@@ -20,7 +20,7 @@ class DurationSection:
     max_steps: int = setting(-1, "Updates in all; a positive number overrides num_train_epochs.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ScheduleSection:
     learning_rate: float = setting(5e-5, "Learning rate at the end of warm-up.")
     lr_scheduler_type: SchedulerType | str = setting("linear", "The learning rate's course after warm-up.")
@@ -32,7 +32,7 @@ class ScheduleSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class OptimizerSection:
     optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer.")
     optim_args: str | None = setting(None, "Options of the optimizer, as 'key=value, key=value'.")
@@ -45,7 +45,7 @@ class OptimizerSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class StabilitySection:
     gradient_accumulation_steps: int = setting(1, "Micro-batches per update and process.")
     average_tokens_across_devices: bool = setting(

@@ -12,7 +12,7 @@ from windlass.config.sections.setting import setting
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class LoggingSection:
     logging_strategy: IntervalStrategy | str = setting("steps", "When to log.")
     logging_steps: float = setting(500, "Updates between logs; below 1 it is a share of all updates.")
@@ -35,7 +35,7 @@ class LoggingSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class TrackingSection:
     report_to: str | list[str] | None = setting("none", "Experiment trackers that receive the logs.")
     run_name: str | None = setting(None, "A name for the run.")

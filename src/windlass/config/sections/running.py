@@ -12,14 +12,14 @@ from windlass.config.sections.setting import setting
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class SeedSection:
     full_determinism: bool = setting(False, "Deterministic kernels everywhere; slower.")
     seed: int = setting(42, "Seed of everything random.")
     data_seed: int | None = setting(None, "Seed of the order of samples; not said: seed.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class HardwareSection:
     use_cpu: bool = setting(False, "Train on the CPU although there is an accelerator.")
     accelerator_config: dict[str, Any] | str | None = setting(
@@ -28,7 +28,7 @@ class HardwareSection:
     parallelism_config: Any = setting(None, "Tensor, context and sequence parallelism.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DataSection:
     dataloader_drop_last: bool = setting(False, "Leave out the last incomplete batch.")
     dataloader_num_workers: int = setting(0, "Processes that load data; 0 loads in the training process.")
@@ -47,7 +47,7 @@ class DataSection:
     length_column_name: str = setting("length", "Column that holds lengths, for group_by_length.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DistributedSection:
     ddp_find_unused_parameters: bool | None = setting(None, "Let DDP look for parameters without gradients.")
     ddp_bucket_cap_mb: int | None = setting(None, "Size of DDP's gradient buckets in MiB.")
@@ -57,7 +57,7 @@ class DistributedSection:
     ddp_timeout: int = setting(1800, "Seconds before a collective gives up.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ShardingSection:
     fsdp: bool | str | list[str] | None = setting(None, "Fully sharded data parallelism.")
     fsdp_config: dict[str, Any] | str | None = setting(
@@ -68,25 +68,25 @@ class ShardingSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class DebugSection:
     debug: str | list[DebugOption] = setting("", "Debugging aids: underflow_overflow.")
     skip_memory_metrics: bool = setting(True, "Leave memory figures out of the metrics.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ScriptSection:
     do_train: bool = setting(False, "For scripts: train.")
     do_eval: bool = setting(False, "For scripts: evaluate on the validation set.")
     do_predict: bool = setting(False, "For scripts: predict on the test set.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ProcessSection:
     local_rank: int = setting(-1, "Set by old launchers; the environment says the same and is read instead.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class WindlassSection:
     nonfinite_policy: str = setting(
         "raise", "What a NaN or infinite loss or gradient norm does.", choices=("raise", "skip", "rollback")

@@ -9,7 +9,7 @@ from windlass.config.enums import HubStrategy, SaveStrategy
 from windlass.config.sections.setting import setting
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class SaveSection:
     save_only_model: bool = setting(False, "Save the model without what resuming needs.")
     save_strategy: SaveStrategy | str = setting("steps", "When to save a checkpoint.")
@@ -21,7 +21,7 @@ class SaveSection:
     enable_jit_checkpoint: bool = setting(False, "Save at once when the scheduler asks the job to stop.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class HubSection:
     push_to_hub: bool = setting(False, "Publish the model on the hub.")
     hub_token: str | None = setting(None, "Token for the hub; never written anywhere.", secret=True)
@@ -32,7 +32,7 @@ class HubSection:
     hub_revision: str | None = setting(None, "Branch on the hub.")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class BestSection:
     load_best_model_at_end: bool = setting(False, "End with the best evaluated weights.")
     metric_for_best_model: str | None = setting(
@@ -43,17 +43,17 @@ class BestSection:
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ResumeSection:
     ignore_data_skip: bool = setting(
         False, "Start the data afresh after a resume, not where the checkpoint was."
     )
     restore_callback_states_from_checkpoint: bool = setting(
-        False, "Restore callback states on resume (always so)."
+        False, "Restore the callbacks' own settings too on resume."
     )
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class ResumeFromSection:
     resume_from_checkpoint: str | bool | None = setting(
         None, "Checkpoint to resume from, for scripts to hand to train()."
