@@ -61,7 +61,7 @@ REFUSED = {
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
     "save_on_each_node": "is not built: a checkpoint is one folder that all machines share",
     "enable_jit_checkpoint": "is not built yet; save_steps sets how much a stopped job can lose",
-    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, so skipping saves nothing",
+    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, for free",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
