@@ -72,8 +72,11 @@ def train_loader(
     dataset: Any, micro: int = 1, accumulation: int = 1, world: int = 1, rank: int = 0, **plan: Any
 ) -> Loader:
     collate, sampler = plan.pop("collate", as_list), plan.pop("sampler", None)
+    measured = plan.pop("measured", None)
     batch = BatchPlan(micro, accumulation, world, rank, eval=micro)
-    return build_train_loader(dataset, plan=DataPlan(**plan), batch=batch, collate=collate, sampler=sampler)
+    return build_train_loader(
+        dataset, plan=DataPlan(**plan), batch=batch, collate=collate, sampler=sampler, measured=measured
+    )
 
 
 def in_global_order(per_rank: list[Group]) -> list[int]:

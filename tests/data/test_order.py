@@ -149,3 +149,13 @@ def test_a_sampler_is_told_the_epoch(untouched_generators: None) -> None:
 def test_samplers_that_do_not_give_positions_are_refused(sampler: object, words: str) -> None:
     with pytest.raises(DataError, match=words):
         train_loader(Numbers(6), 2, sampler=sampler)
+
+
+def test_lengths_of_hugging_face_sets_survive_the_removal_of_columns() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"length": [1, 9, 3], "input_ids": [[1]] * 3})
+    bare = whole.remove_columns(["length"])
+    loader = train_loader(bare, 1, order="group_by_length", measured=whole)
+    assert next(iter(loader.groups())).ids == [[1]]
+    tokens = datasets.Dataset.from_dict({"input_ids": [[1], [1, 2, 3], [1, 2]]})
+    assert next(iter(train_loader(tokens, 1, order="group_by_length").groups())).ids == [[1]]

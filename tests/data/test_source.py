@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data.cases import Numbers, Stream, train_loader
+from tests.data.cases import Augmented, Numbers, Stream, train_loader
 
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.source import in_order
@@ -26,6 +26,24 @@ def test_an_error_in_a_worker_arrives_with_the_sample() -> None:
 
     with pytest.raises(ValueError, match="reading sample 3 of Broken"):
         list(train_loader(Broken(6), 2, order="sequential", workers=1).groups())
+
+
+@pytest.mark.parametrize("source", [Augmented, lambda count: Stream(Augmented(count))])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_follow_a_move_of_the_position(source: Any, persistent: bool) -> None:
+    """Left in mid-epoch, gone on with, and restored under another seed."""
+    loaders = [
+        train_loader(source(12), 2, collate=None),
+        train_loader(source(12), 2, collate=None, workers=2, persistent_workers=persistent),
+    ]
+    seen: list[list[Any]] = [[], []]
+    for loader, batches in zip(loaders, seen, strict=True):
+        batches += [group.batches[0]["x"] for _, group in zip(range(2), loader.groups(), strict=False)]
+        batches += [group.batches[0]["x"] for group in loader.groups()]
+        loader.load_state_dict({"seed": 9, "epoch": 4, "consumed": 6})
+        batches += [group.batches[0]["x"] for group in loader.groups()]
+    assert len(seen[0]) == len(seen[1])
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
 class Pair(NamedTuple):

@@ -167,8 +167,10 @@ class SamplerOrder(Order):
             ) from None
 
 
-def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan) -> Order:
+def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = None) -> Order:
     """The sampler that `plan.order` names, for a map-style `dataset`.
+
+    `measured` is the same dataset with all its columns, where `dataset` may have lost the one that holds lengths.
 
     Raises:
         DataError: the dataset has no length, or lengths were asked for that it does not have.
@@ -177,7 +179,7 @@ def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan) -> Order:
         return SequentialOrder(len(dataset), plan.seed)
     if plan.order == "random":
         return RandomOrder(len(dataset), plan.seed)
-    lengths = sample_lengths(dataset, plan.length_column)
+    lengths = sample_lengths(dataset if measured is None else measured, plan.length_column)
     if len(lengths) and (lengths == lengths[0]).all():
         logger.warning(
             f"train_sampling_strategy={plan.order!r}: all {len(lengths)} samples have the length {lengths[0]}, so "

@@ -20,7 +20,13 @@ from windlass.data.stream import StreamLoader
 
 
 def build_train_loader(
-    dataset: Any, *, plan: DataPlan, batch: BatchPlan, collate: Collator | None, sampler: Any = None
+    dataset: Any,
+    *,
+    plan: DataPlan,
+    batch: BatchPlan,
+    collate: Collator | None,
+    sampler: Any = None,
+    measured: Any = None,
 ) -> Loader:
     """The loader of a training set.
 
@@ -31,6 +37,7 @@ def build_train_loader(
         batch: sizes; this rank's place.
         collate: list of samples -> batch; None: `auto_collate`.
         sampler: a user's own order over a map-style dataset; `plan.order` then means nothing.
+        measured: the dataset before columns were removed, for orders by length.
 
     Raises:
         DataError: the dataset is empty, or of no kind that can be read.
@@ -42,7 +49,7 @@ def build_train_loader(
         _refuse_sampler_of_stream(sampler)
         return StreamLoader(dataset, batch, plan, collate)
     _refuse_unreadable(dataset, needs_length=sampler is None)
-    order = build_order(dataset, plan, batch) if sampler is None else as_order(sampler, plan.seed)
+    order = build_order(dataset, plan, batch, measured) if sampler is None else as_order(sampler, plan.seed)
     return MapLoader(dataset, order, batch, plan, collate)
 
 
