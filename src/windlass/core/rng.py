@@ -20,6 +20,11 @@ _MASK = (1 << 64) - 1
 STREAM_STEP, STREAM_SAMPLE, STREAM_COLLATE, STREAM_ORDER = 1, 2, 3, 4
 
 
+# `random.seed` without its conversions: a whole number needs none, and this runs in every step.
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _PYTHON).seed
+
+
 def derive_seed(*position: int) -> int:
     """A 64-bit seed from whole numbers, well mixed (splitmix64 finaliser, Steele et al. 2014) and order-sensitive."""
     value = 0x9E3779B97F4A7C15
@@ -36,7 +41,8 @@ def seed_generators(seed: int) -> None:
 
     `torch.manual_seed` would visit every backend and cost a hundred times more.
     """
-    random.seed(seed)
+    _seed_python(seed)
+    _PYTHON.gauss_next = None  # the half of a pair that `random.gauss` keeps for its next call
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.world import World
+from windlass.dist.exchange import gather_json
 
 
 class Pending(Protocol):
@@ -109,16 +109,7 @@ class ProcessGang(Gang):
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = text.numel()
-        lengths = self.sum(sizes).tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: text.numel()] = text
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded, group=self._host)
-        pairs = zip(gathered, lengths, strict=True)
-        return [json.loads(bytes(part[:length].numpy())) for part, length in pairs]
+        return gather_json(value, self._host)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value if self.rank == 0 else None)[0]

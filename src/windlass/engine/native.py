@@ -75,7 +75,7 @@ class NativeExecutor:
         return (
             self._device.type == "cpu"
             and norm.dtype != torch.bfloat16
-            and bool(norm.numpy() + 1e-6 <= max_norm)
+            and float(norm.numpy()) + 1e-6 <= max_norm
         )
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ Nothing is pickled: small things travel as JSON, tensors as their bytes.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.errors import WindlassError
+from windlass.dist.exchange import gather_json
 
 CHUNK_BYTES = 16 * 2**20
 """Small tensors are sent together up to this many bytes: few messages, and little memory beyond the result."""
@@ -88,15 +88,7 @@ class ProcessGroupGather:
         self.size = dist.get_world_size(group)
 
     def gather_json(self, value: Any) -> list[Any]:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([text.numel()]), group=self._group)
-        counts = [int(length) for length in lengths]
-        mine = torch.zeros(max(counts), dtype=torch.uint8)
-        mine[: text.numel()] = text
-        texts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(texts, mine, group=self._group)
-        return [json.loads(got[:n].numpy().tobytes()) for got, n in zip(texts, counts, strict=True)]
+        return gather_json(value, self._group)
 
     def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
         headers = self.gather_json([[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors])
