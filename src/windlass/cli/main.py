@@ -6,14 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from windlass import __version__
+from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 TRAIN_HELP = """\
 Train a model as a recipe says. Without a recipe: a small language model on English text that every Python
@@ -23,18 +19,6 @@ installation carries, in under two minutes on two CPU cores.
   windlass train recipes/shakespeare.yaml data.train=my.txt training.max_steps=500
   windlass train my.yaml --resume
 """
-
-
-@dataclass(slots=True)
-class TrainOptions:
-    """What the command line of `windlass train` said."""
-
-    recipe: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    output_dir: str | None = None
-    resume: Literal[True] | str | None = None
-    print_config: bool = False
-    dry_run: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from windlass.cli.main import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.options import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import Recipe
