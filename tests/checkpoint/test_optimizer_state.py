@@ -65,6 +65,24 @@ def test_training_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     assert equal(model, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"capturable": True}])
+def test_state_returns_to_its_device(options: dict[str, bool], tmp_path: Path) -> None:
+    model = model_of().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    data = torch.ones(2, 3, device="cuda")
+    model(data).sum().backward()
+    optimizer.step()
+    save_state(tmp_path / "optimizer", save_optimizer_state(optimizer, model))
+    resumed = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    load_optimizer_state(resumed, model, load_state(tmp_path / "optimizer"))
+    for parameter in model.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert resumed.state[parameter][key].device == value.device
+            assert torch.equal(resumed.state[parameter][key], value)
+
+
 def groups_of(model: nn.Module, turned: bool) -> list[dict[str, object]]:
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]

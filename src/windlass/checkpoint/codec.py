@@ -43,9 +43,16 @@ def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return encoder.value(state, ()), encoder.tensors
 
 
-def state_bytes(state: Any) -> int:
-    """How many bytes the tensors of a state take on disk."""
-    return sum(nbytes(tensor) for tensor in encode(state)[1].values())
+def state_bytes(state: Any, depth: int = 0) -> int:
+    """How many bytes the tensors and arrays of a state take on disk. Checks nothing: `encode` does that."""
+    if isinstance(state, Tensor):
+        return nbytes(state)
+    if isinstance(state, np.ndarray):
+        return int(state.nbytes)
+    if isinstance(state, dict | list | tuple) and depth <= MAX_DEPTH:  # a cycle is refused later, by name
+        items = state.values() if isinstance(state, dict) else state
+        return sum(state_bytes(item, depth + 1) for item in items if not _is_plain(item))
+    return 0
 
 
 class _Encoder:
