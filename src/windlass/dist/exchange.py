@@ -1,4 +1,4 @@
-"""Plain values between processes, as JSON over a host-side process group: nothing that is received is ever unpickled."""
+"""Plain values between processes, as JSON over a host-side process group: what is received is never unpickled."""
 
 from __future__ import annotations
 

@@ -296,11 +296,11 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     flat = logits.reshape(-1, logits.shape[-1])
-    options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "label_smoothing": epsilon}
-    if denominator is None:
-        return F.cross_entropy(flat, labels.reshape(-1), **options)
-    total: Tensor = F.cross_entropy(flat, labels.reshape(-1), reduction="sum", **options)
-    return total / denominator
+    reduction = "mean" if denominator is None else "sum"
+    loss: Tensor = F.cross_entropy(
+        flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=epsilon, reduction=reduction
+    )
+    return loss if denominator is None else loss / denominator
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
