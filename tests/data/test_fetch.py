@@ -49,6 +49,32 @@ def test_reading_costs_no_more_than_one_read_a_sample() -> None:
         assert dataset.reads <= reads, "only the batch in which the first draw is noticed is read twice"
 
 
+DRAWS = {
+    "python": random.random,
+    "python seeded": lambda: random.seed(3),
+    "numpy": np.random.rand,
+    "numpy normal": np.random.randn,
+    "torch": lambda: torch.rand(()).item(),
+    "torch normal": lambda: torch.randn(()).item(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("where", ["reading", "collating"])
+def test_a_single_late_draw_of_any_generator_is_noticed(draw: str, where: str) -> None:
+    class Late(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return (index, DRAWS[draw]()) if where == "reading" and index == 7 else index
+
+    def collate(samples: list[Any]) -> Any:
+        return (samples, DRAWS[draw]()) if where == "collating" and samples == [7] else samples
+
+    fetch = Fetch(Late(9), collate, seed=0)
+    for index in range(7):
+        fetch(0, [index])
+    assert fetch(0, [7]) == Fetch(Late(9), collate, seed=0)(0, [7])
+
+
 def test_pythons_generator_is_put_back_where_asked() -> None:
     fetch = Fetch(Augmented(9), auto_collate, seed=0)
     for ids in ([0], [1, 2], [3]):
