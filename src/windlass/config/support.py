@@ -86,7 +86,7 @@ SECTIONS: dict[str, dict[str, Support]] = {
     "lr_scheduler_type": _table(" ".join(member.value for member in SchedulerType), {}, {}),
     "report_to": {name: Support("refused", rows.TRACKER_NOTE) for name in rows.TRACKERS},
     "Trainer constructor": _table(rows.CONSTRUCTOR, rows.CONSTRUCTOR_MAPPED, {}),
-    "Trainer methods": _table(rows.METHODS, {}, rows.METHODS_REFUSED),
+    "Trainer methods": _table(rows.METHODS, rows.METHODS_MAPPED, rows.METHODS_REFUSED),
     "Callbacks": _table(rows.CALLBACKS, {}, rows.CALLBACKS_REFUSED),
     "Data collators": _table(rows.COLLATORS, {}, {}),
 }

@@ -19,7 +19,7 @@ gradient_accumulation_steps max_grad_norm label_smoothing_factor
 bf16 fp16 bf16_full_eval fp16_full_eval tf32
 activation_checkpointing activation_checkpointing_kwargs
 torch_compile torch_compile_backend torch_compile_mode
-use_cache
+use_cache torch_empty_cache_steps
 logging_strategy logging_steps logging_first_step log_on_each_node include_num_input_tokens_seen
 log_level log_level_replica disable_tqdm
 eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
@@ -33,7 +33,7 @@ dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_per
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
 remove_unused_columns label_names train_sampling_strategy length_column_name
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
-do_train do_eval do_predict
+skip_memory_metrics do_train do_eval do_predict
 nonfinite_policy
 """
 
@@ -52,7 +52,6 @@ REFUSED = {
     "use_liger_kernel": "is not built yet; torch_compile=True fuses much of the same",
     "liger_kernel_config": "needs use_liger_kernel, which is not built yet",
     "neftune_noise_alpha": "is not built yet",
-    "torch_empty_cache_steps": "is not built yet",
     "auto_find_batch_size": "is not built yet; lower per_device_train_batch_size and raise gradient_accumulation_steps",
     "project": _TRACKIO,
     "trackio_space_id": _TRACKIO,
@@ -74,7 +73,6 @@ REFUSED = {
     "fsdp_config": _SHARDING,
     "deepspeed": _SHARDING,
     "debug": "is not built yet; nonfinite_policy says which step and which samples went wrong",
-    "skip_memory_metrics": "is always so: figures of memory in the metrics are not built yet",
 }
 
 ACCELERATOR_MAPPED = {
@@ -124,20 +122,20 @@ METHODS = """
 train evaluate predict evaluation_loop prediction_step training_step compute_loss compute_loss_context_manager
 autocast_smart_context_manager create_optimizer create_scheduler create_optimizer_and_scheduler
 get_optimizer_cls_and_kwargs get_decay_parameter_names get_train_dataloader get_eval_dataloader get_test_dataloader
-num_examples set_initial_training_values get_total_train_batch_size save_model save_state
+num_examples set_initial_training_values get_total_train_batch_size save_model save_state create_model_card end
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
 """
+METHODS_MAPPED = {
+    "get_batch_samples": "may be called; an override is refused, for the loader yields all micro-batches of an update",
+    "get_sp_size": "is 1: sequence parallelism is not built yet",
+    "get_cp_size": "is 1: context parallelism is not built yet",
+    "get_tp_size": "is 1: tensor parallelism is not built yet",
+}
 METHODS_REFUSED = {
-    "get_batch_samples": "is gone: the loader yields all micro-batches of an update; override get_train_dataloader",
-    "hyperparameter_search": "is not built yet",
+    "hyperparameter_search": "is not built yet; call train() in a loop over TrainingArguments, with model_init",
     "push_to_hub": _HUB,
     "init_hf_repo": _HUB,
-    "create_model_card": _HUB,
-    "get_sp_size": _SHARDING,
-    "get_cp_size": _SHARDING,
-    "get_tp_size": _SHARDING,
-    "end": "is not built yet",
 }
 
 CALLBACKS = """

@@ -1,0 +1,126 @@
+"""The model card: a README.md whose head machines read (YAML) and whose body people do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_SETTINGS = (
+    "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
+    "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_steps", "label_smoothing_factor", "bf16", "fp16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What the card is made of.
+
+    Attributes:
+        facts: lists for the YAML head; empty ones are left out.
+        settings: the arguments of the run as a plain dict.
+        history: `state.log_history`.
+    """
+
+    name: str
+    model_class: str
+    parameters: int
+    base: str | None
+    facts: dict[str, list[str]]
+    dataset: list[str]
+    dataset_args: list[str]
+    settings: Mapping[str, Any]
+    world: int
+    history: list[dict[str, Any]]
+    steps: int
+    epochs: float
+
+
+def write_card(path: Path, card: ModelCard) -> None:
+    """Write the card; tags that an earlier one at `path` had are kept."""
+    tags = [*card.facts["tags"], *earlier_tags(path), "windlass"]
+    head: dict[str, Any] = {"library_name": "windlass", **card.facts, "tags": list(dict.fromkeys(tags))}
+    if card.base:
+        head["base_model"] = card.base
+    head = {
+        key: value[0] if isinstance(value, list) and len(value) == 1 and key != "tags" else value
+        for key, value in head.items()
+        if value
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
+    path.write_text(text, encoding="utf-8")
+
+
+def earlier_tags(path: Path) -> list[str]:
+    """The tags in the YAML head of a card, none where there is no card or no head."""
+    if not path.is_file():
+        return []
+    parts = path.read_text(encoding="utf-8").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return []
+    try:
+        head = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return []
+    tags = head.get("tags", []) if isinstance(head, dict) else []
+    return [str(tag) for tag in (tags if isinstance(tags, list) else [tags])]
+
+
+def body(card: ModelCard) -> str:
+    """The Markdown below the head."""
+    origin = f"fine-tuned from {card.base}" if card.base else "trained from scratch"
+    data = f" on {', '.join(card.dataset)}" if card.dataset else ""
+    detail = f" ({', '.join(card.dataset_args)})" if card.dataset_args else ""
+    lines = [
+        f"# {card.name}",
+        "",
+        f"A {card.model_class} of {card.parameters:,} parameters, {origin}{data}{detail}.",
+        "",
+        "## Training",
+        "",
+        f"{card.steps:,} updates, {card.epochs:.2f} epochs, {card.world} process(es).",
+        "",
+        *table(
+            ("setting", "value"), [(name, card.settings[name]) for name in _SETTINGS if name in card.settings]
+        ),
+    ]
+    evaluations = evaluated(card.history)
+    if evaluations:
+        names = sorted({name for row in evaluations for name in row if name not in ("step", "epoch")})
+        head = ("step", "epoch", *names)
+        lines += [
+            "",
+            "## Evaluation",
+            "",
+            *table(head, [[row.get(n, "") for n in head] for row in evaluations]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def evaluated(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations of a run: metrics without their timings."""
+    found = []
+    for entry in history:
+        metrics = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        shown = {
+            name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_per_second"))
+        }
+        if shown:
+            found.append({"step": entry.get("step", ""), "epoch": entry.get("epoch", ""), **shown})
+    return found
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Lines of a Markdown table; floats with four digits."""
+    head = list(head)
+    lines = [_row(head), _row(["---"] * len(head))]
+    return [*lines, *(_row([f"{v:.4g}" if isinstance(v, float) else str(v) for v in row]) for row in rows)]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
