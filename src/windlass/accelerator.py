@@ -175,7 +175,8 @@ class Accelerator:
         return model.module if isinstance(model, Replicated) else model
 
     def free_memory(self) -> None:
-        if self.device.type not in ("cpu", "mps"):
+        """Hand cached device memory back to the system."""
+        if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
     def end_training(self) -> None:

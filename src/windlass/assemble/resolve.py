@@ -20,15 +20,45 @@ from windlass.config.plan import (
     StabilityPlan,
     TransformPlan,
 )
+from windlass.config.validate import check
 from windlass.core.errors import ConfigError, Problem
 
-# Overriding these in other trainers replaces the loop itself, which here is the engine's.
-_LOOP_OVERRIDES = {
+# Overriding these in other trainers replaces parts of their loop, which here is the engine's and never calls them.
+_CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+_COLUMNS = "override `_set_signature_columns_if_needed`, or set remove_unused_columns=False"
+_CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
+NEVER_CALLED = {
     "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
     "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
     "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
     "callback",
     "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
+    "_prepare_for_training": "use a callback's on_train_begin",
+    "_init_training_state": "use a callback's on_train_begin",
+    "_finalize_training": "use a callback's on_train_end",
+    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
+    "`count_targets` for another denominator",
+    "_get_num_items_in_batch": "override `count_targets`",
+    "set_initial_training_values": "set max_steps or num_train_epochs",
+    "_evaluate": "override `evaluate`",
+    "prediction_loop": "override `evaluation_loop`",
+    "_get_dataloader": "override `get_train_dataloader` and its siblings",
+    "_remove_unused_columns": _COLUMNS,
+    "_get_collator_with_removed_columns": _COLUMNS,
+    "_clip_grad_norm": _CLIPPING,
+    "_get_grad_norm": _CLIPPING,
+    "_get_learning_rate": "override `log`",
+    "_track_num_input_tokens": "override `log`",
+    "_get_output_dir": "set output_dir",
+    "_move_model_to_device": "place the model yourself and set args.place_model_on_device=False",
+    "_save_rng_state": _CHECKPOINTS,
+    "_save_optimizer_and_scheduler": _CHECKPOINTS,
+    "_save_scaler": _CHECKPOINTS,
+    "_load_rng_state": _CHECKPOINTS,
+    "_load_optimizer_and_scheduler": _CHECKPOINTS,
+    "_load_scaler": _CHECKPOINTS,
+    "_load_callback_state": _CHECKPOINTS,
+    "_rotate_checkpoints": "set save_total_limit",
 }
 _MAX_STEPS = 10**9
 
@@ -39,6 +69,7 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     Raises:
         ConfigError: with every problem found, each naming field, value and fix.
     """
+    check(args)  # scripts assign to arguments after they were made
     problems = [problem for rule in RULES for problem in rule(args, facts)]
     if problems:
         raise ConfigError(problems)
@@ -108,7 +139,7 @@ def _has_a_sane_duration(args: Any, facts: Facts) -> Iterator[Problem]:
 
 
 def _keeps_the_loop(args: Any, facts: Facts) -> Iterator[Problem]:
-    for name, instead in _LOOP_OVERRIDES.items():
+    for name, instead in NEVER_CALLED.items():
         if name in facts.overridden:
             yield Problem(
                 name, "overridden", f"Windlass runs its own loop and would never call it; {instead}"

@@ -70,6 +70,15 @@ class TrainerBase:
     _default_loss_scales: bool = False
 
     @property
+    def tokenizer(self) -> Any:
+        """The earlier name of `processing_class`."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self.processing_class = value
+
+    @property
     def output_folder(self) -> Path:
         """Where this run's files go."""
         return Path(str(self.args.output_dir))

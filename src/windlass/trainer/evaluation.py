@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
@@ -56,6 +56,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
                 metrics.update(one)
             return metrics
         loader = self.get_eval_dataloader(eval_dataset)
+        self._watch_memory()
         started = time.time()
         loss_only = True if self.compute_metrics is None else None
         output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
@@ -76,6 +77,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
             widths are padded with -100.
         """
         loader = self.get_test_dataloader(test_dataset)
+        self._watch_memory()
         started = time.time()
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
@@ -144,13 +146,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Loss, predictions and labels of one batch, None where there is none. Override it for a step of your own."""
-        has_labels = isinstance(inputs, Mapping) and all(
-            inputs.get(name) is not None for name in self.label_names
-        )
-        if not isinstance(inputs, Mapping):
-            has_labels = (
-                True  # what a batch without names holds, only the model knows: it must return its loss
-            )
+        has_labels = self._has_loss(inputs)
         inputs = self._prepare_inputs(inputs)
         keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
         labels = (
@@ -182,6 +178,10 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
 
     def _eval_request(self, loss_only: bool, prefix: str, predicting: bool) -> EvalRequest:
         args = self.args
+        if loss_only and args.prediction_loss_only and self.compute_metrics is not None:
+            warn_once(
+                logger, "prediction_loss_only=True keeps no predictions, so compute_metrics is not called"
+            )
         return EvalRequest(
             prefix=prefix,
             loss_only=loss_only,
@@ -200,7 +200,8 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
 
     def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:
         batches = math.ceil(samples / (self.args.per_device_eval_batch_size * self._world.size))
-        return speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
+        speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
+        return {**speed, **self._memory_metrics(prefix)}
 
     def _prediction_step_event(self) -> None:
         self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
@@ -216,7 +217,9 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
             yield from remaining
 
     def _has_loss(self, batch: Any) -> bool:
-        return not isinstance(batch, Mapping) or all(batch.get(name) is not None for name in self.label_names)
+        if not isinstance(batch, Mapping):
+            return True  # what a batch without names holds, only the model knows: it must return its loss
+        return bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:

@@ -35,7 +35,8 @@ class InputsMixin(TrainerBase):
         dataset, collate = self._with_used_columns(self.train_dataset, "training")
         sampler = None
         if "_get_train_sampler" in self._overridden:
-            sampler = self._get_train_sampler(dataset)
+            older = not inspect.signature(self._get_train_sampler).parameters
+            sampler = self._get_train_sampler() if older else self._get_train_sampler(dataset)
         facts = Facts(self._world, None)
         return build_train_loader(
             dataset,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,6 +98,20 @@ class LossMixin(TrainerBase):
         Called with batches in host memory, before their forward.
         """
         return self._counter(batch)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
+    ) -> tuple[list[Any], Tensor]:
+        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. For scripts
+        that call it; the engine gets its micro-batches from the loader.
+        """
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None = None) -> Tensor:
+        """Targets in these batches over all ranks, as a scalar on `device`. Collective."""
+        own = torch.tensor(sum(map(self.count_targets, batch_samples)), dtype=torch.float64)
+        return as_count(float(self._gang.sum(own)), device or self._device)
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` with every tensor in it moved to this process's device."""

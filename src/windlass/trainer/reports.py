@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.core.logs import get_logger
+from windlass.metrics.memory import memory_metrics, reset_device_peak
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.base import TrainerBase
 
@@ -67,6 +68,15 @@ class ReportsMixin(TrainerBase):
             folder = self.output_folder
             folder.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _watch_memory(self) -> None:
+        """Count the device's peak from here on, where the metrics are to say it."""
+        if not self.args.skip_memory_metrics:
+            reset_device_peak(self._device)
+
+    def _memory_metrics(self, prefix: str) -> dict[str, float]:
+        """Peak memory of process and device in GiB, where `skip_memory_metrics=False` asks for it."""
+        return {} if self.args.skip_memory_metrics else memory_metrics(prefix, self._device)
 
     def store_flos(self) -> None:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""

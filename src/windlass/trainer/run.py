@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
+from windlass.assemble.build import Built
 from windlass.config.plan import RunPlan
 from windlass.core.device import visible_devices
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.rng import StepSeeder
 from windlass.data.group import Group
-from windlass.engine.executor import Executor, StepRequest
+from windlass.engine.executor import StepRequest
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
-from windlass.optim.schedule import Schedule
 from windlass.trainer.losses import as_count
 from windlass.trainer.parts import TrainerParts
 
@@ -39,23 +39,17 @@ class TrainingRun:
         executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
     """
 
-    def __init__(
-        self,
-        trainer: TrainerParts,
-        plan: RunPlan,
-        executor: Executor,
-        schedule: Schedule,
-        source: GroupSource,
-    ) -> None:
+    def __init__(self, trainer: TrainerParts, plan: RunPlan, built: Built, source: GroupSource) -> None:
         self._trainer, self._plan = trainer, plan
-        self.executor, self.schedule = executor, schedule
+        self.executor, self.schedule = built.executor, built.schedule
         device = trainer._device
         self.ledger = Ledger(device, trainer._gang.sum)
         self._normaliser = trainer._normaliser
         self._flops_per_position = 6 * trainer._parameter_count
+        self._empty_cache_every = trainer.args.torch_empty_cache_steps
         self._started = time.time()
         self.loop = Loop(
-            executor,
+            built.executor,
             Feed(source, plan.batch.accumulation, self._counts(), trainer._gang),
             self,
             trainer.state,
@@ -184,6 +178,8 @@ class TrainingRun:
         state.num_input_tokens_seen += int(portion.tokens)
         state.total_flos += self._flops_per_position * portion.positions
         self._trainer.accelerator.optimizer_step_was_skipped = not applied
+        if self._empty_cache_every and state.global_step % self._empty_cache_every == 0:
+            self._trainer.accelerator.free_memory()
         if applied:
             self.schedule.advance()
 

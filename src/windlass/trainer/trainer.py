@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from windlass.accelerator import Accelerator
+from windlass.assemble.build import build
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve, resolve_precision
+from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_precision
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
@@ -27,14 +29,11 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.types import TrainOutput
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import join
-from windlass.engine.native import NativeExecutor
 from windlass.engine.normalise import Normaliser
 from windlass.metrics.speed import speed_metrics
 from windlass.metrics.tokens import TargetCounter
-from windlass.optim.schedule import as_schedule
 from windlass.precision.autocast import autocast_context
-from windlass.precision.check import apply_tf32, check_precision
-from windlass.precision.scaler import build_scaler
+from windlass.precision.check import check_precision
 from windlass.trainer.base import overrides
 from windlass.trainer.defaults import (
     align_special_tokens,
@@ -49,16 +48,13 @@ from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.saving import find_metric
-from windlass.transforms.apply import apply_transforms
-from windlass.transforms.ddp import replicate
 
 logger = get_logger(__name__)
 
 # What a subclass may replace, as far as the engine must know of it.
 _OVERRIDABLE = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "evaluate", "evaluation_loop", "_inner_training_loop", "_run_epoch", "_maybe_log_save_evaluate", "_wrap_model",
-    "get_batch_samples",
+    "evaluate", "evaluation_loop", *NEVER_CALLED,
 )  # fmt: skip
 
 
@@ -160,8 +156,12 @@ class Trainer(TrainerParts):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which may take the trial of a search or nothing."""
         assert self.model_init is not None
-        arguments = self.model_init.__code__.co_argcount if hasattr(self.model_init, "__code__") else 0
-        model = self.model_init(trial) if arguments == 1 else self.model_init()
+        takes_trial = any(
+            p.name == "trial"
+            or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+            for p in inspect.signature(self.model_init).parameters.values()
+        )
+        model = self.model_init(trial) if takes_trial else self.model_init()
         if model is None:
             raise ModelError("model_init returned None; it must return the model")
         return model
@@ -177,7 +177,8 @@ class Trainer(TrainerParts):
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
-        self.label_names = list(self.args.label_names or labels_in_signature(model))
+        named = self.args.label_names
+        self.label_names = labels_in_signature(model) if named is None else list(named)
         self.can_return_loss = returns_loss_by_default(model)
         self._parameter_count = sum(p.numel() for p in model.parameters())
         self._model_divides = accepts_keywords(model)
@@ -260,6 +261,7 @@ class Trainer(TrainerParts):
             self._take_model(self.call_model_init(trial))
             self.optimizer, self.lr_scheduler = None, None
         started = time.time()
+        self._watch_memory()
         self.is_in_train = True
         try:
             checkpoint = self._resume_point(resume)
@@ -271,6 +273,7 @@ class Trainer(TrainerParts):
             self.is_in_train = False
             self.accelerator.bind_backward(None)
             self.model_wrapped = self.model
+            self._close_displays()
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
@@ -281,13 +284,10 @@ class Trainer(TrainerParts):
         source = self._group_source(loader)
         self._source_samples = getattr(source, "num_samples", None)
         plan = resolve(self.args, self._facts(source.groups_per_epoch(self.args.gradient_accumulation_steps)))
-        check_precision(plan.precision, self._device, self.model)
-        apply_tf32(plan.precision)
         self._fill_state(plan)
-        if checkpoint is not None:
-            self._load_from_checkpoint(str(checkpoint.folder))
         self._build(plan, source)
         if checkpoint is not None:
+            self._load_from_checkpoint(str(checkpoint.folder))
             self._restore_run(checkpoint)
         self._show_parts(loader)
         announce(self, plan)
@@ -311,22 +311,19 @@ class Trainer(TrainerParts):
         state.save_steps, state.train_batch_size = plan.save.cadence.steps, plan.batch.micro
 
     def _build(self, plan: RunPlan, source: Any) -> None:
-        """Model, transforms, optimizer, schedule, executor, loop: in this order."""
         align_special_tokens(self.model, self.processing_class)
-        apply_transforms(self.model, plan.transforms)
-        if self._gang.size > 1:
-            self.model_wrapped = replicate(self.model, self._device, plan.dist)
-        if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
-        self.create_optimizer_and_scheduler(num_training_steps=plan.duration.steps)
-        assert self.optimizer is not None, "create_optimizer_and_scheduler must set self.optimizer"
-        executor = NativeExecutor(
-            self.model_wrapped, self.optimizer, self._device, build_scaler(plan.precision, self._device)
-        )
-        schedule = as_schedule(self.lr_scheduler, self.optimizer)
-        self._executor = executor
-        self._run = TrainingRun(self, plan, executor, schedule, source)
+        built = build(self.model, self._created_optimizer_and_scheduler, plan, self._device)
+        self.model_wrapped = built.executor.model
+        self._executor = built.executor
+        self._run = TrainingRun(self, plan, built, source)
         self.accelerator.bind_backward(self._run.backward)
+
+    def _created_optimizer_and_scheduler(self, num_training_steps: int) -> tuple[Any, Any]:
+        if self._created_lr_scheduler:
+            # It was made for the length of an earlier run.
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
+        return self.optimizer, self.lr_scheduler
 
     def _show_parts(self, loader: Any) -> None:
         handler = self.callback_handler
@@ -344,8 +341,15 @@ class Trainer(TrainerParts):
     def _run_training(self, plan: RunPlan) -> None:
         self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:
-            self._evaluate_for_run()
+            # No update led to it, so a schedule that follows the metric has nothing to learn from it.
+            self.evaluate(ignore_keys=self._ignore_keys_for_eval)
         self._run.loop.run()
+
+    def _close_displays(self) -> None:
+        """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.close()
 
     def _stop_and_save(self) -> None:
         logger.warning("interrupted: finishing this update, then saving (press Ctrl-C again to stop at once)")
@@ -371,29 +375,31 @@ class Trainer(TrainerParts):
         )
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = run.ledger.mean_loss()
+        metrics.update(self._memory_metrics("train"))
         self.log(metrics)
         if plan.save.load_best_at_end:
             self._load_best_model()
         self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
-    def set_initial_training_values(self, args: Any, dataloader: Any, total_train_batch_size: int) -> Any:
-        """Epochs, updates per epoch, samples and updates of a run over this loader, as scripts ask for them.
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any
+    ) -> tuple[int, int, int, float, int, int, int]:
+        """What a run over this loader comes to, for scripts that ask.
 
         Returns:
-            (epochs, updates per epoch, samples per epoch, samples of the run, batches per epoch, max_steps)
+            (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
+            micro-batches per epoch, updates of the run)
         """
-        source = self._group_source(dataloader)
-        per_epoch = source.groups_per_epoch(args.gradient_accumulation_steps)
-        plan = resolve(args, self._facts(per_epoch))
-        samples = (
-            self.num_examples(dataloader)
-            if per_epoch is not None
-            else plan.duration.steps * total_train_batch_size
-        )
-        batches = len(dataloader) if per_epoch is not None else None
-        duration = plan.duration
-        return duration.epochs, per_epoch, samples, samples * duration.epochs, batches, duration.steps
+        per_epoch = self._group_source(dataloader).groups_per_epoch(args.gradient_accumulation_steps)
+        duration = resolve(args, self._facts(per_epoch)).duration
+        update, steps = self.get_total_train_batch_size(args), duration.steps
+        if per_epoch is None:
+            batches = steps * args.gradient_accumulation_steps
+            return duration.epochs, steps, update * steps, update * steps, update, batches, steps
+        examples = self.num_examples(dataloader)
+        seen = update * steps if args.max_steps > 0 else examples * args.num_train_epochs
+        return duration.epochs, per_epoch, examples, seen, update, len(dataloader), steps
 
     def end(self) -> None:
         """Close the process group: the last call of a script, after everything that needs the other processes."""
