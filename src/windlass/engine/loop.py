@@ -76,6 +76,7 @@ class Loop:
         self._updates_in_epoch = 0
         self._position: State = {}
         self._epoch_open = False
+        self._data_spent = False
         self._updates_per_epoch: int | None = None
 
     def adopt_state(self, state: TrainerState) -> None:
@@ -95,7 +96,7 @@ class Loop:
             self._hooks.epoch_begin()
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
-        for portion in () if self._at_epoch_end else self._feed.epoch(self._epoch):
+        for portion in () if self._ends_at_once else self._feed.epoch(self._epoch):
             self._update(portion)
             if self._leaves_epoch():
                 break
@@ -108,7 +109,7 @@ class Loop:
         if self._hooks.control.should_epoch_stop:
             # A callback ended the epoch early: what is left of its data is not seen.
             self._position = {}
-        self._epoch_open = False
+        self._epoch_open = self._data_spent = False
         self._epoch += 1
         self._updates_in_epoch = 0
         self._hooks.epoch_end()
@@ -144,6 +145,7 @@ class Loop:
         self._state.global_step += 1
         self._updates_in_epoch += 1
         self._position = portion.group.position
+        self._data_spent = portion.group.last_in_epoch
         self._state.epoch = self._fractional_epoch(portion.group.last_in_epoch)
 
     def _fractional_epoch(self, last: bool) -> float:
@@ -155,10 +157,9 @@ class Loop:
     # --- when to stop -----------------------------------------------------------------------------------------------
 
     @property
-    def _at_epoch_end(self) -> bool:
-        """Resumed after an epoch's last update, before its closing events."""
-        per_epoch = self._feed.groups_per_epoch
-        return self._updates_in_epoch > 0 and per_epoch is not None and self._updates_in_epoch >= per_epoch
+    def _ends_at_once(self) -> bool:
+        """Resumed after an epoch's last update, or where a callback had stopped: only the closing events are left."""
+        return self._data_spent or self._hooks.control.should_training_stop
 
     def _leaves_epoch(self) -> bool:
         control = self._hooks.control
@@ -214,10 +215,12 @@ class Loop:
             "epoch": self._epoch,
             "updates_in_epoch": self._updates_in_epoch,
             "epoch_open": self._epoch_open,
+            "data_spent": self._data_spent,
             "position": self._position,
         }
 
     def load_state_dict(self, state: State) -> None:
         self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
-        self._epoch_open, self._position = state["epoch_open"], state["position"]
+        self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
+        self._position = state["position"]
         self._feed.restore(self._position)

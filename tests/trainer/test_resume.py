@@ -1,0 +1,276 @@
+"""A run that is killed and resumed is the run that was never killed: the same bits, the same log, the same events."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.resume_cases import (
+    KILLED,
+    Case,
+    Net,
+    Recorder,
+    Samples,
+    Stream,
+    arguments_for,
+    bits,
+    build,
+    events,
+    in_a_child,
+    kill,
+    killed_at_every_step,
+    resumable,
+    rows,
+    run,
+    same_run,
+)
+from torch.utils.data import DataLoader, SequentialSampler
+
+from windlass import EarlyStoppingCallback, LossTerms, Trainer
+from windlass.core.errors import CheckpointError
+
+EVALUATED = {"eval_strategy": "epoch"}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
+
+
+def own_optimizers(model: torch.nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=4, shuffle=True)
+
+
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset)
+
+
+class WithParts(Trainer):
+    """A loss with a named part, which a report sums up over several updates."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss, logits = model(**inputs)
+        count = len(inputs["labels"])
+        terms = LossTerms(loss * count, count, {"size": logits.square().mean()})
+        return (terms, (loss, logits)) if return_outputs else terms
+
+
+def early_stopping() -> list[Any]:
+    return [EarlyStoppingCallback(early_stopping_patience=3)]
+
+
+CASES = {
+    "bf16": Case({"bf16": True}),
+    "fp16": Case({"fp16": True}),
+    "saved by epoch": Case({"save_strategy": "epoch", **EVALUATED}),
+    "saved by three": Case({"save_steps": 3, **EVALUATED}),
+    "the best is loaded": Case(BEST),
+    "the best alone is saved": Case({**BEST, "save_strategy": "best"}),
+    "follows a metric": Case({**BEST, "lr_scheduler_type": "reduce_lr_on_plateau"}),
+    "a stream": Case({"max_steps": 9}, dataset=Stream),
+    "own optimizer and schedule": Case(optimizers=own_optimizers),
+    "own loader": Case(trainer=OwnLoader),
+    "own sampler": Case(trainer=OwnSampler),
+    "parts of a loss": Case({"logging_steps": 4}, trainer=WithParts),
+    "early stopping": Case(
+        {**BEST, "eval_steps": 1, "learning_rate": 0.3, "num_train_epochs": 4}, callbacks=early_stopping
+    ),
+    "skipping": Case({"nonfinite_policy": "skip", "lr_scheduler_type": "cosine"}),
+}
+
+
+def test_a_kill_at_each_of_twenty_steps(folder: Path) -> None:
+    case = Case({"num_train_epochs": 4, **EVALUATED})
+    whole = run(folder / "whole", case)
+    assert whole.state.global_step == 20
+    for step in range(1, 21):
+        again = folder / f"killed-{step}"
+        assert in_a_child(partial(run, again, case, kill("on_step_end", step))) == KILLED
+        same_run(again, run(again, case, resume=resumable(again)), folder / "whole", whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_killed_at_every_step(name: str, folder: Path) -> None:
+    case = CASES[name]
+    whole = run(folder / "whole", case)
+    steps = whole.state.global_step
+    assert steps >= 4
+    killed = killed_at_every_step(folder / "killed", case, steps)
+    same_run(folder / "killed", killed, folder / "whole", whole)
+
+
+def test_workers_killed_and_resumed(folder: Path) -> None:
+    """Worker processes read ahead: what they had read when the run was killed is read again, with the same draws."""
+    case = Case({"dataloader_num_workers": 2, "num_train_epochs": 1})
+    whole = run(folder / "whole", Case({"num_train_epochs": 1}))
+    killed = killed_at_every_step(folder / "killed", case, 3)
+    assert bits(killed) == bits(whole)
+    assert killed.state.global_step == whole.state.global_step == 5
+
+
+# --- events at the edges of an epoch --------------------------------------------------------------------------------
+
+LAST_OF_EPOCH = 5
+EDGES = [
+    ("on_step_end", 1),
+    ("on_save", 1),  # the save of the step
+    ("on_epoch_end", 1),
+    ("on_evaluate", 1),
+    ("on_save", 2),  # the save of the best, after the epoch's evaluation
+    ("on_epoch_begin", 1),
+]
+
+
+@pytest.mark.parametrize(("event", "occurrence"), EDGES)
+@pytest.mark.parametrize("step", [LAST_OF_EPOCH, 2 * LAST_OF_EPOCH])
+def test_no_event_of_an_epoch_is_lost_or_doubled(
+    step: int, event: str, occurrence: int, folder: Path
+) -> None:
+    case = Case(
+        {**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+    )
+    if event == "on_epoch_begin" and step == 2 * LAST_OF_EPOCH:
+        pytest.skip("no epoch begins after the last one")
+    whole = run(folder / "whole", case, Recorder(folder / "expected"))
+    expected = events(folder / "expected")
+    if event == "on_save" and expected.count(f"save {step} {step / LAST_OF_EPOCH:.6f}") < occurrence:
+        pytest.skip("this epoch's evaluation was not the best")
+    first = folder / "killed"
+    doomed = [Recorder(folder / "before"), kill(event, step, occurrence)]
+    assert in_a_child(lambda: run(first, case, *doomed)) == KILLED
+    resumed = run(first, case, Recorder(folder / "after"), resume=True)
+    before = events(folder / "before")
+    kept = len(before) - next(i for i, line in enumerate(reversed(before)) if line.startswith("save "))
+    assert before[:kept] + events(folder / "after") == expected
+    same_run(first, resumed, folder / "whole", whole)
+
+
+def test_a_run_that_had_ended_trains_no_more(folder: Path) -> None:
+    case = Case(EVALUATED)
+    whole = run(folder, case)
+    before = bits(whole)
+    again = run(folder, case, Recorder(folder / "events"), resume=True)
+    assert bits(again) == before
+    assert not [line for line in events(folder / "events") if line.startswith("step_end")]
+
+
+def test_early_stopping_that_was_decided_stays_decided(folder: Path) -> None:
+    """Killed right after the save that follows the decisive evaluation."""
+    case = CASES["early stopping"]
+    whole = run(folder / "whole", case)
+    last = whole.state.global_step
+    assert last < whole.state.max_steps, "it must have stopped early"
+    killed = folder / "killed"
+    assert in_a_child(lambda: run(killed, case, kill("on_save", last))) == KILLED
+    same_run(killed, run(killed, case, resume=True), folder / "whole", whole)
+
+
+# --- another split, another length ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(8, 1), (2, 4)])
+def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, folder: Path) -> None:
+    case = Case()
+    whole = run(folder / "whole", case)
+    killed = folder / "killed"
+    assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
+    split = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    resumed = run(killed, case, resume=True, **split)
+    assert isinstance(resumed.model, Net)
+    assert isinstance(whole.model, Net)
+    assert resumed.model.seen == whole.model.seen[3 * 8 :]
+
+
+def test_a_finished_run_is_extended(folder: Path) -> None:
+    """More epochs than at first: the schedule's length apart (here constant), as if asked for at once."""
+    case = Case({"lr_scheduler_type": "constant"})
+    whole = run(folder / "whole", case)
+    run(folder / "short", case, num_train_epochs=1)
+    longer = run(folder / "short", case, resume=True)
+    assert bits(longer) == bits(whole)
+    assert longer.state.global_step == 10
+
+
+# --- what can't be resumed from -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("windlass.checkpoint.store")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(folder: Path, warned: list[str]) -> None:
+    case = Case()
+    whole = run(folder / "whole", case)
+    killed = folder / "killed"
+    assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
+    file = killed / "checkpoint-3" / "optimizer.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    resumed = run(killed, case, resume=True)
+    assert len(warned) == 1
+    assert "checkpoint-2" in warned[0]
+    assert "optimizer.safetensors" in warned[0]
+    same_run(killed, resumed, folder / "whole", whole)
+
+
+def test_every_checkpoint_damaged_is_an_error(folder: Path) -> None:
+    run(folder, Case(), max_steps=2)
+    for file in folder.glob("checkpoint-*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"No valid checkpoint found in output directory"):
+        run(folder, Case(), resume=True)
+    with pytest.raises(
+        CheckpointError, match=r"Can't find a valid checkpoint at .*checkpoint-2.*model\.safetensors"
+    ):
+        run(folder, Case(), resume=str(folder / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("resume", [True, "nowhere"])
+def test_nothing_to_resume_from_is_an_error(resume: bool | str, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="valid checkpoint"):
+        run(folder, Case(), resume=resume)
+
+
+def test_a_checkpoint_of_another_model_lists_the_shapes(folder: Path) -> None:
+    run(folder, Case(), max_steps=1)
+    model = Net(width=20)
+    before = [value.clone() for value in model.state_dict().values()]
+    trainer = Trainer(model, arguments_for(folder), train_dataset=Samples())
+    with pytest.raises(CheckpointError, match=r"body\.weight.*16.*20|body\.weight.*20.*16") as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert "7 of another shape" in str(caught.value)
+    assert all(map(torch.equal, before, model.state_dict().values())), "a refused checkpoint changes nothing"
+
+
+def test_weights_alone_are_no_run(folder: Path) -> None:
+    run(folder, Case(), max_steps=1, save_only_model=True)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 holds only the model .*save_only_model=True"):
+        run(folder, Case(), resume=True)
+
+
+def test_an_optimizer_keeps_its_identity(folder: Path) -> None:
+    run(folder, Case(optimizers=own_optimizers), max_steps=2)
+    trainer = build(folder, Case(optimizers=own_optimizers), max_steps=3)
+    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.optimizer is optimizer
+    assert trainer.lr_scheduler is schedule
+    assert schedule.last_epoch == 3
+    assert [row["step"] for row in rows(folder) if "train_loss" in row] == [3]
