@@ -58,6 +58,14 @@ class EarlyStoppingCallback(TrainerCallback):
             problems.append(Problem("eval_strategy", str(getattr(args.eval_strategy, "value", "no")), fix))
         if problems:
             raise ConfigError(problems)
+        if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
+            # Restored from a checkpoint that was saved after the decision: the run was cut off before it could end.
+            logger.warning(
+                "EarlyStoppingCallback had stopped this run already (%d evaluations without improvement). To train "
+                "on, give it more patience.",
+                self.early_stopping_patience_counter,
+            )
+            control.should_training_stop = True
         if not args.load_best_model_at_end:
             logger.warning(
                 "EarlyStoppingCallback without load_best_model_at_end=True: when training stops, the model is "
