@@ -44,6 +44,7 @@ class InputsMixin(TrainerBase):
             batch=resolve_batch(self.args, facts),
             collate=collate,
             sampler=sampler,
+            measured=self.train_dataset,
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -120,7 +121,8 @@ class InputsMixin(TrainerBase):
         """The loader as the engine takes it: ours as it is, a user's own behind an adapter."""
         if isinstance(loader, Loader):
             return loader
-        return ForeignLoader(loader, resolve_batch(self.args, Facts(self._world, None)))
+        batch = resolve_batch(self.args, Facts(self._world, None))
+        return ForeignLoader(loader, batch, seed=resolve_data(self.args).seed)
 
     # --- columns ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class InputsMixin(TrainerBase):
             return dataset, self.data_collator
         self._set_signature_columns_if_needed()
         columns = self._signature_columns or []
-        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+        if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
             return select_columns(dataset, columns, what), self.data_collator
         return dataset, ColumnCollator(self.data_collator, columns, what)
 

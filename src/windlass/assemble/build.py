@@ -1,0 +1,53 @@
+"""The composition root: where a plan becomes a model in its wrapper, an optimizer, a schedule and an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.config.plan import RunPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.engine.executor import Executor
+from windlass.engine.native import NativeExecutor
+from windlass.optim.schedule import Schedule, as_schedule
+from windlass.precision.check import apply_tf32, check_precision
+from windlass.precision.scaler import build_scaler
+from windlass.transforms.apply import apply_transforms
+from windlass.transforms.ddp import replicate
+
+OptimizerFactory = Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a run trains with. `executor.model` is what forwards run through."""
+
+    executor: Executor
+    schedule: Schedule
+
+
+def build(model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device) -> Built:
+    """Model, transforms, optimizer, executor: in this order. Loading a checkpoint comes after.
+
+    Args:
+        model: the bare module, on its device; changed in place.
+        create: number of updates -> optimizer and scheduler; a user's own objects keep their identity.
+
+    Raises:
+        ConfigError: the plan asks for what this model or device cannot do, or `create` made no optimizer.
+    """
+    check_precision(plan.precision, device, model)
+    apply_tf32(plan.precision)
+    apply_transforms(model, plan.transforms)
+    wrapped = replicate(model, device, plan.dist) if plan.batch.world > 1 else model
+    optimizer, scheduler = create(plan.duration.steps)
+    if optimizer is None or scheduler is None:
+        name = "optimizer" if optimizer is None else "lr_scheduler"
+        fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
+        raise ConfigError(Problem(name, None, fix))
+    executor = NativeExecutor(wrapped, optimizer, device, build_scaler(plan.precision, device))
+    return Built(executor, as_schedule(scheduler, optimizer))
