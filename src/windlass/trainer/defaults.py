@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
+from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 
 logger = get_logger(__name__)
@@ -28,10 +29,6 @@ def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
 
 def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
     """Padding where there is a tokenizer that pads, else stacking."""
-    if not hasattr(tokenizer, "pad"):
-        return auto_collate
-    from windlass.data.collators import DataCollatorWithPadding
-
     return DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate
 
 
