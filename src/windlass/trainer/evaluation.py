@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,14 +132,20 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
                 on_batch=on_batch,
             )
 
-    def _rehearse_evaluation(self) -> dict[str, float]:
-        """The metrics of each evaluation set's first batch, which nobody is told of: only their names matter."""
+    def _rehearse_evaluation(self, wanted: str) -> dict[str, float]:
+        """The metrics of each evaluation set's first batch, which nobody is told of: only their names matter.
+
+        Where `compute_metrics` cannot make anything of so few samples, `wanted` counts as returned.
+        """
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": None}
         metrics: dict[str, float] = {}
         for name in sets:
             loader = self.get_eval_dataloader(name or None)
             prefix = f"eval_{name}" if name else "eval"
-            request = self._eval_request(self.compute_metrics is None, prefix, predicting=False)
+            loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+            request = self._eval_request(loss_only, prefix, predicting=False)
+            if request.compute_metrics is not None:
+                request = replace(request, compute_metrics=_lenient(request.compute_metrics, wanted))
             first = itertools.islice(_with_ids(loader), 1)
             metrics.update(self._evaluate_batches(first, request, None, lambda: None).metrics)
         return metrics
@@ -254,6 +262,22 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
         self.model.to(dtype=dtype, device=self._device)
 
     _executor: Any = None
+
+
+def _lenient(compute_metrics: Callable[..., Any], wanted: str) -> Callable[..., Any]:
+    """`compute_metrics`, but its errors give a NaN under the name `wanted`."""
+
+    @functools.wraps(compute_metrics)
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compute_metrics(*args, **kwargs)
+        except Exception as error:
+            logger.info(
+                "compute_metrics was tried on the first batch and failed (%r): tried no further", error
+            )
+            return {wanted: math.nan}
+
+    return measure
 
 
 def _with_ids(loader: Any) -> Iterable[tuple[list[int], Any]]:

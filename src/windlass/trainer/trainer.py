@@ -334,9 +334,13 @@ class Trainer(TrainerParts):
         """Find out before the first update whether evaluation returns the metric that the run depends on."""
         metric = plan.save.metric
         needed = plan.save.load_best_at_end or plan.save.cadence.strategy == "best" or self._follows_metric
-        if metric is None or not needed or plan.evaluation.strategy == "no" or "evaluate" in self._overridden:
+        own = self._overridden & {
+            "evaluate",
+            "evaluation_loop",
+        }  # what these return, only running them would tell
+        if metric is None or not needed or plan.evaluation.strategy == "no" or own:
             return
-        find_metric(self._rehearse_evaluation(), metric)
+        find_metric(self._rehearse_evaluation(metric), metric)
 
     def _run_training(self, plan: RunPlan) -> None:
         self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
