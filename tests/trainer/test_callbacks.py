@@ -60,7 +60,7 @@ def test_every_event_of_a_run_and_what_comes_with_it(tmp_path: Path) -> None:
         assert given["lr_scheduler"] is trainer.lr_scheduler, event
         assert given["train_dataloader"].total_batch_size == 4, event
         assert given["processing_class"] is None, event
-    assert given["eval_dataloader"] is not None
+    assert watching.given["on_evaluate"]["eval_dataloader"] is not None
     assert "eval_loss" in watching.given["on_evaluate"]["metrics"]
     assert "test_loss" in watching.given["on_predict"]["metrics"]
 

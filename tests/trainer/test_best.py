@@ -1,0 +1,154 @@
+"""`load_best_model_at_end`: the weights at the end are, bit for bit, those that were evaluated as the best."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.trainer.small import Net, arguments, rows, weights_hash
+
+from windlass import Trainer
+from windlass.core.errors import ConfigError
+
+
+class Scripted(Trainer):
+    """Evaluates to a given sequence of scores, and notes the weights that each was given for."""
+
+    scores: list[float]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.hashes = [*getattr(self, "hashes", []), weights_hash(self.model)]
+        metrics = {"eval_score": self.scores[len(self.hashes) - 1], "epoch": self.state.epoch}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def scripted(folder: Path, scores: list[float], **changes: Any) -> Scripted:
+    given = {
+        "max_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    given |= {"metric_for_best_model": "score", "load_best_model_at_end": True, "learning_rate": 0.1}
+    trainer = Scripted(
+        Net(), arguments(folder, **{**given, **changes}), train_dataset=rows(24), eval_dataset=rows(4)
+    )
+    trainer.scores = scores
+    return trainer
+
+
+def memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+scores = st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4, float("nan")]), min_size=7, max_size=7)
+
+
+@settings(max_examples=60)
+@given(
+    scores=scores,
+    every=st.integers(1, 4),
+    save=st.integers(1, 7),
+    greater=st.booleans(),
+    limit=st.sampled_from([None, 1, 2]),
+)
+def test_the_best_evaluated_weights_come_back(
+    scores: list[float], every: int, save: int, greater: bool, limit: int | None
+) -> None:
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        trainer = scripted(
+            Path(folder),
+            scores,
+            eval_steps=every,
+            save_steps=save,
+            greater_is_better=greater,
+            save_total_limit=limit,
+        )
+        trainer.train()
+        seen = scores[: len(trainer.hashes)]
+        real = [value for value in seen if value == value]
+        if not real:
+            assert trainer.state.best_model_checkpoint is None
+            return
+        best = seen.index(max(real) if greater else min(real))
+        assert weights_hash(trainer.model) == trainer.hashes[best]
+        assert trainer.state.best_metric == seen[best]
+        step = trainer.state.best_global_step
+        assert trainer.state.best_model_checkpoint == str(Path(folder) / f"checkpoint-{step}")
+        kept = sorted(int(p.name.split("-")[1]) for p in Path(folder).glob("checkpoint-*"))
+        assert step in kept
+        assert limit is None or len(kept) <= limit + 1
+
+
+@pytest.mark.parametrize(
+    "strategies", [("epoch", "epoch"), ("steps", "best"), ("epoch", "best"), ("steps", "epoch")]
+)
+def test_other_strategies(tmp_path: Path, strategies: tuple[str, str]) -> None:
+    evaluating, saving = strategies
+    trainer = scripted(
+        tmp_path, [0.1, 0.5, 0.3, 0.2, 0.1, 0.1, 0.1], eval_strategy=evaluating, save_strategy=saving,
+        max_steps=-1, num_train_epochs=3, per_device_train_batch_size=12,
+    )  # fmt: skip
+    trainer.train()
+    assert weights_hash(trainer.model) == trainer.hashes[1]
+
+
+def test_with_a_limit_of_one_best_and_last_may_remain(tmp_path: Path) -> None:
+    trainer = scripted(tmp_path, [0.1, 0.9, 0.2, 0.3, 0.4, 0.5], save_total_limit=1)
+    trainer.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_saving_only_the_best(tmp_path: Path) -> None:
+    trainer = scripted(
+        tmp_path, [0.1, 0.9, 0.2, 0.95, 0.4, 0.5], save_strategy="best", load_best_model_at_end=False
+    )
+    trainer.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (1, 2, 4)]
+    assert trainer.state.best_metric == 0.95
+
+
+def test_the_best_is_remembered_by_a_resumed_run(tmp_path: Path) -> None:
+    first = scripted(tmp_path, [0.1, 0.9, 0.2], max_steps=3, lr_scheduler_type="constant")
+    first.train()
+    second = scripted(tmp_path, [0.3, 0.4, 0.5], lr_scheduler_type="constant")
+    second.train(resume_from_checkpoint=True)
+    assert second.state.best_global_step == 2
+    assert weights_hash(second.model) == first.hashes[1]
+
+
+@pytest.mark.parametrize("name", ["score", "eval_score"])
+def test_the_prefix_is_optional(tmp_path: Path, name: str) -> None:
+    trainer = scripted(tmp_path, [0.1, 0.3, 0.2, 0.1, 0.1, 0.1], metric_for_best_model=name)
+    assert trainer.args.greater_is_better
+    trainer.train()
+    assert trainer.state.best_metric == 0.3
+
+
+def test_a_metric_that_evaluation_never_returns_is_found_before_training(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
+        metric_for_best_model="f1",
+    )  # fmt: skip
+    trainer = Trainer(Net(), args, train_dataset=rows(8), eval_dataset=rows(4))
+    with pytest.raises(ConfigError, match=r"f1.*eval_loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_metric_of_a_named_set(tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="eval_far_loss",
+    )  # fmt: skip
+    trainer = Trainer(Net(), args, train_dataset=rows(16), eval_dataset={"near": rows(4), "far": rows(5)})
+    trainer.train()
+    losses = [entry["eval_far_loss"] for entry in trainer.state.log_history if "eval_far_loss" in entry]
+    assert trainer.state.best_metric == min(losses)
