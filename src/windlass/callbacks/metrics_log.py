@@ -36,6 +36,7 @@ _TIMING_ENDINGS = (
     "mfu",
     "memory",
     "_memory_gb",
+    "_gib",
 )
 _RESERVED = ("event", "step", "epoch", "timing")
 

@@ -107,6 +107,7 @@ class TrainingRun:
                 request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0
             )
         normaliser.scope(request.targets[index], request.samples[index] / max(request.total_samples, 1.0))
+        trainer.accelerator.sync_gradients = index == len(request.targets) - 1
         count = self._count_for_hooks(request.denominator, trainer._device)
         if trainer._training_step_takes_denominator:
             trainer.training_step(trainer.model_wrapped, batch, num_items_in_batch=count)
