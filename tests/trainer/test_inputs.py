@@ -1,0 +1,166 @@
+"""Loaders, samplers and columns as scripts bring them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.small import Net, arguments, rows, weights_hash
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from windlass import Trainer
+from windlass.core.errors import ConfigError, DataError, ModelError
+
+
+class Seen(Net):
+    """Keeps the first feature of each sample, in the order in which it trained on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[float] = []
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            self.order += x[:, 0].tolist()
+        return super().forward(x, labels)
+
+
+def first(data: list[dict[str, Any]]) -> list[float]:
+    return [float(row["x"][0]) for row in data]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_an_overridden_sampler_gives_the_order(tmp_path: Path, older: bool) -> None:
+    class Older(Trainer):
+        def _get_train_sampler(self) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    class Newer(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(train_dataset)
+
+    trainer = (Older if older else Newer)(Seen(), arguments(tmp_path, max_steps=4), train_dataset=rows(16))
+    trainer.train()
+    assert trainer.model.order[-16:] == first(rows(16))  # a probe may have run before
+
+
+def test_a_loader_without_a_dataset(tmp_path: Path) -> None:
+    class Batches:
+        def __iter__(self) -> Any:
+            for start in range(0, 12, 3):
+                part = rows(12)[start : start + 3]
+                yield {
+                    "x": torch.stack([r["x"] for r in part]),
+                    "labels": torch.tensor([r["labels"] for r in part]),
+                }
+
+        def __len__(self) -> int:
+            return 4
+
+    class Mine(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Batches()
+
+    trainer = Mine(Net(), arguments(tmp_path, max_steps=-1, num_train_epochs=2))
+    assert trainer.train().global_step == 8
+    assert trainer.num_examples(Batches()) == 16
+
+
+def test_a_users_data_loader_trains_as_its_batches_say(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    mine = Mine(Net(), arguments(tmp_path), train_dataset=rows(16))
+    own = Trainer(Net(), arguments(tmp_path, train_sampling_strategy="sequential"), train_dataset=rows(16))
+    mine.train()
+    own.train()
+    assert weights_hash(mine.model) == weights_hash(own.model)
+
+
+class Map(Dataset):  # type: ignore[type-arg]
+    def __init__(self, count: int) -> None:
+        self.rows = rows(count)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        yield from rows(self.count)
+
+
+def test_all_kinds_of_data(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    listed = [{"x": row["x"].tolist(), "labels": row["labels"]} for row in rows(12)]
+    for data in (rows(12), Map(12), Stream(12), datasets.Dataset.from_list(listed)):
+        trainer = Trainer(Net(), arguments(tmp_path, max_steps=5), train_dataset=data, eval_dataset=data)
+        assert trainer.train().global_step == 5
+        assert trainer.evaluate()["eval_loss"] > 0
+        assert trainer.predict(data).predictions.shape == (12, 3)
+
+
+def test_a_stream_needs_a_number_of_updates(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_steps"):
+        Trainer(Net(), arguments(tmp_path, max_steps=-1), train_dataset=Stream(8)).train()
+
+
+@pytest.mark.parametrize("kind", ["rows", "datasets"])
+def test_columns_that_the_model_does_not_take(tmp_path: Path, kind: str) -> None:
+    data: Any = [{"x": row["x"].tolist(), "labels": row["labels"], "extra": 1} for row in rows(8)]
+    if kind == "datasets":
+        data = pytest.importorskip("datasets").Dataset.from_list(data)
+    assert Trainer(Net(), arguments(tmp_path), train_dataset=data).train().global_step == 4
+    with pytest.raises((TypeError, ModelError, DataError)):
+        Trainer(Net(), arguments(tmp_path, remove_unused_columns=False), train_dataset=data).train()
+
+
+def test_nothing_that_fits_is_an_error_with_both_sides(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"words") as caught:
+        Trainer(Net(), arguments(tmp_path), train_dataset=[{"words": 1}]).train()
+    assert "labels" in str(caught.value)
+
+
+def test_own_signature_columns(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            self._signature_columns = ["x", "labels", "weight"]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            assert set(inputs) == {"x", "labels", "weight"}
+            inputs.pop("weight")
+            return super().compute_loss(model, inputs, return_outputs)
+
+    data = [{**row, "weight": 1.0, "other": 2.0} for row in rows(8)]
+    assert Mine(Net(), arguments(tmp_path), train_dataset=data).train().global_step == 4
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train_dataset"):
+        Trainer(Net(), arguments(tmp_path)).train()
+    with pytest.raises(DataError, match="empty"):
+        Trainer(Net(), arguments(tmp_path), train_dataset=[]).train()
+    with pytest.raises(ModelError, match="no loss"):
+        Trainer(Net(), arguments(tmp_path), train_dataset=[{"x": row["x"]} for row in rows(8)]).train()
+
+
+def test_batches_and_counts_for_scripts(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path), train_dataset=rows(10))
+    loader = trainer.get_train_dataloader()
+    assert loader.total_batch_size == 4
+    assert len(loader) == 3
+    batches, count = trainer.get_batch_samples(iter(loader), 2, torch.device("cpu"))
+    assert [len(batch["labels"]) for batch in batches] == [4, 4]
+    assert int(count) == 8
+    assert trainer.num_examples(loader) == 10
+    assert trainer.get_total_train_batch_size(trainer.args) == 4
+    assert trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
