@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
@@ -33,6 +35,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from windlass import EarlyStoppingCallback, LossTerms, Trainer
 from windlass.core.errors import CheckpointError
 
+HERE = Path(__file__).parent
 EVALUATED = {"eval_strategy": "epoch"}
 BEST = {
     "eval_strategy": "steps",
@@ -274,3 +277,20 @@ def test_an_optimizer_keeps_its_identity(folder: Path) -> None:
     assert trainer.lr_scheduler is schedule
     assert schedule.last_epoch == 3
     assert [row["step"] for row in rows(folder) if "train_loss" in row] == [3]
+
+
+# --- several ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "steps"), [(2, [2, 5, 6, 9, 10]), (3, [2, 3, 4, 6])])
+def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) -> None:
+    """Batch norm included: its statistics differ over ranks while a step is under way, but not what is evaluated."""
+    launch(world, HERE / "resume_ranks.py", folder, *steps)
+    assert rows(folder / "whole") == rows(folder / "killed")
+    ends = [
+        {name: json.loads((folder / f"{name}-{rank}.json").read_text()) for name in ("whole", "killed")}
+        for rank in range(world)
+    ]
+    assert all(end["whole"]["step"] == end["killed"]["step"] == steps[-1] for end in ends)
+    assert len({end[name]["bits"] for end in ends for name in end}) == 1, "not all ranks have the same bits"

@@ -16,7 +16,7 @@ from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.engine.executor import Capabilities, StepHooks, StepRequest, StepResult
 from windlass.precision.scaler import Scaler, UnitScaler
-from windlass.transforms.ddp import Replicated, settle_buckets, synchronised
+from windlass.transforms.ddp import Replicated, buffers_of_first_rank, settle_buckets, synchronised
 
 _ALONE = contextlib.nullcontext()
 
@@ -103,14 +103,15 @@ class NativeExecutor:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode for the model, and for optimizers that keep averaged weights; restores both."""
+        """Evaluation mode for the model, and for optimizers that keep averaged weights; restores both. Collective."""
         was_training = self.model.training
         switch: Callable[[], Any] | None = getattr(self.optimizer, "eval", None)
         self.model.eval()
         if callable(switch):
             switch()
         try:
-            yield
+            with buffers_of_first_rank(self.model):
+                yield
         finally:
             self.model.train(was_training)
             if callable(switch):

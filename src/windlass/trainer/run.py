@@ -20,6 +20,7 @@ from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.trainer.losses import as_count
+from windlass.transforms.ddp import share_buffers
 from windlass.trainer.parts import TrainerParts
 
 logger = get_logger(__name__)
@@ -219,8 +220,9 @@ class TrainingRun:
             trainer.control.should_save = True
 
     def finish(self) -> None:
-        """Read what the last report did not cover, so that the run's mean loss covers every update."""
+        """Read what the last report did not cover, so that the run's mean loss covers every update; leave one model."""
         self.ledger.read()
+        share_buffers(self.executor.model)
 
 
 def _no_count(value: float, device: Any) -> None:

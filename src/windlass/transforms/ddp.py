@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,6 +57,31 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
     if last or not isinstance(model, Replicated):
         return contextlib.nullcontext()
     return model.no_sync()
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers. Collective."""
+    if isinstance(model, Replicated):
+        for buffer in model.module.buffers():
+            torch.distributed.broadcast(buffer.detach(), 0)
+
+
+@contextlib.contextmanager
+def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
+    """Within the body every rank holds rank 0's buffers (running statistics and the like): those that are saved.
+
+    Each rank's own follow its own data until the next forward, so without this an evaluation would be of several
+    models, most of them not the one in the checkpoint. Collective.
+    """
+    buffers = list(model.module.buffers()) if isinstance(model, Replicated) else []
+    own = [buffer.detach().clone() for buffer in buffers]
+    share_buffers(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, saved in zip(buffers, own, strict=True):
+                buffer.copy_(saved)
 
 
 def settle_buckets(model: Replicated, backward: Callable[[], Tensor], device: torch.device) -> None:
