@@ -1,0 +1,31 @@
+"""Run by `torch.distributed.run`: one rank's sample is not finite; what every rank did about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.trainer.nonfinite_cases import Weights, trainer_for
+
+from windlass.core.errors import NonFiniteError
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    watcher = Weights()
+    trainer = trainer_for(folder / "skip", float("nan"), watcher, nonfinite_policy="skip")
+    trainer.train()
+    said = {"after": watcher.after, "skipped": trainer.state.log_history[-2].get("skipped_updates")}
+    raiser = trainer_for(folder / "raise", float("nan"), Weights())
+    try:
+        raiser.train()
+    except NonFiniteError as error:
+        said["error"] = str(error)
+    (folder / f"rank{rank}.json").write_text(json.dumps(said))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()
