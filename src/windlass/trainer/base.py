@@ -50,6 +50,8 @@ class TrainerBase:
     # and the ranks. False: it is a plain mean over its micro-batch.
     loss_is_scaled_for_ga: bool | None = None
 
+    # Ctrl-C was pressed: save at the next point between two updates, where the loop's position is whole.
+    _interrupted = False
     _autocast: Callable[[], AbstractContextManager[Any]]
     _overridden: frozenset[str]
     _source_samples: int | None

@@ -20,8 +20,9 @@ from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.trainer.losses import as_count
-from windlass.transforms.ddp import share_buffers
+from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
+from windlass.transforms.ddp import share_buffers
 
 logger = get_logger(__name__)
 _STEP_EVENTS = (
@@ -49,6 +50,10 @@ class TrainingRun:
         self._flops_per_position = 6 * trainer._parameter_count
         self._empty_cache_every = trainer.args.torch_empty_cache_steps
         self._started = time.time()
+        accumulation = plan.batch.accumulation
+        self._division_watch = (
+            DivisionWatch(trainer, accumulation, self.backward) if may_divide(trainer, accumulation) else None
+        )
         self.loop = Loop(
             built.executor,
             Feed(source, plan.batch.accumulation, self._counts(), trainer._gang),
@@ -110,11 +115,18 @@ class TrainingRun:
         normaliser.scope(request.targets[index], request.samples[index] / max(request.total_samples, 1.0))
         trainer.accelerator.sync_gradients = index == len(request.targets) - 1
         count = self._count_for_hooks(request.denominator, trainer._device)
+        if self._division_watch is None:
+            self._training_step(batch, count)
+        elif self._division_watch.run(lambda: self._training_step(batch, count)):
+            self._division_watch = None
+        return normaliser.take()
+
+    def _training_step(self, batch: Any, count: Tensor | None) -> None:
+        trainer = self._trainer
         if trainer._training_step_takes_denominator:
             trainer.training_step(trainer.model_wrapped, batch, num_items_in_batch=count)
         else:
             trainer.training_step(trainer.model_wrapped, batch)
-        return normaliser.take()
 
     def rescale(self, request: StepRequest) -> Tensor | None:
         weight = self._normaliser.weight
@@ -192,9 +204,13 @@ class TrainingRun:
             self.log_progress()
         if self._trainer.control.should_evaluate:
             self._evaluate()
-        if self._trainer.control.should_save:
-            self.loop.check_finite()
-            self._trainer._save_checkpoint(self._trainer.model)
+        if self._trainer.control.should_save or self._trainer._interrupted:
+            self._save()
+
+    def _save(self) -> None:
+        self.loop.check_finite()
+        self._trainer._save_checkpoint(self._trainer.model)
+        self._trainer._interrupted = False
 
     def log_progress(self) -> None:
         """Report the losses since the last report; nothing where there is none."""

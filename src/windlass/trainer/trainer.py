@@ -356,21 +356,16 @@ class Trainer(TrainerParts):
                 callback.close()
 
     def _stop_and_save(self) -> None:
-        logger.warning("interrupted: finishing this update, then saving (press Ctrl-C again to stop at once)")
+        logger.warning(
+            "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) goes on from there. "
+            "Press Ctrl-C again to stop at once"
+        )
         self.control.should_training_stop = True
         self._interrupted = True
-
-    _interrupted = False
 
     def _finish_training(self, plan: RunPlan, started: float) -> TrainOutput:
         run, state = self._run, self.state
         run.finish()
-        if self._interrupted:
-            self._interrupted = False
-            self._save_checkpoint(self.model)
-            logger.warning(
-                "saved at step %d; continue with train(resume_from_checkpoint=True)", state.global_step
-            )
         metrics: dict[str, float] = speed_metrics(
             "train",
             started,
