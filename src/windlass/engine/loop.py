@@ -109,9 +109,11 @@ class Loop:
         if self._hooks.control.should_epoch_stop:
             # A callback ended the epoch early: what is left of its data is not seen.
             self._position = {}
-        self._epoch_open = self._data_spent = False
-        self._epoch += 1
-        self._updates_in_epoch = 0
+        self._epoch_open = False
+        if not self._stopped_within_epoch:
+            self._data_spent = False
+            self._epoch += 1
+            self._updates_in_epoch = 0
         self._hooks.epoch_end()
         self._hooks.due()
 
@@ -168,6 +170,12 @@ class Loop:
             or control.should_epoch_stop
             or self._state.global_step >= self._state.max_steps
         )
+
+    @property
+    def _stopped_within_epoch(self) -> bool:
+        """The run ends here, the epoch does not: a checkpoint saved now must lead back to the rest of its data."""
+        ended = self._data_spent or self._hooks.control.should_epoch_stop
+        return self._leaves_epoch() and not ended
 
     def _finished(self) -> bool:
         if self._epoch_open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -50,6 +51,7 @@ class TrainingRun:
         self._flops_per_position = 6 * trainer._parameter_count
         self._empty_cache_every = trainer.args.torch_empty_cache_steps
         self._started = time.time()
+        self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
         accumulation = plan.batch.accumulation
         self._division_watch = (
             DivisionWatch(trainer, accumulation, self.backward) if may_divide(trainer, accumulation) else None
@@ -221,7 +223,10 @@ class TrainingRun:
         logs = {**report, "learning_rate": rates[0] if rates else 0.0}
         if self.ledger.skipped:
             logs["skipped_updates"] = self.ledger.skipped
-        self._trainer.log(logs, self._started)
+        if self._log_takes_start:
+            self._trainer.log(logs, self._started)
+        else:
+            self._trainer.log(logs)
 
     def _evaluate(self) -> None:
         trainer = self._trainer

@@ -262,7 +262,7 @@ class Trainer(TrainerParts):
             self.optimizer, self.lr_scheduler = None, None
         started = time.time()
         self._watch_memory()
-        self.is_in_train = True
+        self.is_in_train, self._interrupted = True, False
         try:
             checkpoint = self._resume_point(resume)
             plan = self._prepare_run(checkpoint)
@@ -347,7 +347,11 @@ class Trainer(TrainerParts):
         if self.args.eval_on_start and self.state.global_step == 0:
             # No update led to it, so a schedule that follows the metric has nothing to learn from it.
             self.evaluate(ignore_keys=self._ignore_keys_for_eval)
+        if self._interrupted:
+            self.control.should_training_stop = True  # which the first event of a run clears
         self._run.loop.run()
+        if self._interrupted:
+            self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
 
     def _close_displays(self) -> None:
         """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""
