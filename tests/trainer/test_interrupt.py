@@ -1,0 +1,155 @@
+"""Ctrl-C: the run stops between two updates and leaves a state that resumes; cells run again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.small import Net, arguments, rows, weights_hash
+
+from windlass import Trainer, TrainerCallback
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")
+
+
+class Presses(TrainerCallback):
+    """Presses Ctrl-C at an event of a step."""
+
+    def __init__(self, event: str, step: int, times: int = 1) -> None:
+        self.pressed = False
+
+        def press(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and not self.pressed:
+                self.pressed = True
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+        setattr(self, event, press)
+
+
+def trainer(folder: Path, callbacks: list[Any] | None = None, **changes: Any) -> Trainer:
+    args = arguments(
+        folder, **{"max_steps": 8, "gradient_accumulation_steps": 2, "logging_steps": 3, **changes}
+    )
+    return Trainer(Net(), args, train_dataset=rows(40), eval_dataset=rows(4), callbacks=callbacks)
+
+
+@pytest.mark.parametrize(("event", "step", "left"), [
+    ("on_train_begin", 0, 0), ("on_step_begin", 2, 3), ("on_substep_end", 2, 3), ("on_step_end", 3, 3),
+    ("on_log", 3, 3), ("on_evaluate", 4, 4), ("on_save", 4, 4), ("on_epoch_end", 5, 5),
+])  # fmt: skip
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, event: str, step: int, left: int
+) -> None:
+    changes = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    whole = trainer(tmp_path / "whole", **changes)
+    whole.train()
+    stopped = trainer(tmp_path / "cut", [Presses(event, step)], **changes)
+    assert stopped.train().global_step == left
+    assert (tmp_path / "cut" / f"checkpoint-{left}").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = trainer(tmp_path / "cut", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert weights_hash(resumed.model) == weights_hash(whole.model)
+    assert resumed.state.log_history[-2]["step"] == whole.state.log_history[-2]["step"]
+
+
+def test_it_saves_even_where_nothing_was_to_be_saved(tmp_path: Path) -> None:
+    stopped = trainer(tmp_path, [Presses("on_step_end", 2)])
+    stopped.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_pressed_twice_it_stops_at_once(tmp_path: Path) -> None:
+    stopped = trainer(tmp_path, [Presses("on_step_end", 2, times=2)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not stopped.is_in_train
+    stopped.callback_handler.callbacks = [
+        c for c in stopped.callback_handler.callbacks if not isinstance(c, Presses)
+    ]
+    assert stopped.train().global_step == 8
+
+
+def test_the_same_cell_runs_again(tmp_path: Path) -> None:
+    def cell() -> str:
+        made = trainer(tmp_path, [Presses("on_step_end", 2)])
+        made.train()
+        made.train()
+        return weights_hash(made.model)
+
+    assert cell() == cell()
+
+
+def test_a_handler_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        assert trainer(tmp_path, [Presses("on_step_end", 2)]).train().global_step == 8
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert pressed == [signal.SIGINT]
+
+
+def test_training_in_a_thread_works(tmp_path: Path) -> None:
+    done: list[int] = []
+    thread = threading.Thread(target=lambda: done.append(trainer(tmp_path).train().global_step))
+    thread.start()
+    thread.join(60)
+    assert done == [8]
+
+
+SCRIPT = """
+import sys
+from tests.trainer.small import Net, arguments, rows, weights_hash
+from windlass import Trainer, TrainerCallback
+
+class Tells(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print("step", state.global_step, flush=True)
+
+folder, resume = sys.argv[1], len(sys.argv) > 2
+steps = 10**6 if not resume else int(sys.argv[2])
+args = arguments(folder, max_steps=steps, lr_scheduler_type="constant")
+trainer = Trainer(Net(), args, train_dataset=rows(40), callbacks=[Tells])
+output = trainer.train(resume_from_checkpoint=resume or None)
+print("stopped", output.global_step, weights_hash(trainer.model), flush=True)
+"""
+
+
+def test_a_signal_from_outside(tmp_path: Path, root: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGINT)
+                break
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "train(resume_from_checkpoint=True)" in errors
+    step = int(said.split("stopped ")[1].split()[0])
+    assert (folder / f"checkpoint-{step}").is_dir()
+    again = subprocess.run(
+        [*command, str(step + 2)], capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
+    _, reached, digest = again.stdout.strip().splitlines()[-1].split()
+    whole = Trainer(
+        Net(),
+        arguments(tmp_path / "whole", max_steps=step + 2, lr_scheduler_type="constant"),
+        train_dataset=rows(40),
+    )
+    whole.train()
+    assert (int(reached), digest) == (step + 2, weights_hash(whole.model))

@@ -1,0 +1,140 @@
+"""What a run says: `log`, the history, and the files and lines of the `*_metrics` helpers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.small import Net, arguments, recorder, rows
+
+from windlass import Trainer, TrainerState
+from windlass.core.logs import get_verbosity, set_verbosity
+
+
+def test_history_and_callbacks_get_the_same(tmp_path: Path) -> None:
+    watching = recorder()
+    args = arguments(tmp_path, logging_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer = Trainer(Net(), args, train_dataset=rows(16), eval_dataset=rows(4), callbacks=[watching])
+    output = trainer.train()
+    history = [
+        {name: v for name, v in entry.items() if name != "step"} for entry in trainer.state.log_history
+    ]
+    assert history == watching.logs
+    assert [entry["step"] for entry in trainer.state.log_history] == [2, 2, 4, 4, 4]
+    assert set(history[0]) == {"loss", "grad_norm", "learning_rate", "epoch"}
+    assert history[-1] == output.metrics
+    assert output.training_loss == pytest.approx((history[0]["loss"] + history[2]["loss"]) / 2)
+
+
+def test_metrics_jsonl_holds_every_log(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path, logging_steps=1), train_dataset=rows(16))
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("shape", ["logs", "logs and start", "anything"])
+def test_log_may_be_overridden_in_every_generation(tmp_path: Path, shape: str) -> None:
+    class One(Trainer):
+        def log(self, logs: dict[str, float]) -> None:
+            super().log({**logs, "mine": 1.0})
+
+    class Two(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log({**logs, "mine": 1.0}, start_time)
+
+    class Third(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "mine": 1.0}, *args, **kwargs)
+
+    kind = {"logs": One, "logs and start": Two, "anything": Third}[shape]
+    trainer = kind(Net(), arguments(tmp_path, logging_steps=1), train_dataset=rows(16))
+    trainer.train()
+    assert len(trainer.state.log_history) == 5
+    assert all(entry["mine"] == 1.0 for entry in trainer.state.log_history)
+
+
+def test_log_metrics_prints_aligned_lines(tmp_path: Path, capsys: Any) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path))
+    metrics = {
+        "train_loss": 0.123456,
+        "train_runtime": 3725.5,
+        "total_flos": float(3 << 30),
+        "epoch": 2.0,
+        "n": 7,
+    }
+    trainer.log_metrics("train", metrics)
+    said = capsys.readouterr().out
+    assert said == (
+        "***** train metrics *****\n"
+        "  epoch         = 2.0\n"
+        "  n             = 7\n"
+        "  total_flos    = 3GF\n"
+        "  train_loss    = 0.1235\n"
+        "  train_runtime = 1:02:05.50\n"
+    )
+
+
+def test_formatted_metrics_are_as_transformers_formats_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    metrics = {"train_loss": 0.123456, "train_runtime": 65.25, "total_flos": float(5 << 30), "n": 7, "epoch": 2.0,
+               "train_samples_per_second": 12.345678, "before_init_mem_cpu": 3 << 20}  # fmt: skip
+    theirs = transformers.Trainer.metrics_format(dict(metrics))
+    assert Trainer(Net(), arguments(tmp_path)).metrics_format(dict(metrics)) == theirs
+
+
+def test_save_metrics_and_state(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path), train_dataset=rows(16), eval_dataset=rows(4))
+    trained = trainer.train().metrics
+    evaluated = trainer.evaluate()
+    trainer.save_metrics("train", trained)
+    trainer.save_metrics("eval", evaluated)
+    trainer.save_metrics("other", {"x": 1}, combined=False)
+    assert json.loads((tmp_path / "train_results.json").read_text()) == trained
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == evaluated
+    assert json.loads((tmp_path / "other_results.json").read_text()) == {"x": 1}
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {**trained, **evaluated}
+    trainer.save_state()
+    read = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert read.log_history == trainer.state.log_history
+    assert read.global_step == 4
+
+
+def test_the_constructor_sets_the_verbosity(tmp_path: Path) -> None:
+    before = get_verbosity()
+    try:
+        for level, number in (("error", 40), ("debug", 10), ("warning", 30)):
+            Trainer(Net(), arguments(tmp_path, log_level=level))
+            assert get_verbosity() == number
+    finally:
+        set_verbosity(before)
+
+
+def test_token_rates_are_in_the_log_where_tokens_are_counted(tmp_path: Path) -> None:
+    from tests.trainer.small import llama, text_rows
+
+    pytest.importorskip("transformers")
+    for counted in ("all", "no"):
+        args = arguments(tmp_path, include_num_input_tokens_seen=counted, logging_steps=2)
+        trainer = Trainer(llama(), args, train_dataset=text_rows(16))
+        trainer.train()
+        first = trainer.state.log_history[0]
+        assert (
+            ("train_tokens_per_second" in first) == ("num_input_tokens_seen" in first) == (counted == "all")
+        )
+        assert first.get("num_input_tokens_seen", 64) == 64
+
+
+def test_flops_are_counted(tmp_path: Path) -> None:
+    from tests.trainer.small import llama, text_rows
+
+    pytest.importorskip("transformers")
+    trainer = Trainer(llama(), arguments(tmp_path), train_dataset=text_rows(16))
+    output = trainer.train()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    assert output.metrics["total_flos"] == trainer.state.total_flos == 6 * parameters * 16 * 8
+    batch = trainer.data_collator(text_rows(4))
+    assert trainer.floating_point_ops(batch) > 0
