@@ -51,6 +51,12 @@ def test_the_command_that_resumes(words: list[str], command: str) -> None:
     assert resume_command(words) == command
 
 
+def test_the_command_that_resumes_a_job_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert resume_command(["train"]) == "torchrun --nproc-per-node 4 -m windlass train --resume"
+
+
 def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"windlass {__version__}\n"

@@ -135,6 +135,11 @@ def test_a_language_model_from_start_to_resume(room: Path, windlass: Run) -> Non
     assert model.config.vocab_size == len(tokenizer)
     (command,) = re.findall(r"^resume +(.*)$", out, re.MULTILINE)
     assert command == "windlass train lm.yaml --resume"
+    fine_tuned = windlass(
+        "train", "lm.yaml", f"model={checkpoint}", f"tokenizer={checkpoint}", "--output-dir", "fine"
+    )
+    assert (room / "fine" / "checkpoint-6").is_dir()
+    assert "\r" not in fine_tuned
     again = windlass(*shlex.split(command)[1:], "training.max_steps=8")
     assert (folder / "checkpoint-8").is_dir()
     assert re.search(r"2 steps in", again)

@@ -70,11 +70,8 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
 
 def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)})
-    findings, clock = (
-        Findings(steps=full_steps(training_arguments(recipe.training), len(parts.train))),
-        StepClock(),
-    )
-    trainer = _quiet(build_trainer(parts, small))
+    trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
+    findings = Findings(steps=_full_steps(trainer, training_arguments(recipe.training)))
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
     trainer.train()
@@ -127,13 +124,10 @@ def _evaluate(trainer: Any, parts: Parts, args: TrainingArguments, findings: Fin
     findings.done.append("an evaluation")
 
 
-def full_steps(args: TrainingArguments, samples: int) -> int:
-    """Updates of the whole run on one process."""
-    if args.max_steps > 0:
-        return int(args.max_steps)
-    update = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    per_epoch = samples // update if args.dataloader_drop_last else -(-samples // update)
-    return -(-int(per_epoch * args.num_train_epochs * 1000) // 1000)
+def _full_steps(trainer: Any, args: TrainingArguments) -> int:
+    """Updates of the whole run, as the Trainer itself counts them."""
+    *_, steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
+    return int(steps)
 
 
 def _times(strategy: Any, stride: float, steps: int, epochs: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from windlass.cli.schema import Recipe
@@ -54,6 +55,9 @@ def _head(labels: list[str]) -> dict[str, Any]:
 
 
 def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
+    if not sys.stderr.isatty():
+        # Its bar of weights read would fill a log file with carriage returns.
+        require("transformers.utils.logging", "run a recipe").disable_progress_bar()
     try:
         return auto.from_pretrained(name, **options)
     except (OSError, ValueError) as error:

@@ -50,7 +50,15 @@ def resume_command(arguments: Sequence[str]) -> str:
             )
         elif not word.startswith("--resume=") and word != "--dry-run":
             kept.append(word)
-    return shlex.join(["windlass", *kept, "--resume"])
+    return shlex.join([*_launcher(), *kept, "--resume"])
+
+
+def _launcher() -> list[str]:
+    world = world_from_environment()
+    if not world.is_distributed:
+        return ["windlass"]
+    nodes = [] if world.local_size == world.size else ["--nnodes", str(world.size // world.local_size)]
+    return ["torchrun", *nodes, "--nproc-per-node", str(world.local_size), "-m", "windlass"]
 
 
 def _speaker() -> Callable[[str], None]:
