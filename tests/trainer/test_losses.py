@@ -1,0 +1,292 @@
+"""What a training step and a loss may be; and each mistake answered with the sentence that mends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from torch import Tensor, nn
+
+from windlass import LossTerms, Trainer, TrainingArguments
+from windlass.core.errors import ConfigError, DataError, ModelError
+from windlass.trainer.losses import as_count, check_loss, loss_of, smoothed_loss
+
+HERE = Path(__file__).parent
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def samples(count: int = 16, **without: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(3), "labels": i % 2} for i in range(count)]
+
+
+def trainer_for(folder: Path, kind: type[Trainer] = Trainer, *, data: Any = None, **changes: Any) -> Trainer:
+    parts = {name: changes.pop(name) for name in ("eval_dataset", "compute_metrics") if name in changes}
+    torch.manual_seed(0)
+    model = changes.pop("model", None) or Model()
+    chosen: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "use_cpu": True,
+    }
+    args = TrainingArguments(output_dir=str(folder), **{**chosen, **changes})
+    return kind(model, args, train_dataset=samples() if data is None else data, **parts)
+
+
+def refused(trainer: Trainer, error: type[Exception], words: str) -> None:
+    """It fails with these words, before any update."""
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(error, match=words):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(map(torch.equal, before, trainer.model.parameters())), "refused, but trained"
+
+
+# --- training steps -------------------------------------------------------------------------------------------------
+
+
+class OwnStep(Trainer):
+    """The step that scripts write: with a division that a switch turns on, as other trainers ask for it."""
+
+    divides = False
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        if self.divides:
+            loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class DividingStep(OwnStep):
+    divides = True
+
+
+class RawBackward(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def weights(trainer: Trainer) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_own_step_trains_as_the_default_one(accumulation: int, folder: Path) -> None:
+    own, default = (
+        trainer_for(folder, kind, gradient_accumulation_steps=accumulation) for kind in (OwnStep, Trainer)
+    )
+    own.train()
+    default.train()
+    assert weights(own) == weights(default)
+    assert "compute_loss" not in vars(own), "the watch over the first step is gone"
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_a_step_that_divides_by_the_accumulation_is_refused(accumulation: int, folder: Path) -> None:
+    trainer = trainer_for(folder, DividingStep, gradient_accumulation_steps=accumulation)
+    refused(trainer, ModelError, rf"divides the loss by gradient_accumulation_steps \({accumulation}\)")
+
+
+def test_dividing_by_one_is_nobodys_mistake(folder: Path) -> None:
+    trainer = trainer_for(folder, DividingStep, gradient_accumulation_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_first_loss_of_zero_does_not_hide_the_division(folder: Path) -> None:
+    class StartsAtZero(DividingStep):
+        seen = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * 0 if self.seen < 6 and torch.is_grad_enabled() else loss
+
+    trainer = trainer_for(folder, StartsAtZero, gradient_accumulation_steps=4)
+    with pytest.raises(ModelError, match="divides the loss by"):
+        trainer.train()
+
+
+def test_an_own_step_under_terms_is_left_alone(folder: Path) -> None:
+    class WithTerms(OwnStep):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs)
+            return LossTerms(loss * 2, 2.0)
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss)
+            return loss.sum.detach()
+
+    terms = trainer_for(folder, WithTerms, gradient_accumulation_steps=4)
+    default = trainer_for(folder, gradient_accumulation_steps=4)
+    terms.train()
+    default.train()
+    assert weights(terms) == pytest.approx(weights(default), abs=1e-6)
+
+
+def test_a_raw_backward_is_refused(folder: Path) -> None:
+    refused(
+        trainer_for(folder, RawBackward), ModelError, r"without calling `self\.accelerator\.backward\(loss\)`"
+    )
+
+
+def test_backward_outside_a_run_is_refused(folder: Path) -> None:
+    trainer = trainer_for(folder)
+    with pytest.raises(ModelError, match="outside a training step"):
+        trainer.accelerator.backward(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.dist
+def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
+    launch(2, HERE / "losses_ranks.py", folder)
+    for rank in range(2):
+        assert "went past the data-parallel wrapper" in (folder / f"rank{rank}.txt").read_text()
+
+
+# --- data and models that can't train -------------------------------------------------------------------------------
+
+
+class Lossless(Model):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"logits": self.layer(x)}
+
+
+def test_a_model_without_loss_is_refused(folder: Path) -> None:
+    refused(
+        trainer_for(folder, model=Lossless()),
+        ModelError,
+        r"returned no loss \(it returned: logits; it received: x, labels\)",
+    )
+
+
+def test_missing_labels_are_refused(folder: Path) -> None:
+    data = [{"x": row["x"]} for row in samples()]
+    refused(
+        trainer_for(folder, data=data), ModelError, r"returned no loss .*it received: x\)\. Give it labels"
+    )
+
+
+@pytest.mark.parametrize("data", [[], iter(())])
+def test_an_empty_dataset_is_refused(data: Any, folder: Path) -> None:
+    refused(trainer_for(folder, data=data), DataError, "empty")
+
+
+def test_a_metric_that_is_never_returned_is_refused(folder: Path) -> None:
+    trainer = trainer_for(
+        folder,
+        eval_dataset=samples(),
+        compute_metrics=lambda prediction: {"accuracy": 1.0},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="f1",
+    )
+    refused(trainer, ConfigError, r"metric_for_best_model='f1'.*eval_accuracy, eval_loss")
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(folder: Path) -> None:
+    (folder / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"output_dir=.*can't be written"):
+        trainer_for(folder / "file" / "out").train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"max_steps": 10**12}, "max_steps"), ({"max_steps": -1, "num_train_epochs": 1e12}, "num_train_epochs")],
+)
+def test_an_absurd_duration_is_refused(changes: dict[str, Any], field: str, folder: Path) -> None:
+    refused(trainer_for(folder, **changes), ConfigError, f"{field}=")
+
+
+def test_a_loop_of_ones_own_is_refused(folder: Path) -> None:
+    class OwnLoop(Trainer):
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> None: ...
+
+    refused(trainer_for(folder, OwnLoop), ConfigError, r"_inner_training_loop='overridden'")
+
+
+def test_a_loss_that_mixes_normalisations_must_be_declared(folder: Path) -> None:
+    class Mixed(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(**inputs)
+            count = 2 if num_items_in_batch is None else num_items_in_batch
+            loss = outputs["loss"] / count + outputs["logits"].square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    refused(trainer_for(folder, Mixed), ModelError, "mixes terms")
+    Mixed.loss_is_scaled_for_ga = False
+    trainer_for(folder, Mixed).train()
+
+
+# --- plain functions ------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_found_wherever_models_put_them() -> None:
+    loss = torch.tensor(1.5)
+
+    class Output:
+        def __init__(self) -> None:
+            self.loss = loss
+
+    for outputs in ({"loss": loss}, (loss, 1), [loss], Output(), loss):
+        assert loss_of(outputs, {}) is loss
+    for nothing in ({"logits": loss}, (), object(), {"loss": torch.zeros(3)}, {"loss": None}):
+        with pytest.raises(ModelError, match="returned no loss"):
+            loss_of(nothing, {"x": 1})
+
+
+@pytest.mark.parametrize("wrong", [1.0, None, torch.zeros(2)])
+def test_what_is_no_loss_is_named(wrong: Any) -> None:
+    with pytest.raises(ModelError, match="must return a scalar tensor or LossTerms"):
+        check_loss(wrong)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("denominator", [None, 3, torch.tensor(7)])
+def test_smoothing_is_its_formula(shifted: bool, denominator: Any) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 4, dtype=torch.float64)
+    labels = torch.tensor([[0, 1, 2, 3, -100], [-100, 1, -100, 0, 2]])
+    epsilon, log_p, total, count = 0.2, logits.log_softmax(-1), torch.zeros((), dtype=torch.float64), 0
+    for row in range(2):
+        for t in range(int(shifted), 5):
+            if labels[row, t] != -100:
+                p = log_p[row, t - int(shifted)]
+                total = total - (1 - epsilon) * p[labels[row, t]] - epsilon * p.mean()
+                count += 1
+    expected = total / (count if denominator is None else denominator)
+    got = smoothed_loss({"logits": logits}, labels, epsilon, shifted, denominator)
+    assert torch.isclose(got, expected, rtol=1e-14)
+
+
+def test_counts_are_tensors_of_their_kind() -> None:
+    assert as_count(3.0, torch.device("cpu")).dtype == torch.int64
+    assert as_count(2.5, torch.device("cpu")).item() == 2.5
