@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -67,17 +68,21 @@ def test_best_and_last_stay(limit: int | None, best: int | None, expected: list[
     assert names(tmp_path) == expected
 
 
-def test_the_one_just_written_stays_where_an_older_run_left_later_steps(tmp_path: Path) -> None:
-    save(tmp_path, 500)
-    save(tmp_path, 10)
+def test_an_older_run_s_go_first_whatever_their_steps(tmp_path: Path) -> None:
+    for step in (400, 500):
+        save(tmp_path, step, limit=None)
+    save(tmp_path, 10, limit=2)
     assert names(tmp_path) == [10, 500]
+    save(tmp_path, 20, limit=2)
+    assert names(tmp_path) == [10, 20]
 
 
-def test_order_is_that_of_steps_not_of_ages(tmp_path: Path) -> None:
+def test_order_is_that_of_commits_not_of_steps_or_file_times(tmp_path: Path) -> None:
     for step in (30, 20, 9):
         save(tmp_path, step, limit=None)
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
     prune(Store(tmp_path), 2, [])
-    assert names(tmp_path) == [20, 30]
+    assert names(tmp_path) == [9, 20]
 
 
 def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:

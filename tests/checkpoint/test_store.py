@@ -48,7 +48,7 @@ def test_an_absent_root_is_an_empty_store(tmp_path: Path) -> None:
     assert store.list() == []
     assert store.newest_verified() == (None, [])
     with pytest.raises(CheckpointError, match=r"No valid checkpoint found in output directory \(.*nothing\)"):
-        store.resume_path(True)
+        store.resume_point(True)
 
 
 def flip(path: Path) -> None:
@@ -98,7 +98,7 @@ def test_any_damage_to_any_file_is_found_and_named_and_the_older_one_is_taken(
             store.verify(root / "checkpoint-10")
         assert path.name in str(caught.value)
         with pytest.raises(CheckpointError):
-            store.resume_path(root / "checkpoint-10")  # exactly that one, or nothing
+            store.resume_point(root / "checkpoint-10")  # exactly that one, or nothing
         found, skipped = store.newest_verified()
         assert found == root / "checkpoint-9"
         assert [where for where, _ in skipped] == [root / "checkpoint-10"]
@@ -128,7 +128,7 @@ def test_resume_says_what_it_skipped_and_why(two: Path, monkeypatch: pytest.Monk
     )
     (two / "checkpoint-11").mkdir()
     flip(two / "checkpoint-10" / "model.safetensors")
-    assert Store(two).resume_path(True) == two / "checkpoint-9"
+    assert Store(two).resume_point(True).path == two / "checkpoint-9"
     assert "checkpoint-11" in said[0]
     assert "has no manifest.json" in said[0]
     assert "checkpoint-10/model.safetensors is damaged" in said[0]
@@ -138,7 +138,7 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"Can't find a valid checkpoint at .*checkpoint-5: there is no such folder"
     ):
-        Store(tmp_path).resume_path(str(tmp_path / "checkpoint-5"))
+        Store(tmp_path).resume_point(str(tmp_path / "checkpoint-5"))
 
 
 def test_a_renamed_or_linked_checkpoint_is_not_taken_for_another_step(two: Path) -> None:

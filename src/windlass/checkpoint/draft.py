@@ -92,11 +92,16 @@ class Draft:
                 self._files.sync_file(path)
                 self._written[name] = self._files.digest(path)
 
-    def commit(self) -> None:
-        """Rank 0, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist."""
+    def commit(self, serial: int) -> None:
+        """Rank 0, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
+
+        Args:
+            serial: higher than that of any checkpoint beside it.
+        """
         entries = self._written | self._entries_of_others()
         manifest = self.folder / MANIFEST_NAME
-        self._files.write(manifest, [manifest_bytes(self.step, self._world, entries, self.meta)])
+        text = manifest_bytes(self.step, self._world, entries, self.meta, serial)
+        self._files.write(manifest, [text])
         self._files.sync_folder(self.folder)
         replaced = set_aside(self.target, self._files)
         try:

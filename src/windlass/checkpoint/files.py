@@ -30,6 +30,11 @@ DISK_ERRNOS = frozenset(
 )
 
 
+# Of an open file: inode, size, time of the last change to its content and to itself (ns). Whoever changes a byte
+# changes the last, which no program can set.
+Fingerprint = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """What a manifest says of one file: its size in bytes and its SHA-256 in lower-case hex."""
@@ -198,12 +203,35 @@ class Files:
     def digest(self, path: Path) -> FileEntry:
         """Size and SHA-256 of a plain file, in constant memory."""
         with self.reading(path) as file:
-            digest, size = hashlib.sha256(), 0
-            buffer = memoryview(bytearray(1 << 20))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
-        return FileEntry(size, digest.hexdigest())
+            return _digest(file)
+
+    def check(self, path: Path, entry: FileEntry) -> Fingerprint:
+        """Compare the content of a plain file with what it must be; gives how it stood.
+
+        Raises:
+            CheckpointError: it differs.
+        """
+        with self.reading(path) as file:
+            before = fingerprint(file)
+            if _digest(file) != entry:
+                raise CheckpointError(f"{path} is damaged: its content does not match the manifest's hash")
+            if fingerprint(file) != before:
+                raise CheckpointError(f"{path} changed while it was checked")
+        return before
+
+
+def fingerprint(file: FileIO) -> Fingerprint:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _digest(file: FileIO) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(1 << 20))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        size += count
+    return FileEntry(size, digest.hexdigest())
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

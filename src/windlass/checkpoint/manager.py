@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,6 +14,8 @@ from windlass.checkpoint.files import Files, is_disk_failure
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.retention import prune
 from windlass.checkpoint.store import SaveDropped, Store
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.checkpoint.verified import Handover, VerifiedFiles, hand_over, take_over
 from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -28,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, info: CheckpointInfo, files: Files) -> None:
         self.info = info
-        self._files = files
+        self._files = VerifiedFiles(info, files)
         self._ranks: dict[int, State] = {}
 
     @property
@@ -91,6 +93,16 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} has no weights ({WEIGHTS_NAME} is not in its manifest)")
         load_weights(self.folder, model, files=self._files)
 
+    def read(self, name: str) -> bytes | None:
+        """A small file of the checkpoint, None where it was not saved.
+
+        Raises:
+            CheckpointError: it is not what was saved, or larger than a JSON tree may be.
+        """
+        if name not in self.info.files:
+            return None
+        return self._files.read(self.folder / name, MAX_JSON_BYTES)
+
     def _load(self, stem: str, what: str) -> State:
         if f"{stem}.json" not in self.info.files:
             raise CheckpointError(f"{self.folder} has no {what} ({stem}.json is not in its manifest)")
@@ -142,9 +154,11 @@ class CheckpointManager:
             self._warn(step, error)
             return None
         path = self.store.path_for(step)
-        if self.store.rank == 0:
-            self._prune([path] if best is None else [path, Path(best)])
-        self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
+        try:
+            if self.store.rank == 0:
+                self._prune([path] if best is None else [path, Path(best)])
+        finally:
+            self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
         return path
 
     def _write(
@@ -190,6 +204,20 @@ class CheckpointManager:
             CheckpointError: it is not there, or not whole; the file and what is wrong are named.
         """
         return Checkpoint(self.store.verify(path), self.store.files)
+
+    def choose(self, which: Literal[True] | str | Path) -> Handover:
+        """Verify what `resume_from_checkpoint` means (see `Store.resume_point`), in a form that goes to other ranks.
+
+        Raises:
+            CheckpointError: there is no such whole checkpoint.
+        """
+        return hand_over(self.store.resume_point(which))
+
+    def receive(self, handover: Handover) -> Checkpoint:
+        """Open what another rank verified, by its manifest: a file that stands as it stood then is trusted, any
+        other is hashed when it is read.
+        """
+        return Checkpoint(take_over(handover), self.store.files)
 
     def poll(self) -> None:
         """Once per step: lets background work make progress. Saving is synchronous, so there is none."""

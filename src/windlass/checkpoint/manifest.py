@@ -9,12 +9,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import codec, strict_json
-from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.core.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -26,7 +26,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """What a manifest says. `step` counts optimizer updates; `files` maps relative POSIX paths to size and
-    hash.
+    hash. `serial` counts the commits of the folder it lies in, from 1; 0 where an early version wrote none.
+
+    `seen` says of each file whose content was checked how it stood then (`Files.check`).
     """
 
     path: Path
@@ -34,6 +36,13 @@ class CheckpointInfo:
     world_size: int
     files: Mapping[str, FileEntry]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    serial: int = 0
+    seen: Mapping[str, Fingerprint] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place among the checkpoints of a folder: by commit, not by step, for a fresh run may follow a longer one."""
+        return self.serial, self.step
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +51,7 @@ class CheckpointInfo:
 
 
 def manifest_bytes(
-    step: int, world_size: int, entries: Mapping[str, FileEntry], meta: Mapping[str, Any]
+    step: int, world_size: int, entries: Mapping[str, FileEntry], meta: Mapping[str, Any], serial: int
 ) -> bytes:
     """The text of a manifest.
 
@@ -57,6 +66,7 @@ def manifest_bytes(
     body: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
+        "serial": serial,
         "step": step,
         "world_size": world_size,
         "files": listing(entries),
@@ -87,7 +97,17 @@ def read_manifest(folder: Path, files: Files) -> CheckpointInfo:
         raise CheckpointError(
             f"it has no {MANIFEST_NAME}: the save never finished, or another program wrote it"
         )
-    body = strict_json.parse(files.read(path, MAX_MANIFEST_BYTES), str(path))
+    return parse_manifest(folder, files.read(path, MAX_MANIFEST_BYTES))
+
+
+def parse_manifest(folder: Path, data: bytes) -> CheckpointInfo:
+    """What the manifest `data` of the checkpoint in `folder` says.
+
+    Raises:
+        CheckpointError: it is damaged, of a newer version, or names files outside the folder.
+    """
+    path = folder / MANIFEST_NAME
+    body = strict_json.parse(data, str(path))
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a Windlass checkpoint")
     version = body.get("version")
@@ -104,10 +124,13 @@ def _info(folder: Path, path: Path, body: dict[str, Any]) -> CheckpointInfo:
     step, world, listed, meta = (body.get(key) for key in ("step", "world_size", "files", "meta"))
     if type(step) is not int or step < 0 or type(world) is not int or world < 1:
         raise CheckpointError(f"{path} is malformed: step and world_size must be whole numbers")
+    serial = body.get("serial", 0)
+    if type(serial) is not int or serial < 0:
+        raise CheckpointError(f"{path} is malformed: serial must be a whole number")
     if not isinstance(listed, dict) or not isinstance(meta, dict):
         raise CheckpointError(f"{path} is malformed: files and meta must be maps")
     entries = {_safe_name(name, path): _entry(name, entry, path) for name, entry in listed.items()}
-    return CheckpointInfo(folder, step, world, entries, codec.decode(meta, {}))
+    return CheckpointInfo(folder, step, world, entries, codec.decode(meta, {}), serial)
 
 
 def _entry(name: str, entry: Any, path: Path) -> FileEntry:
@@ -147,16 +170,12 @@ def check_sizes(info: CheckpointInfo) -> None:
             )
 
 
-def check_content(info: CheckpointInfo, files: Files) -> None:
-    """The full check: sizes first, then every hash.
+def check_content(info: CheckpointInfo, files: Files) -> CheckpointInfo:
+    """The full check: sizes first, then every hash. Gives `info` with what was `seen`.
 
     Raises:
         CheckpointError: naming the first file that is wrong.
     """
     check_sizes(info)
-    for name, entry in info.files.items():
-        found = files.digest(info.path / name)
-        if found != entry:
-            raise CheckpointError(
-                f"{info.path / name} is damaged: its content does not match the manifest's hash"
-            )
+    seen = {name: files.check(info.path / name, entry) for name, entry in info.files.items()}
+    return replace(info, seen=seen)

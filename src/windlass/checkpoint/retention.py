@@ -13,7 +13,7 @@ from windlass.core.errors import CheckpointError
 def surplus(
     whole: list[CheckpointInfo], limit: int | None, protected: Iterable[Path]
 ) -> list[CheckpointInfo]:
-    """Those of the whole checkpoints (ordered by step) that may go.
+    """Those of the whole checkpoints (in order of their commits) that may go.
 
     `limit` counts the protected ones (the best, the one just written) too, so the newest fill what they leave;
     the newest always stays, so with a limit of 1 best and last may both remain. None or 0: nothing goes.

@@ -30,6 +30,12 @@ _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether `Store.verify` would find a checkpoint at `path`; its content is not looked at."""
+    places = (path, path.with_name("replaced-" + path.name))
+    return any((place / MANIFEST_NAME).is_file() for place in places)
+
+
 class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
     """A checkpoint was given up because another rank could not write its part."""
 
@@ -64,12 +70,12 @@ class Store:
         return self.root / f"checkpoint-{step}"
 
     def list(self) -> _Infos:
-        """The committed checkpoints (readable manifest; content not checked), ordered by step."""
+        """The committed checkpoints (readable manifest; content not checked), in order of their commits."""
         found = []
         for path in self._candidates():
             with contextlib.suppress(CheckpointError, OSError):
                 found.append(self._read(path))
-        return sorted(found, key=lambda info: info.step)
+        return sorted(found, key=lambda info: info.order)
 
     def _candidates(self) -> _Paths:
         """Folders that may be checkpoints, in order of the step in their names."""
@@ -110,43 +116,54 @@ class Store:
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
             info = self._read(path)
-            check_content(info, self.files)
+            return check_content(info, self.files)
         except CheckpointError as error:
             raise CheckpointError(f"Can't find a valid checkpoint at {path}: {error}") from error
         except OSError as error:
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {path}: it cannot be read ({error})"
             ) from error
-        return info
 
     def newest_verified(self) -> tuple[Path | None, _Skipped]:
-        """The checkpoint of the highest step that passes `verify` (None if none does), and the newer ones with
-        why they do not.
+        """The checkpoint committed last of those that pass `verify` (None if none does), and the newer ones with
+        why they do not. One whose manifest cannot be read may be newer: nothing says when it was committed.
         """
+        info, skipped = self._newest()
+        return (None if info is None else info.path), skipped
+
+    def _newest(self) -> tuple[CheckpointInfo | None, _Skipped]:
         skipped: _Skipped = []
-        for path in reversed(self._candidates()):
+        for path in sorted(self._candidates(), key=self._age_rank, reverse=True):
             try:
-                return self.verify(path).path, skipped
+                return self.verify(path), skipped
             except CheckpointError as error:
                 skipped.append((path, str(error)))
         return None, skipped
 
-    def resume_path(self, which: Literal[True] | str | Path) -> Path:
-        """What `resume_from_checkpoint` means: True takes the newest verified one and warns of newer ones it
-        skips; a path takes exactly that.
+    def _age_rank(self, path: Path) -> tuple[bool, tuple[int, int]]:
+        """Later for a later commit, and latest of all, by the step in its name, where that is unknown."""
+        try:
+            return False, self._read(path).order
+        except (CheckpointError, OSError):
+            match = _FOLDER.fullmatch(path.name)
+            return True, (0, int(match[1]) if match else 0)
+
+    def resume_point(self, which: Literal[True] | str | Path) -> CheckpointInfo:
+        """What `resume_from_checkpoint` means, verified: True takes the newest and warns of newer ones it skips; a
+        path takes exactly that.
 
         Raises:
             CheckpointError: "No valid checkpoint found in output directory (PATH)", or the one of `verify`.
         """
         if which is not True:
-            return self.verify(Path(which)).path
-        path, skipped = self.newest_verified()
+            return self.verify(Path(which))
+        info, skipped = self._newest()
         reasons = "".join(f"\n  - {why}" for _, why in skipped)
-        if path is None:
+        if info is None:
             raise CheckpointError(f"No valid checkpoint found in output directory ({self.root}){reasons}")
         if skipped:
-            _logger.warning("Resuming from %s; newer folders were skipped:%s", path, reasons)
-        return path
+            _logger.warning("Resuming from %s; newer folders were skipped:%s", info.path, reasons)
+        return info
 
     # --- writing
 
@@ -165,16 +182,16 @@ class Store:
         """
         draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files)
         try:
-            with self._agreed(step):
+            with self.agreed(step):
                 if self.rank == 0:
                     self._prepare(needed)
                     draft.open()
-            with self._agreed(step):
+            with self.agreed(step):
                 yield draft
                 draft.seal()
-            with self._agreed(step):
+            with self.agreed(step):
                 if self.rank == 0:
-                    draft.commit()
+                    draft.commit(self._next_serial())
         except BaseException:
             if self.rank == 0:
                 draft.drop()
@@ -183,13 +200,16 @@ class Store:
             self._remove_leftovers()
 
     @contextlib.contextmanager
-    def _agreed(self, step: int) -> Iterator[None]:
-        """Run the body on every rank and go on only if it worked on all. An interrupt is not voted on: the
-        process is ending.
+    def agreed(self, step: int) -> Iterator[None]:
+        """Run the body on every rank and go on only if it worked on all. An interrupt is voted on too: the process
+        that got it ends, the others must not wait for it.
+
+        Raises:
+            SaveDropped: the body failed on another rank.
         """
         try:
             yield
-        except Exception:
+        except BaseException:
             self.vote(False)
             raise
         if not self.vote(True):
@@ -204,6 +224,9 @@ class Store:
             raise OSError(
                 errno.ENOSPC, f"the checkpoint needs {needed:,} bytes and {free:,} are free", str(self.root)
             )
+
+    def _next_serial(self) -> int:
+        return max((info.serial for info in self.list()), default=0) + 1
 
     def _recover(self) -> None:
         """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name

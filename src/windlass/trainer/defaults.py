@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.store import Store
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.data.collators import DataCollatorWithPadding
@@ -70,10 +72,12 @@ def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
     except OSError as error:
         fix = f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
         raise ConfigError(Problem("output_dir", output_dir, fix)) from error
-    earlier = sorted(name for name in os.listdir(output_dir) if name.startswith("checkpoint-"))
-    if earlier and not resuming:
+    earlier = [] if resuming else Store(Path(output_dir)).list()
+    if earlier:
+        newest, others = earlier[-1].path.name, len(earlier) - 1
         logger.warning(
-            "%s holds another run (%s). Its checkpoints may be replaced; train(resume_from_checkpoint=True) "
-            "continues it",
-            output_dir, ", ".join(earlier[-3:])
+            "%s holds another run (%s%s), and this is a fresh one. Its checkpoints count as older than this run's: "
+            "save_total_limit removes them first, one of the same step is replaced, and from this run's first save on "
+            "resume_from_checkpoint=True continues this run. To keep both, choose another output_dir",
+            output_dir, newest, f" and {others} more" if others else ""
         )  # fmt: skip

@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.weights import load_weights, save_weights, weights_bytes
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
@@ -41,9 +41,11 @@ class SavingMixin(TrainerBase):
         Args:
             output_dir: where to; the run's output folder by default.
         """
-        if self.is_world_process_zero():
-            self._save(str(output_dir or self.output_folder))
-        self._gang.barrier()
+        try:
+            if self.is_world_process_zero():
+                self._save(str(output_dir or self.output_folder))
+        finally:
+            self._gang.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too."""
@@ -67,14 +69,20 @@ class SavingMixin(TrainerBase):
         """Commit a checkpoint of the run as it stands. Every rank calls it."""
         step = self.state.global_step
         manager = self._checkpoint_manager()
-        self.state.stateful_callbacks = self.callback_handler.state_dict()
+        previous_best = self.state.best_model_checkpoint
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(manager.store.path_for(step))
         best = self.state.best_model_checkpoint
+        with manager.store.agreed(
+            step
+        ):  # a part that cannot give its state must not leave other ranks waiting
+            self.state.stateful_callbacks = self.callback_handler.state_dict()
+            shared, per_rank = self._shared_state(), self._rank_state()
+            model_bytes = weights_bytes(self.model.state_dict())
         saved = manager.save(
             step,
-            shared=self._shared_state(),
-            per_rank=self._rank_state(),
+            shared=shared,
+            per_rank=per_rank,
             write_model=lambda folder: self._save(str(folder)),
             meta={
                 "windlass": "checkpoint",
@@ -82,11 +90,10 @@ class SavingMixin(TrainerBase):
                 "best_metric": _plain(self.state.best_metric),
             },
             best=Path(best) if best else None,
-            model_bytes=weights_bytes(self.model.state_dict()),
+            model_bytes=model_bytes,
         )
         if saved is None:
-            if self.state.best_global_step == step:
-                self.state.best_model_checkpoint = None
+            self.state.best_model_checkpoint = previous_best  # the best of those that exist
             return
         self.control = self.callback_handler.fire("on_save", self.args, self.state, self.control)
 
@@ -121,24 +128,36 @@ class SavingMixin(TrainerBase):
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
-        """The verified checkpoint to continue from, None for a fresh run. The main process chooses for all."""
+        """The verified checkpoint to continue from, None for a fresh run."""
+        self._opened = None
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
+        self._opened = self._open_checkpoint(resume_from_checkpoint)
+        return self._opened
+
+    def _open_checkpoint(self, which: Literal[True] | str) -> Checkpoint:
+        """Every rank calls it: the main process chooses and verifies for all, so nothing is hashed twice."""
         manager = self._checkpoint_manager()
         chosen, problem = None, None
         if self.is_world_process_zero():
             try:
-                chosen = str(manager.store.resume_path(resume_from_checkpoint))
-            except CheckpointError as error:
+                chosen = manager.choose(which)
+            except (CheckpointError, OSError) as error:
                 problem = str(error)
         chosen, problem = self._gang.broadcast_object([chosen, problem])
         if problem is not None:
             raise CheckpointError(problem)
-        return manager.load(chosen)
+        return manager.receive(chosen)
+
+    _opened: Checkpoint | None = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model. Override it to load them your own way."""
-        load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
+        target, opened = self.model if model is None else model, self._opened
+        if opened is not None and Path(resume_from_checkpoint) == opened.folder:
+            opened.load_weights(target)
+        else:
+            load_weights(Path(resume_from_checkpoint), target)
 
     def _restore_run(self, checkpoint: Checkpoint) -> None:
         """Everything but the weights: optimizer, schedule, position in the data, ledger, callbacks, randomness.
@@ -153,6 +172,7 @@ class SavingMixin(TrainerBase):
             )
         assert self.optimizer is not None
         self._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
+        self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
         load_optimizer_state(self.optimizer, self.model, checkpoint.shared("optimizer"))
         self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
@@ -193,14 +213,31 @@ class SavingMixin(TrainerBase):
         self.state = saved
         self._run.adopt_state(saved)
 
-    def _warn_of_changes(self, checkpoint: Checkpoint) -> None:
-        path = checkpoint.folder / "training_args.json"
-        if not path.exists() or not self.is_world_process_zero():
+    def _find_best(self, checkpoint: Checkpoint) -> None:
+        """Where the best checkpoint lies now: the folder may have been moved since its path was noted.
+
+        Raises:
+            CheckpointError: it is gone, and the run needs it at its end.
+        """
+        noted = self.state.best_model_checkpoint
+        if noted is None:
             return
-        old, new = (
-            json.loads(path.read_text(encoding="utf-8")),
-            json.loads(json.dumps(self.args.to_dict(), default=str)),
-        )
+        name = Path(noted).name
+        places = [Path(noted), self.output_folder / name, checkpoint.folder.parent / name]
+        found = next((place for place in places if is_checkpoint(place)), None)
+        if found is not None:
+            self.state.best_model_checkpoint = str(found)
+        elif self.args.load_best_model_at_end:
+            raise CheckpointError(
+                f"the best checkpoint so far ({noted}) is gone, and load_best_model_at_end=True needs it: put it into "
+                f"{self.output_folder}, or resume with load_best_model_at_end=False"
+            )
+
+    def _warn_of_changes(self, checkpoint: Checkpoint) -> None:
+        text = checkpoint.read("training_args.json") if self.is_world_process_zero() else None
+        if text is None:
+            return
+        old, new = json.loads(text), json.loads(json.dumps(self.args.to_dict(), default=str))
         changed = [
             f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
             for name in sorted(new.keys() & old.keys())
@@ -238,8 +275,8 @@ class SavingMixin(TrainerBase):
         if best is None:
             logger.warning("load_best_model_at_end: no evaluation gave a best model; the last weights stay")
             return
-        checkpoint = self._checkpoint_manager().load(best)
-        load_weights(checkpoint.folder, self.model)
+        checkpoint = self._open_checkpoint(best)
+        checkpoint.load_weights(self.model)
         logger.info("loaded the best model, of step %d: %s", checkpoint.step, checkpoint.folder)
 
 

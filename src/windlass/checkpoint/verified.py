@@ -1,0 +1,58 @@
+"""Reading a verified checkpoint so that nothing else is read: each byte that is loaded was hashed, once.
+
+Verifying and loading are two passes over a file, and a file may change between them. So each pass notes how the file
+stands (inode, size, times of change). A file that still stands as it was verified is read without hashing it again;
+any other is hashed first, and one that changes while it is read is refused after all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.files import Files, Fingerprint, fingerprint
+from windlass.checkpoint.manifest import CheckpointInfo, manifest_bytes, parse_manifest
+from windlass.core.errors import CheckpointError
+
+Handover = dict[str, Any]  # plain JSON values
+
+
+class VerifiedFiles(Files):
+    """The files of one checkpoint, for reading. A file that its manifest does not list is refused."""
+
+    def __init__(self, info: CheckpointInfo, files: Files) -> None:
+        self._info, self._files = info, files
+        self._seen: dict[str, Fingerprint] = dict(info.seen)
+
+    @contextlib.contextmanager
+    def reading(self, path: Path) -> Iterator[FileIO]:
+        name = path.relative_to(self._info.path).as_posix()
+        if name not in self._info.files:
+            raise CheckpointError(f"{path} is not in the checkpoint's manifest")
+        with self._files.reading(path) as file:
+            opened = fingerprint(file)
+            if self._seen.get(name) != opened:
+                self._seen[name] = opened = self._files.check(path, self._info.files[name])
+            yield file
+            if fingerprint(file) != opened:
+                raise CheckpointError(
+                    f"{path} changed while it was read: what was read is not what was verified"
+                )
+
+
+def hand_over(info: CheckpointInfo) -> Handover:
+    """A verified checkpoint as plain values, for ranks that are to trust this one's verification."""
+    manifest = manifest_bytes(info.step, info.world_size, info.files, info.meta, info.serial)
+    seen = {name: list(stood) for name, stood in info.seen.items()}
+    return {"path": str(info.path), "manifest": manifest.decode("ascii"), "seen": seen}
+
+
+def take_over(handover: Handover) -> CheckpointInfo:
+    """What `hand_over` gave, on another rank."""
+    info = parse_manifest(Path(handover["path"]), handover["manifest"].encode("ascii"))
+    seen = {name: (stood[0], stood[1], stood[2], stood[3]) for name, stood in handover["seen"].items()}
+    return replace(info, seen=seen)
