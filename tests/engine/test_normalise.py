@@ -1,0 +1,138 @@
+"""Who divides: whatever the meaning and the split, the shares of an update add up to its one mean."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from windlass.core.errors import ModelError
+from windlass.core.types import LossTerms
+from windlass.engine.normalise import Meaning, Normaliser, _weigh
+
+losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
+# The losses of each target, for each micro-batch of each rank: some micro-batches have none.
+updates = st.lists(st.lists(losses, min_size=1, max_size=3), min_size=1, max_size=3).filter(
+    lambda ranks: len({len(rank) for rank in ranks}) == 1 and any(any(rank) for rank in ranks)
+)
+
+
+def as_returned(meaning: Meaning, values: list[float], count: int, world: int) -> Tensor | LossTerms:
+    """What a `compute_loss` of this meaning gives for these targets: like torch, NaN for the mean of none."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if meaning is Meaning.MICRO_MEAN:
+        return tensor.mean()
+    return tensor.sum() / count * (world if meaning is Meaning.SCALED else 1)
+
+
+@given(ranks=updates, meaning=st.sampled_from(Meaning))
+def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]], meaning: Meaning) -> None:
+    everything = [value for rank in ranks for micro in rank for value in micro]
+    count, world = len(everything), len(ranks)
+    shares, handed = 0.0, 0.0
+    for rank in ranks:
+        normaliser = Normaliser(world, meaning)
+        normaliser.begin(count, filler=False)
+        for micro in rank:
+            normaliser.scope(len(micro), 0.0)
+            given_to_backward = normaliser.apply(as_returned(meaning, micro, count, world))
+            shares += float(normaliser.take())
+            handed += float(given_to_backward) / world  # strategies average over ranks
+    expected = math.fsum(everything) / count
+    assert shares == pytest.approx(expected, rel=1e-12, abs=1e-9)
+    assert handed == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+@given(ranks=updates, weight=st.floats(0.1, 10.0))
+def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: float) -> None:
+    """The weights are known only after the forwards: the engine corrects by guessed / true."""
+    world, guessed = len(ranks), 7.0
+    shares = total = auxiliary = 0.0
+    micros = sum(len(rank) for rank in ranks)
+    for rank in ranks:
+        normaliser = Normaliser(world)
+        normaliser.begin(guessed, filler=False)
+        for micro in rank:
+            normaliser.scope(len(micro), 1 / micros)
+            value = torch.tensor(micro, dtype=torch.float64).sum() * weight
+            normaliser.apply(
+                LossTerms(value, weight * len(micro), {"aux": torch.tensor(2.0, dtype=torch.float64)})
+            )
+            shares += float(normaliser.take())
+        auxiliary += float(normaliser.parts["aux"])
+        assert normaliser.weight is not None
+        total += float(normaliser.weight)
+    everything = [value for rank in ranks for micro in rank for value in micro]
+    assert auxiliary == pytest.approx(2.0), "the mean over the update's samples"
+    assert (shares - auxiliary) * guessed / total == pytest.approx(
+        math.fsum(everything) / len(everything), rel=1e-9, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("meaning", Meaning)
+@pytest.mark.parametrize("loss", [1.0, math.nan, math.inf])
+def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
+    normaliser = Normaliser(2, meaning)
+    normaliser.begin(4.0, filler=True)
+    normaliser.scope(0.0, 0.0)
+    parameter = torch.tensor(loss, requires_grad=True)
+    normaliser.apply(parameter).backward()
+    assert float(normaliser.take()) == 0.0
+    assert parameter.grad is not None
+    assert float(parameter.grad) == 0.0
+    normaliser.scope(0.0, 0.0)
+    normaliser.apply(LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
+    assert float(normaliser.take()) == 0.0
+    assert float(normaliser.weight) == 0.0  # type: ignore[arg-type]
+
+
+def test_a_mean_over_no_targets_is_nan_but_its_share_is_zero() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))
+    assert math.isnan(loss.item())
+    normaliser = Normaliser(1)
+    normaliser.begin(6.0, filler=False)
+    normaliser.scope(0.0, 0.5)
+    normaliser.apply(loss).backward()
+    assert float(normaliser.take()) == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any(), "a NaN loss of weight zero must leave the gradients at zero"
+
+
+@given(loss=st.floats(), factor=st.floats(1e-6, 1e6))
+def test_weighing_never_hides_a_value_that_counts(loss: float, factor: float) -> None:
+    got = float(_weigh(torch.tensor(loss, dtype=torch.float64), factor))
+    expected = loss * factor
+    assert got == expected or (math.isnan(got) and math.isnan(expected))
+    assert float(_weigh(torch.tensor(loss, dtype=torch.float64), 0.0)) == 0.0
+
+
+def test_several_backwards_of_one_step_are_added() -> None:
+    normaliser = Normaliser(1)
+    normaliser.begin(4.0, filler=False)
+    normaliser.scope(2.0, 1.0)
+    normaliser.apply(torch.tensor(1.0))
+    normaliser.apply(torch.tensor(3.0))
+    assert float(normaliser.take()) == 2.0
+
+
+def test_a_step_without_backward_is_an_error() -> None:
+    normaliser = Normaliser(1)
+    normaliser.begin(4.0, filler=False)
+    normaliser.scope(2.0, 1.0)
+    with pytest.raises(ModelError, match="without calling"):
+        normaliser.take()
+
+
+def test_parts_do_not_leak_into_the_next_update() -> None:
+    normaliser = Normaliser(1)
+    for _ in range(2):
+        normaliser.begin(2.0, filler=False)
+        normaliser.scope(2.0, 1.0)
+        normaliser.apply(LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)}))
+        assert float(normaliser.parts["aux"]) == 3.0
+        assert float(normaliser.weight) == 2.0  # type: ignore[arg-type]
