@@ -1,0 +1,103 @@
+"""Groups one ahead, counted on the host, with the sums over ranks that their update needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from windlass.core.types import State
+from windlass.data.group import Group
+from windlass.dist.gang import Gang, Pending
+from windlass.engine.feed import Counts, Feed
+
+
+class Source:
+    """Three groups an epoch; writes down what is asked of it."""
+
+    def __init__(self, trace: list[str], filler: bool = False) -> None:
+        self.trace, self.filler, self.at = trace, filler, 0
+
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        for number in range(3):
+            self.trace.append(f"fetch {number}")
+            batches = [{"x": torch.ones(2, 4)} for _ in range(accumulation)]
+            filler = self.filler and number == 2
+            yield Group(
+                batches, [[0, 1]] * accumulation, 4, self.at, number == 2, filler, {"next": number + 1}
+            )
+
+    def groups_per_epoch(self, accumulation: int) -> int | None:
+        return 3
+
+    def set_epoch(self, epoch: int) -> None:
+        self.at = epoch
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        self.trace.append(f"restore {state}")
+
+
+class Doubling(Gang):
+    """Two ranks with the same data."""
+
+    def __init__(self, trace: list[str]) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def start_sum(self, values: list[float]) -> Pending:
+        self._trace.append(f"sum {values}")
+        return super().start_sum([2 * value for value in values])
+
+
+def feed_of(trace: list[str], **options: Any) -> Feed:
+    counts = Counts(
+        targets=lambda batch: 3.0,
+        tokens=lambda batch: 5,
+        positions=lambda batch: batch["x"].numel(),
+        inspect=lambda group: trace.append("inspect"),
+    )
+    return Feed(Source(trace, **options), 2, counts, Doubling(trace))
+
+
+def test_a_group_is_fetched_before_the_one_ahead_of_it_is_used() -> None:
+    trace: list[str] = []
+    for number, _ in enumerate(feed_of(trace).epoch(0)):
+        trace.append(f"use {number}")
+    steps = [line for line in trace if not line.startswith("sum")]
+    assert steps == ["fetch 0", "inspect", "fetch 1", "use 0", "fetch 2", "use 1", "use 2"]
+
+
+def test_counts_are_of_this_rank_and_of_all() -> None:
+    portions = list(feed_of([]).epoch(4))
+    assert [portion.group.epoch for portion in portions] == [4, 4, 4]
+    for portion in portions:
+        assert (portion.targets, portion.samples) == ([3.0, 3.0], [2, 2])
+        totals = portion.denominator, portion.total_samples, portion.tokens, portion.positions
+        assert totals == (12.0, 8.0, 20.0, 32.0)
+
+
+def test_a_filler_counts_nothing() -> None:
+    *_, last = feed_of([], filler=True).epoch(0)
+    assert (last.targets, last.samples) == ([0.0, 0.0], [0, 0])
+    assert (last.denominator, last.total_samples, last.tokens, last.positions) == (0, 0, 0, 0)
+
+
+def test_the_first_group_is_inspected_once() -> None:
+    trace: list[str] = []
+    feed = feed_of(trace)
+    for epoch in range(2):
+        list(feed.epoch(epoch))
+    assert trace.count("inspect") == 1
+
+
+def test_an_empty_position_is_no_position() -> None:
+    trace: list[str] = []
+    feed = feed_of(trace)
+    feed.restore({})
+    feed.restore({"next": 2})
+    assert trace == ["restore {'next': 2}"]
+    assert feed.groups_per_epoch == 3

@@ -1,0 +1,139 @@
+"""What a loss is a mean over is measured: by what the loss does, whatever it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.core.types import LossTerms
+from windlass.engine.normalise import Meaning
+from windlass.engine.probe import Probe, hook_meaning
+from windlass.metrics.tokens import TargetCounter
+
+CPU = torch.device("cpu")
+BATCH = {
+    "input_ids": torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]]),
+    "labels": torch.tensor([[1, 2, 3, 4], [4, 3, -100, 1]]),
+}
+TARGETS = 7.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(6, 6)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def losses(self, batch: Any, shift: bool) -> Tensor:
+        logits, labels = self.drop(self.norm(self.embed(batch["input_ids"]))), batch["labels"]
+        if shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        flat = logits.reshape(-1, 6), labels.reshape(-1)
+        return nn.functional.cross_entropy(*flat, reduction="none")[flat[1] != -100]
+
+
+def alone(value: Tensor) -> Tensor:
+    return value
+
+
+def probe_of(model: Model, world: int = 1) -> Probe:
+    """As `world` ranks with the same batch would find."""
+    return Probe(model.eval(), CPU, lambda value: value * world)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("empty", ["nan", "zero"])
+def test_shifting_is_seen(shift: bool, empty: str) -> None:
+    model = Model()
+
+    def loss(batch: Any, denominator: float | None) -> Tensor:
+        values = model.losses(batch, shift)
+        return values.mean() if empty == "nan" else values.sum() / max(len(values), 1)
+
+    assert probe_of(model).shifts_labels(BATCH, TargetCounter(), loss) is shift
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None,
+        {"labels": torch.tensor([1, 2])},
+        {"labels": torch.tensor([[0.5, 1.0]])},
+        {"labels": torch.full((2, 3), -100)},
+        {**BATCH, "shift_labels": BATCH["labels"]},
+        {"x": torch.ones(2)},
+    ],
+)
+def test_where_nothing_can_be_asked_nothing_shifts(batch: Any) -> None:
+    def loss(batch: Any, denominator: float | None) -> Tensor:
+        raise AssertionError("asked")
+
+    assert probe_of(Model()).shifts_labels(batch, TargetCounter(), loss) is False
+
+
+def meaning_of(scale: Any, world: int = 1) -> Meaning:
+    model = Model()
+
+    def loss(batch: Any, denominator: float | None) -> Any:
+        return scale(model.losses(batch, True), denominator)
+
+    return hook_meaning(probe_of(model, world), BATCH, loss, 5.0, 10.0, world)
+
+
+def shared(values: Tensor, denominator: float | None) -> Tensor:
+    return values.sum() / (len(values) if denominator is None else denominator)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_meanings_are_told_apart(world: int) -> None:
+    assert meaning_of(lambda values, _: values.mean(), world) is Meaning.MICRO_MEAN
+    assert meaning_of(shared, world) is Meaning.SHARE
+    times = meaning_of(lambda v, d: shared(v, d) * (world if d is not None else 1), world)
+    assert times is (Meaning.SHARE if world == 1 else Meaning.SCALED)
+    assert meaning_of(lambda values, _: LossTerms(values.sum(), len(values)), world) is Meaning.MICRO_MEAN
+
+
+def test_what_no_factor_makes_exact_must_be_declared() -> None:
+    with pytest.raises(ModelError, match="mixes terms"):
+        meaning_of(lambda values, d: shared(values, d) + 0.3)
+    with pytest.raises(ModelError, match="Declare `loss_is_scaled_for_ga"):
+        meaning_of(lambda values, d: shared(values, d) * (1.7 if d is not None else 1.0), world=3)
+
+
+def test_a_rank_without_targets_does_not_decide() -> None:
+    """Its loss is NaN; the other ranks' answers, summed with it, stand."""
+    seen: list[Tensor] = []
+
+    def other_ranks(value: Tensor) -> Tensor:
+        seen.append(value)
+        return value + torch.tensor([2.0, 2.0], dtype=torch.float64)
+
+    probe = Probe(Model(), CPU, other_ranks)
+    assert probe.divides(BATCH, lambda batch, denominator: torch.tensor(float("nan")), 4.0) is False
+    assert seen[0].tolist() == [0.0, 0.0]
+
+
+def test_an_experiment_leaves_no_trace() -> None:
+    model = Model().train()
+    probe = Probe(model, CPU, alone)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    batch = {name: value.clone() for name, value in BATCH.items()}
+    state = torch.get_rng_state()
+
+    def loss(inputs: Any, denominator: float | None) -> Tensor:
+        value = model.losses(inputs, True).mean()
+        inputs.pop("labels")  # hooks may
+        return value
+
+    probe.divides(batch, loss, 4.0)
+    probe.shifts_labels(batch, TargetCounter(), loss)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(batch[name], value) for name, value in BATCH.items())
