@@ -1,0 +1,158 @@
+"""What a checkpoint says of its run, and how a run finds its checkpoints again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.checkpoint.files import FileEntry, Files, Fingerprint
+from windlass.core.errors import CheckpointError
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "metric_for_best_model": "score",
+    "load_best_model_at_end": True,
+    "save_total_limit": 1,
+}
+
+
+def trainer_in(folder: Path, kind: type[Trainer] = Trainer, compute: Any = None, **changes: Any) -> Trainer:
+    args = arguments(folder, **{"save_strategy": "steps", "save_steps": 1, **changes})
+    return kind(Net(), args, train_dataset=rows(24), eval_dataset=rows(8), compute_metrics=compute)
+
+
+def scores(*values: float) -> Any:
+    """A `compute_metrics` that gives one value after the other, whatever the predictions."""
+    left = list(values)
+    return lambda prediction: {"score": left.pop(0)}
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+# --- plain JSON ------------------------------------------------------------------------------------------------------
+
+
+class Numpy(Trainer):
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        logs |= {"own": np.float32(0.5), "nested": {"counts": np.arange(2), "sure": np.bool_(True)}}
+        super().log(logs, start_time)
+
+
+def numpy_metrics(prediction: Any) -> dict[str, Any]:
+    return {"score": np.float64(0.25), "count": np.int64(7), "ok": np.bool_(False)}
+
+
+def test_numpy_in_metrics_and_logs_is_plain_json_that_transformers_reads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trainer = trainer_in(
+        tmp_path, Numpy, numpy_metrics, max_steps=2, eval_strategy="steps", eval_steps=1, logging_steps=1
+    )
+    trainer.train()
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    assert "$" not in path.read_text(), "every value is JSON's own"
+    assert not path.with_suffix(".safetensors").exists()
+    history = json.loads(path.read_text())["log_history"]
+    assert history == transformers.TrainerState.load_from_json(str(path)).log_history
+    evaluated = [row for row in history if "eval_score" in row]
+    assert [row["step"] for row in evaluated] == [1, 2]
+    for row in evaluated:
+        assert (row["eval_score"], row["eval_count"], row["eval_ok"]) == (0.25, 7, False)
+        assert (type(row["eval_count"]), type(row["eval_ok"])) == (int, bool)
+    assert all(row["own"] == 0.5 and row["nested"] == {"counts": [0, 1], "sure": True} for row in history)
+
+
+# --- the best, the last, and folders that move -----------------------------------------------------------------------
+
+
+def test_best_and_last_remain_at_a_limit_of_one(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, compute=scores(0, 1, 9, 3, 2, 1), **{**BEST, "max_steps": 5})
+    trainer.train()  # the first score is the rehearsal's
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-5"]
+
+
+def test_a_moved_folder_keeps_its_best(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    trainer_in(first, compute=scores(0, 9, 3, 2), **{**BEST, "max_steps": 3}).train()
+    assert checkpoints(first) == ["checkpoint-1", "checkpoint-3"]
+    first.rename(second)
+    resumed = trainer_in(second, compute=scores(0, 4, 5), **{**BEST, "max_steps": 5})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(second / "checkpoint-1")
+    assert checkpoints(second) == ["checkpoint-1", "checkpoint-5"]
+
+
+def test_a_best_that_is_gone_is_said_before_the_run_not_after(tmp_path: Path) -> None:
+    trainer_in(tmp_path, compute=scores(0, 9, 3, 2), **{**BEST, "max_steps": 3}).train()
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"the best checkpoint so far .*checkpoint-1.* is gone"):
+        trainer_in(tmp_path, compute=scores(0, 1), **{**BEST, "max_steps": 4}).train(
+            resume_from_checkpoint=True
+        )
+    lenient = {**BEST, "max_steps": 4, "load_best_model_at_end": False}
+    trainer_in(tmp_path, compute=scores(0, 1), **lenient).train(resume_from_checkpoint=True)
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+
+
+# --- two runs in one folder ------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_in_a_used_folder_warns_once_and_is_the_one_resumed(tmp_path: Path, caplog: Any) -> None:
+    trainer_in(tmp_path, max_steps=4, save_steps=4).train()
+    assert not [record for record in caplog.records if "holds another run" in record.getMessage()]
+    trainer_in(tmp_path, max_steps=2, save_steps=2).train()
+    said = [record.getMessage() for record in caplog.records if "holds another run" in record.getMessage()]
+    assert len(said) == 1
+    assert "(checkpoint-4)" in said[0]
+    resumed = trainer_in(tmp_path, max_steps=3, save_steps=3, save_total_limit=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert any("checkpoint-2 at step 2" in record.getMessage() for record in caplog.records)
+    assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert len([r for r in caplog.records if "holds another run" in r.getMessage()]) == 1
+
+
+# --- verified once, and only what was verified -----------------------------------------------------------------------
+
+
+def test_a_resume_hashes_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_in(tmp_path, max_steps=2, save_steps=2).train()
+    hashed = []
+    check = Files.check
+
+    def counted(self: Files, path: Path, entry: FileEntry) -> Fingerprint:
+        hashed.append(path.name)
+        return check(self, path, entry)
+
+    monkeypatch.setattr(Files, "check", counted)
+    trainer_in(tmp_path, max_steps=2, save_steps=2).train(resume_from_checkpoint=True)
+    listed = json.loads((tmp_path / "checkpoint-2" / "manifest.json").read_text())["files"]
+    assert sorted(hashed) == sorted(listed)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rank-00000.json"])
+def test_a_byte_flipped_between_verifying_and_loading_is_found(name: str, tmp_path: Path) -> None:
+    class Flipped(Trainer):
+        def get_train_dataloader(
+            self,
+        ) -> Any:  # called after the checkpoint was verified, before it is loaded
+            path = tmp_path / "checkpoint-2" / name
+            data = bytearray(path.read_bytes())
+            data[-2] ^= 1
+            path.write_bytes(data)
+            return super().get_train_dataloader()
+
+    trainer_in(tmp_path, max_steps=2, save_steps=2).train()
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+        trainer_in(tmp_path, Flipped, max_steps=3).train(resume_from_checkpoint=True)
