@@ -4,12 +4,9 @@ from __future__ import annotations
 
 _HUB = "needs publishing to the hub, which is not built yet; save_model() writes what an upload needs"
 _SHARDING = "is not built yet; DDP (start the script with torchrun) is the only parallelism so far"
-_TRACKIO = (
-    "needs the trackio tracker, which is not built yet; metrics.jsonl and report.html are always written"
-)
-TRACKER_NOTE = (
-    "is not built yet; metrics.jsonl and report.html are always written, and a callback can send logs on"
-)
+_WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
+_TRACKIO = f"needs the trackio tracker, which is not built yet; {_WRITTEN}"
+TRACKER_NOTE = f"is not built yet; {_WRITTEN}; a callback can send logs on"
 
 HONOURED = """
 output_dir per_device_train_batch_size num_train_epochs max_steps
@@ -42,7 +39,7 @@ MAPPED = {
     "gradient_checkpointing_kwargs": "is the older name of activation_checkpointing_kwargs; setting either sets both",
     "average_tokens_across_devices": "is always so; False is refused",
     "logging_nan_inf_filter": "filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
-    "report_to": "accepts 'none'; metrics.jsonl and report.html are always written, other trackers are listed below",
+    "report_to": f"accepts 'none'; {_WRITTEN}; the trackers are listed below",
     "run_name": "is written to training_args.json; the trackers that would show it are not built yet",
     "local_rank": "is read from the launcher's environment; a value that disagrees is refused",
 }
@@ -125,6 +122,7 @@ get_optimizer_cls_and_kwargs get_decay_parameter_names get_train_dataloader get_
 num_examples set_initial_training_values get_total_train_batch_size save_model save_state create_model_card end
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
+get_learning_rates get_num_trainable_parameters get_optimizer_group
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, for the loader yields all micro-batches of an update",

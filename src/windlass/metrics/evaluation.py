@@ -155,7 +155,8 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
     """Divide what a model returned into (loss, predictions).
 
     Args:
-        outputs: a mapping (model output objects are), a tuple or list, or a bare tensor.
+        outputs: a mapping (model output objects are), a tuple or list, a bare tensor, or an object whose attributes
+            are the outputs.
         has_loss: the loss is among them: under "loss" in a mapping, first in a tuple.
         ignore_keys: names of a mapping's entries that are no predictions.
 
@@ -163,6 +164,8 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
         The loss (None where there is none) and the predictions, detached: a tuple, or its one element unwrapped; None
         where the model returned nothing but the loss. Entries that are None are left out.
     """
+    if not isinstance(outputs, Mapping | tuple | list | Tensor) and hasattr(outputs, "__dict__"):
+        outputs = {name: value for name, value in vars(outputs).items() if not name.startswith("_")}
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss") if has_loss else None
         left_out = {*ignore_keys, "loss"} if has_loss else set(ignore_keys)

@@ -182,6 +182,8 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
         """Whether a tuple's first element is the loss: it is, unless labels were kept from the model."""
         if isinstance(outputs, Mapping):
             return "loss" in outputs
+        if not isinstance(outputs, (tuple, list, torch.Tensor)):
+            return hasattr(outputs, "loss")
         return not (self.args.label_smoothing_factor or self.compute_loss_func is not None)
 
     def _eval_request(self, loss_only: bool, prefix: str, predicting: bool) -> EvalRequest:

@@ -77,6 +77,19 @@ class OptimizationMixin(TrainerBase):
             raise ConfigError(Problem("optimizer", None, "it is created when training starts"))
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
+        """The parameters of each group; with `param`, the one group that holds it (None where none does).
+
+        Raises:
+            ConfigError: there is no optimizer yet.
+        """
+        if self.optimizer is None:
+            raise ConfigError(Problem("optimizer", None, "it is created when training starts"))
+        groups = self.optimizer.param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(p is param for p in group["params"])), None)
+
     def get_num_trainable_parameters(self) -> int:
         """How many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
