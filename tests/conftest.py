@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from windlass.core import logs
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # No deadline: a busy machine is no failure. In CI the examples are the same in every run.
@@ -84,7 +86,9 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
 def _clean_hands() -> Iterator[None]:
     """Fails a test that leaves process-wide state changed, and puts it back for the next one."""
     environment, dtype = _environment(), torch.get_default_dtype()
+    verbosity = logs.get_verbosity()
     yield
+    logs.set_verbosity(verbosity)  # every Trainer sets it
     left = list(_left_behind(environment, dtype))
     _put_back(environment, dtype)
     assert not left, "the test left behind: " + "; ".join(left)

@@ -46,7 +46,9 @@ class Net(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.layer(x)
         if labels is None:
-            return {"logits": logits} if self.form == "dict" else (logits,)
+            return {"dict": {"logits": logits}, "tuple": (logits,)}.get(
+                self.form, SimpleNamespace(logits=logits)
+            )
         loss = nn.functional.cross_entropy(logits, labels)
         if self.form == "object":
             return SimpleNamespace(loss=loss, logits=logits)

@@ -164,3 +164,22 @@ def test_batches_and_counts_for_scripts(tmp_path: Path) -> None:
     assert trainer.num_examples(loader) == 10
     assert trainer.get_total_train_batch_size(trainer.args) == 4
     assert trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
+
+
+def test_an_overridden_evaluation_sampler_gives_the_order(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            return list(reversed(range(len(eval_dataset))))
+
+    class AsItStands(Trainer):
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            return None
+
+    data = rows(7)
+    plain = Trainer(Net(), arguments(tmp_path)).predict(data)
+    for kind in (Mine, AsItStands):
+        output = kind(Net(), arguments(tmp_path)).predict(data)
+        assert sorted(output.label_ids.tolist()) == sorted(plain.label_ids.tolist())
+        assert kind(Net(), arguments(tmp_path), eval_dataset=data).evaluate()["eval_loss"] == pytest.approx(
+            plain.metrics["test_loss"]
+        )

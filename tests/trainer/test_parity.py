@@ -13,6 +13,9 @@ from tests.trainer.small import Net, bert, recorder, rows, settings, text_rows, 
 
 import windlass
 from windlass import Trainer, TrainingArguments
+from windlass.assemble.resolve import NEVER_CALLED
+from windlass.config.support import SECTIONS
+from windlass.core.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="compares with transformers")
 pytest.importorskip("accelerate", reason="transformers' trainer needs it")
@@ -368,3 +371,31 @@ def test_trainer_constructors_take_the_same_names() -> None:
 
     theirs = set(inspect.signature(transformers.Trainer.__init__).parameters)
     assert theirs <= set(inspect.signature(Trainer.__init__).parameters)
+
+
+def test_every_method_of_theirs_is_here() -> None:
+    theirs = {name for name in vars(transformers.Trainer) if not name.startswith("_")}
+    assert {name for name in theirs if not hasattr(Trainer, name)} == set()
+
+
+def test_the_privates_that_scripts_override_are_called_or_refused() -> None:
+    known = """_get_train_sampler _get_eval_sampler _prepare_inputs _inner_training_loop _run_epoch
+    _maybe_log_save_evaluate _save_checkpoint _save _load_from_checkpoint _load_best_model _wrap_model
+    _set_signature_columns_if_needed loss_is_scaled_for_ga"""
+    assert {
+        name for name in known.split() if not hasattr(Trainer, name) and name not in NEVER_CALLED
+    } == set()
+
+
+def test_the_support_table_knows_every_method_and_tells_the_truth(tmp_path: Path) -> None:
+    table = SECTIONS["Trainer methods"]
+    theirs = {
+        name for name, value in vars(transformers.Trainer).items() if callable(value) and name[0] != "_"
+    }
+    assert theirs - set(table) == set()
+    assert {name for name in table if not hasattr(Trainer, name)} == set()
+    trainer = Trainer(Net(), windlass.TrainingArguments(**settings(tmp_path)))
+    for name, row in table.items():
+        if row.status == "refused":
+            with pytest.raises(ConfigError, match=name):
+                getattr(trainer, name)()

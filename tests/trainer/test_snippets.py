@@ -150,8 +150,8 @@ def test_any_module_that_returns_its_loss(tmp_path: Path, form: str) -> None:
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before
-    if form != "object":
-        assert trainer.predict(rows(9)).predictions.shape == (9, 3)
+    assert trainer.predict(rows(9)).predictions.shape == (9, 3)
+    assert trainer.predict([{"x": row["x"]} for row in rows(9)]).predictions.shape == (9, 3)
 
 
 def test_overridden_loaders_and_log(tmp_path: Path) -> None:
