@@ -169,6 +169,14 @@ def test_a_run_that_had_ended_trains_no_more(folder: Path) -> None:
     assert not [line for line in events(folder / "events") if line.startswith("step_end")]
 
 
+def test_a_kill_after_the_last_save_adds_no_update(folder: Path) -> None:
+    """The run ends within an epoch, so that only the number of updates tells that it is over."""
+    case = Case({"max_steps": 7})
+    whole = run(folder / "whole", case)
+    assert in_a_child(lambda: run(folder / "killed", case, kill("on_save", 7))) == KILLED
+    same_run(folder / "killed", run(folder / "killed", case, resume=True), folder / "whole", whole)
+
+
 def test_early_stopping_that_was_decided_stays_decided(folder: Path) -> None:
     """Killed right after the save that follows the decisive evaluation."""
     case = CASES["early stopping"]

@@ -160,8 +160,9 @@ class Loop:
 
     @property
     def _ends_at_once(self) -> bool:
-        """Resumed after an epoch's last update, or where a callback had stopped: only the closing events are left."""
-        return self._data_spent or self._hooks.control.should_training_stop
+        """Resumed after the last update of an epoch or the run, or after a stop: closing events are left."""
+        done = self._state.global_step >= self._state.max_steps
+        return self._data_spent or done or self._hooks.control.should_training_stop
 
     def _leaves_epoch(self) -> bool:
         control = self._hooks.control

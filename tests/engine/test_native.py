@@ -1,0 +1,168 @@
+"""The native executor: the same bits as torch's own calls, in the order that a step promises."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from windlass.data.group import Group
+from windlass.engine.executor import StepRequest
+from windlass.engine.native import NativeExecutor
+from windlass.precision.scaler import LossScaler
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def executor_of(module: nn.Module, **options: Any) -> NativeExecutor:
+    return NativeExecutor(module, torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
+
+
+def request(count: int = 1, max_norm: float | None = None, guard: bool = False) -> StepRequest:
+    return StepRequest(1.0, [1.0] * count, [1] * count, float(count), max_norm, guard)
+
+
+class Hooks:
+    """Squared outputs; writes down the order of events."""
+
+    def __init__(self, executor: NativeExecutor, factor: float = 1.0, weight: float | None = None) -> None:
+        self.executor, self.factor, self.weight = executor, factor, weight
+        self.trace: list[str] = []
+
+    def micro_step(self, batch: Tensor, index: int, request: StepRequest) -> Tensor:
+        self.trace.append(f"micro {index}")
+        loss = self.executor.model(batch).square().mean() * self.factor
+        self.executor.backward(loss)
+        return loss.detach()
+
+    def rescale(self, request: StepRequest) -> Tensor | None:
+        return None if self.weight is None else torch.tensor(self.weight)
+
+    def parts(self) -> dict[str, Tensor]:
+        return {"part": torch.tensor(2.0)}
+
+    def substep_end(self) -> None:
+        self.trace.append("substep")
+
+    def pre_optimizer_step(self) -> None:
+        self.trace.append("before")
+
+    def optimizer_step(self) -> None:
+        assert any(p.grad is not None for p in self.executor.model.parameters()), (
+            "gradients are there to be seen"
+        )
+        self.trace.append("after")
+
+
+def group(count: int) -> Group:
+    torch.manual_seed(1)
+    return Group([torch.randn(5, 4) for _ in range(count)], [[]] * count, count, 0, False)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
+@pytest.mark.parametrize("weight", [None, 0.5])
+def test_an_update_has_the_bits_of_torchs_calls(max_norm: float | None, weight: float | None) -> None:
+    ours, theirs = model(), model()
+    executor, optimizer = executor_of(ours), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    result = executor.run_step(group(3), request(3, max_norm), Hooks(executor, weight=weight))
+    for batch in group(3).batches:
+        theirs(batch).square().mean().backward()
+    for parameter in theirs.parameters():
+        parameter.grad = parameter.grad * weight if weight and parameter.grad is not None else parameter.grad
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
+    optimizer.step()
+    assert torch.equal(result.norm, norm), "the norm before clipping"
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert result.applied
+    assert result.parts == {"part": torch.tensor(2.0)}
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_events_come_in_their_order() -> None:
+    executor = executor_of(model())
+    hooks = Hooks(executor)
+    executor.run_step(group(3), request(3), hooks)
+    assert hooks.trace == ["micro 0", "substep", "micro 1", "substep", "micro 2", "before", "after"]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_guarded_update_that_is_not_finite_is_left_out(factor: float) -> None:
+    module = model()
+    before = [p.clone() for p in module.parameters()]
+    executor = executor_of(module)
+    result = executor.run_step(group(2), request(2, 1.0, guard=True), Hooks(executor, factor))
+    assert not result.applied
+    assert not math.isfinite(float(result.norm))
+    assert all(map(torch.equal, module.parameters(), before))
+    assert executor.run_step(group(2), request(2, 1.0, guard=True), Hooks(executor)).applied, (
+        "the next one is made"
+    )
+
+
+def test_an_overflow_under_the_scaler_is_left_out_and_halves_the_scale() -> None:
+    module = model()
+    before = [p.clone() for p in module.parameters()]
+    scaler = LossScaler(CPU, init_scale=2.0)
+    executor = executor_of(module, scaler=scaler)
+    assert not executor.run_step(group(1), request(), Hooks(executor, math.inf)).applied
+    assert (scaler.skipped, scaler.get_scale()) == (1, 1.0)
+    assert all(map(torch.equal, module.parameters(), before))
+    state = executor.state_dict()
+    other = executor_of(model(), scaler=LossScaler(CPU))
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+
+
+@given(scale=st.integers(-10, 10))
+def test_the_scale_is_undone_before_the_norm(scale: int) -> None:
+    plain, scaled = executor_of(model()), executor_of(model(), scaler=LossScaler(CPU, init_scale=2.0**scale))
+    results = [each.run_step(group(2), request(2, 0.1), Hooks(each)) for each in (plain, scaled)]
+    assert torch.equal(results[0].norm, results[1].norm), "powers of two are exact"
+    assert all(map(torch.equal, plain.model.parameters(), scaled.model.parameters()))
+
+
+def test_frozen_parameters_and_those_of_the_optimizer_alone() -> None:
+    module, extra = model(), nn.Parameter(torch.ones(2))
+    module.bias.requires_grad_(False)
+    executor = NativeExecutor(module, torch.optim.SGD([module.weight, extra], lr=0.1), CPU)
+    executor.backward(module(torch.ones(1, 4)).sum() + extra.sum() * 3)
+    expected = torch.linalg.vector_norm(torch.cat([torch.ones(12), torch.full((2,), 3.0)]))
+    assert torch.isclose(executor.clip(None), expected)
+    assert executor.step()
+    executor.zero_grad()
+    assert extra.grad is None
+    assert extra[0].item() == pytest.approx(0.7)
+
+
+def test_a_model_without_gradients_has_norm_zero() -> None:
+    assert float(executor_of(model()).clip(1.0)) == 0.0
+
+
+def test_evaluating_switches_and_restores() -> None:
+    class Averaging(torch.optim.SGD):
+        mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+        def train(self) -> None:
+            self.mode = "train"
+
+    module = model().train()
+    optimizer = Averaging(module.parameters(), lr=0.1)
+    executor = NativeExecutor(module, optimizer, CPU)
+    with contextlib.suppress(KeyError), executor.evaluating():
+        assert (module.training, optimizer.mode) == (False, "eval")
+        raise KeyError
+    assert (module.training, optimizer.mode) == (True, "train")
