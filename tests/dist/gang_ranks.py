@@ -1,0 +1,103 @@
+"""Run by `torch.distributed.run`: what processes exchange, and what replication does to a model."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from windlass.accelerator import Accelerator
+from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave, main_first
+from windlass.transforms.ddp import (
+    buffers_of_first_rank,
+    replicate,
+    settle_buckets,
+    share_buffers,
+    synchronised,
+)
+
+RANK, SIZE, CPU = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
+
+
+def exchanges(gang: Gang) -> None:
+    assert (gang.rank, gang.size) == (RANK, SIZE)
+    assert gang.sum(torch.tensor([1.0, float(RANK)])).tolist() == [SIZE, SIZE * (SIZE - 1) / 2]
+    first, second = gang.start_sum([0.1, 2]), gang.start_sum([float(RANK)])
+    assert second.wait() == [SIZE * (SIZE - 1) / 2]
+    assert abs(first.wait()[0] - 0.1 * SIZE) < 1e-15, "in double precision"
+    gathered = gang.gather_objects({"rank": RANK, "text": "é" * RANK, "nothing": None})
+    assert gathered == [{"rank": r, "text": "é" * r, "nothing": None} for r in range(SIZE)]
+    assert gang.broadcast_object(f"from {RANK}") == "from 0"
+    assert gang.vote(True)
+    assert not gang.vote(RANK != SIZE - 1), "one no is a no"
+    assert main_first(gang, lambda: RANK) == RANK
+
+
+def accelerators(gang: Gang) -> None:
+    accelerator = Accelerator(gang, CPU, PrecisionPlan())
+    rows = torch.full((RANK + 1, 2), float(RANK))
+    expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])
+    assert torch.equal(accelerator.gather(rows), expected), "sizes may differ"
+    assert accelerator.gather(torch.tensor(RANK)).tolist() == list(range(SIZE))
+    assert accelerator.is_main_process == (RANK == 0)
+    assert accelerator.on_main_process(lambda: 1)() == (1 if RANK == 0 else None)
+
+
+def replication() -> None:
+    torch.manual_seed(RANK)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module.note = "lent"  # type: ignore[assignment]
+    model = replicate(module, CPU, DistPlan())
+    assert model.note == "lent"
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def backward() -> torch.Tensor:
+        loss = model(torch.randn(5, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    settle_buckets(model, backward, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    forwards = model.forwards
+    with synchronised(model, last=False):
+        backward()
+    own = module[0].weight.grad.clone()
+    assert not same_everywhere(own), "not reduced before the last micro-batch"
+    with synchronised(model, last=True):
+        backward()
+    assert same_everywhere(module[0].weight.grad)
+    assert model.forwards == forwards + 2
+    mine = module[1].running_mean.clone()
+    assert not same_everywhere(mine)
+    with buffers_of_first_rank(model):
+        assert same_everywhere(module[1].running_mean)
+    assert torch.equal(module[1].running_mean, mine)
+    share_buffers(model)
+    assert same_everywhere(module[1].running_mean)
+
+
+def same_everywhere(value: torch.Tensor) -> bool:
+    parts = [torch.empty_like(value) for _ in range(SIZE)]
+    torch.distributed.all_gather(parts, value.contiguous())
+    return all(torch.equal(part, parts[0]) for part in parts)
+
+
+def main() -> None:
+    gang = join(world_from_environment(), CPU, 60)
+    assert join(world_from_environment(), CPU, 60) is gang, "met once"
+    exchanges(gang)
+    accelerators(gang)
+    replication()
+    gang.barrier()
+    leave()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The processes of a job as one object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dist.launch import launch
+
+from windlass.core.world import World
+from windlass.dist.gang import Gang, join, leave, main_first
+
+HERE = Path(__file__).parent
+
+
+def test_a_gang_of_one_asks_nobody() -> None:
+    gang = join(World(), torch.device("cpu"))
+    assert type(gang) is Gang
+    assert (gang.rank, gang.size, gang.host_group) == (0, 1, None)
+    assert gang.start_sum([1.0, 2.0]).wait() == [1.0, 2.0]
+    value = torch.ones(2)
+    assert gang.sum(value) is value
+    assert gang.sum_on_device(value) is value
+    assert gang.gather_objects({"a": 1}) == [{"a": 1}]
+    assert gang.broadcast_object("x") == "x"
+    assert [gang.vote(True), gang.vote(False)] == [True, False]
+    assert main_first(gang, lambda: 5) == 5
+    gang.barrier()
+    leave()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_exchange_and_replicate(world: int) -> None:
+    launch(world, HERE / "gang_ranks.py")
