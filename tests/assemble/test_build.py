@@ -1,0 +1,58 @@
+"""The composition root: a plan becomes executor and schedule; a user's own objects stay the same objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass import TrainingArguments
+from windlass.assemble.build import build
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve
+from windlass.core.errors import ConfigError
+from windlass.core.world import World
+from windlass.optim.schedule import UserSchedule
+from windlass.precision.scaler import LossScaler
+
+CPU = torch.device("cpu")
+
+
+def plan_of(**changes: Any) -> Any:
+    return resolve(TrainingArguments("out", use_cpu=True, **changes), Facts(World(), 10))
+
+
+def test_own_objects_keep_their_identity() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    asked: list[int] = []
+
+    def create(steps: int) -> tuple[Any, Any]:
+        asked.append(steps)
+        return optimizer, scheduler
+
+    built = build(model, create, plan_of(num_train_epochs=2), CPU)
+    assert asked == [20]
+    assert built.executor.model is model
+    assert built.executor.optimizer is optimizer
+    assert isinstance(built.schedule, UserSchedule)
+    assert built.schedule.exposed is scheduler
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "lr_scheduler"])
+def test_a_part_that_was_not_made_is_named(missing: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = None if missing == "optimizer" else torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=rf"{missing}=None.*must set self\.{missing}"):
+        build(model, lambda steps: (optimizer, None), plan_of(), CPU)
+
+
+def test_fp16_brings_its_scaler() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    built = build(model, lambda steps: (optimizer, scheduler), plan_of(fp16=True), CPU)
+    assert built.executor.state_dict()["scaler"].keys() == LossScaler(CPU).state_dict().keys()

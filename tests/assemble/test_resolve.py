@@ -1,0 +1,139 @@
+"""The table of cross-option rules, and the plan that comes out when all of them hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass import TrainingArguments
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_batch, resolve_duration
+from windlass.config.plan import RunPlan
+from windlass.core.errors import ConfigError
+from windlass.core.world import World
+
+FACTS = Facts(World(), 10)
+
+
+def arguments(**changes: Any) -> TrainingArguments:
+    return TrainingArguments("out", use_cpu=True, **changes)
+
+
+def plan_of(facts: Facts = FACTS, **changes: Any) -> RunPlan:
+    return resolve(arguments(**changes), facts)
+
+
+REFUSED = [
+    ({}, {"has_training_data": False}, "train_dataset"),
+    ({"eval_strategy": "epoch"}, {"has_evaluation_data": False}, "eval_strategy"),
+    ({}, {"groups_per_epoch": None}, "max_steps"),
+    ({"max_steps": 10**10}, {}, "max_steps"),
+    ({"num_train_epochs": 10**10}, {}, "num_train_epochs"),
+    ({"bf16_full_eval": True, "eval_strategy": "epoch"}, {}, "bf16_full_eval"),
+    ({"ddp_find_unused_parameters": True, "ddp_static_graph": True}, {}, "ddp_find_unused_parameters"),
+    *[({}, {"overridden": frozenset({name})}, name) for name in NEVER_CALLED],
+]
+
+
+@pytest.mark.parametrize(("changes", "facts", "field"), REFUSED)
+def test_each_rule_refuses_by_name(changes: dict[str, Any], facts: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(dataclasses.replace(FACTS, **facts), **changes)
+    assert [problem.field for problem in caught.value.problems] == [field]
+    assert caught.value.problems[0].fix
+
+
+def test_all_problems_are_told_at_once() -> None:
+    facts = Facts(World(), None, has_training_data=False, has_evaluation_data=False)
+    with pytest.raises(ConfigError) as caught:
+        plan_of(facts, eval_strategy="epoch")
+    assert {problem.field for problem in caught.value.problems} == {
+        "train_dataset",
+        "eval_strategy",
+        "max_steps",
+    }
+
+
+def test_what_was_assigned_afterwards_is_checked_too() -> None:
+    args = arguments()
+    args.per_device_train_batch_size = 0
+    with pytest.raises(ConfigError, match="per_device_train_batch_size"):
+        resolve(args, FACTS)
+
+
+@given(
+    per_epoch=st.integers(1, 1000),
+    epochs=st.floats(0.001, 50),
+    max_steps=st.one_of(st.just(-1), st.integers(1, 5000)),
+)
+def test_the_epochs_have_room_for_the_updates_and_no_more(
+    per_epoch: int, epochs: float, max_steps: int
+) -> None:
+    args = arguments()
+    args.num_train_epochs, args.max_steps = epochs, max_steps
+    duration = resolve_duration(args, per_epoch)
+    assert duration.steps == (max_steps if max_steps > 0 else math.ceil(epochs * per_epoch))
+    assert (duration.epochs - 1) * per_epoch < duration.steps <= duration.epochs * per_epoch
+
+
+def test_a_stream_ends_by_its_updates_alone() -> None:
+    args = arguments(max_steps=7)
+    duration = resolve_duration(args, None)
+    assert (duration.steps, duration.steps_per_epoch) == (7, None)
+    assert duration.epochs > 10**6
+
+
+@pytest.mark.parametrize(("given_steps", "expected"), [(0.25, 10), (0.01, 1), (7, 7), (3.0, 3)])
+def test_strides_may_be_parts_of_the_run(given_steps: float, expected: int) -> None:
+    plan = plan_of(num_train_epochs=4, logging_steps=given_steps, save_steps=given_steps)
+    assert plan.duration.steps == 40
+    assert (plan.logging.steps, plan.save.cadence.steps) == (expected, expected)
+
+
+def test_an_update_is_micro_times_accumulation_times_ranks() -> None:
+    args = arguments(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    batch = resolve_batch(args, Facts(World(rank=1, size=2, local_rank=1, local_size=2), 10))
+    assert (batch.update, batch.rank) == (24, 1)
+
+
+def test_the_plan_takes_each_argument_from_its_place() -> None:
+    plan = plan_of(
+        seed=5, data_seed=6, learning_rate=0.3, adam_beta2=0.9, warmup_steps=3, lr_scheduler_type="cosine",
+        bf16=True, max_grad_norm=0, nonfinite_policy="skip", save_total_limit=2, optim_args="a=1, b = x",
+        dataloader_drop_last=True, gradient_checkpointing=True,
+    )  # fmt: skip
+    optimizer = plan.optimizer
+    assert (plan.seed, plan.data.seed, optimizer.learning_rate, optimizer.betas) == (5, 6, 0.3, (0.9, 0.9))
+    assert (optimizer.warmup_steps, optimizer.schedule, optimizer.options) == (
+        3,
+        "cosine",
+        {"a": "1", "b": "x"},
+    )
+    assert (plan.precision.compute, plan.stability.max_grad_norm, plan.stability.nonfinite) == (
+        "bf16",
+        None,
+        "skip",
+    )
+    assert (plan.save.total_limit, plan.data.drop_last, plan.transforms.recompute) == (2, True, True)
+
+
+def test_the_plan_is_frozen() -> None:
+    plan = plan_of()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.seed = 1  # type: ignore[misc]
+
+
+def test_options_of_the_optimizer_need_values() -> None:
+    with pytest.raises(ConfigError, match="optim_args=.*'b'"):
+        plan_of(optim_args="a=1,b")
+
+
+def test_schedules_that_follow_a_metric_know_its_direction() -> None:
+    changes: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
+    assert plan_of(**changes, metric_for_best_model="f1").optimizer.schedule_options["mode"] == "max"
+    assert plan_of(**changes, metric_for_best_model="loss").optimizer.schedule_options["mode"] == "min"
