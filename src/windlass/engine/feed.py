@@ -36,6 +36,7 @@ class Portion:
         targets, samples: of each micro-batch here.
         denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
             positions with padding.
+        stop: some rank had asked to end the run when this was fetched; all ranks read the same.
     """
 
     group: Group
@@ -45,6 +46,7 @@ class Portion:
     total_samples: float
     tokens: float
     positions: float
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class Counts:
     """How batches are counted, all on the host.
 
     `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it.
+    `wants_stop` says whether this rank asks to end the run; it travels with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
     tokens: Callable[[Any], int]
     positions: Callable[[Any], int]
     inspect: Callable[[Group], None]
+    wants_stop: Callable[[], bool] = lambda: False
 
 
 class Feed:
@@ -101,8 +105,9 @@ class Feed:
             samples = [rows(batch) for batch in group.batches]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
-        totals = [sum(targets), sum(samples), tokens, positions]
+        totals = [sum(targets), sum(samples), tokens, positions, float(counts.wants_stop())]
         return group, targets, samples, self._gang.start_sum(totals)
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        return Portion(group, targets, samples, *totals.wait())
+        weight, total, tokens, positions, wishes = totals.wait()
+        return Portion(group, targets, samples, weight, total, tokens, positions, stop=wishes > 0)

@@ -41,6 +41,10 @@ class LoopHooks(StepHooks, Protocol):
         """One update was made from this data, or skipped."""
         ...
 
+    def stop_agreed(self) -> None:
+        """All ranks know that one of them wants the run to end with this update."""
+        ...
+
 
 @dataclass(slots=True)
 class LoopOptions:
@@ -129,6 +133,8 @@ class Loop:
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         self._watch_finite(portion, result)
         hooks.update_applied(portion, result.applied)
+        if portion.stop:
+            hooks.stop_agreed()
         hooks.step_end()
         hooks.due()
 

@@ -52,6 +52,7 @@ class TrainerBase:
 
     # Ctrl-C was pressed: save at the next point between two updates, where the loop's position is whole.
     _interrupted = False
+    _wants_stop = False
     _autocast: Callable[[], AbstractContextManager[Any]]
     _overridden: frozenset[str]
     _source_samples: int | None

@@ -13,6 +13,11 @@ class TrainerParts(EvaluationMixin, OptimizationMixin, SavingMixin, PublishingMi
 
     _ignore_keys_for_eval: list[str] | None = None
 
+    def _stop_here(self) -> None:
+        """End the run with this update, and save."""
+        self.control.should_training_stop = True
+        self._interrupted = True
+
     def _evaluate_for_run(self) -> dict[str, float]:
         metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
         if self._follows_metric:

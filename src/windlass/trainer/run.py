@@ -56,6 +56,8 @@ class TrainingRun:
         self._division_watch = (
             DivisionWatch(trainer, accumulation, self.backward) if may_divide(trainer, accumulation) else None
         )
+        self.seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
+        self.seed_step.start(0)
         self.loop = Loop(
             built.executor,
             Feed(source, plan.batch.accumulation, self._counts(), trainer._gang),
@@ -63,7 +65,7 @@ class TrainingRun:
             trainer.state,
             self.ledger,
             FiniteWatch(device),
-            StepSeeder(plan.seed, plan.batch.rank, device),
+            self.seed_step,
             LoopOptions(
                 epochs=plan.duration.epochs,
                 max_grad_norm=plan.stability.max_grad_norm,
@@ -85,7 +87,9 @@ class TrainingRun:
             )
         )
         tokens = {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[mode]
-        return Counts(trainer.count_targets, tokens, inputs.positions, self._inspect_first)
+        return Counts(
+            trainer.count_targets, tokens, inputs.positions, self._inspect_first, lambda: trainer._wants_stop
+        )
 
     def adopt_state(self, state: TrainerState) -> None:
         """A resumed run's progress replaces the fresh one."""
@@ -198,6 +202,9 @@ class TrainingRun:
             self._trainer.accelerator.free_memory()
         if applied:
             self.schedule.advance()
+
+    def stop_agreed(self) -> None:
+        self._trainer._stop_here()
 
     def due(self) -> None:
         """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""

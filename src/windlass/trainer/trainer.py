@@ -262,7 +262,7 @@ class Trainer(TrainerParts):
             self.optimizer, self.lr_scheduler = None, None
         started = time.time()
         self._watch_memory()
-        self.is_in_train, self._interrupted = True, False
+        self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         try:
             checkpoint = self._resume_point(resume)
             plan = self._prepare_run(checkpoint)
@@ -364,8 +364,12 @@ class Trainer(TrainerParts):
             "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) goes on from there. "
             "Press Ctrl-C again to stop at once"
         )
-        self.control.should_training_stop = True
-        self._interrupted = True
+        if self._gang.size > 1:
+            self._wants_stop = (
+                True  # the others must end with the same update: they learn of it with a coming one
+            )
+        else:
+            self._stop_here()
 
     def _finish_training(self, plan: RunPlan, started: float) -> TrainOutput:
         run, state = self._run, self.state
