@@ -153,3 +153,50 @@ def test_a_signal_from_outside(tmp_path: Path, root: Path) -> None:
     )
     whole.train()
     assert (int(reached), digest) == (step + 2, weights_hash(whole.model))
+
+
+RANKS = """
+import signal, sys
+from pathlib import Path
+from tests.trainer.small import Net, arguments, rows, weights_hash
+from windlass import Trainer, TrainerCallback
+
+class Presses(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+folder = Path(sys.argv[1])
+
+def trainer(name, *callbacks):
+    args = arguments(folder / name, max_steps=12, ddp_backend="gloo")
+    return Trainer(Net(), args, train_dataset=rows(64), callbacks=list(callbacks))
+
+whole = trainer("whole")
+whole.train()
+stopped = trainer("cut", Presses())
+step = stopped.train().global_step
+resumed = trainer("cut")
+resumed.train(resume_from_checkpoint=True)
+same = weights_hash(resumed.model) == weights_hash(whole.model)
+(folder / f"rank-{stopped.args.process_index}").write_text(f"{step} {same}")
+whole.end()
+"""
+
+
+@pytest.mark.dist
+def test_ranks_agree_on_the_last_update(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "script.py"), str(tmp_path)],
+        capture_output=True, text=True, timeout=240, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)}
+    (step, same) = said.pop().split()
+    assert not said, "the ranks disagree"
+    assert same == "True"
+    assert 3 < int(step) < 8
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == [f"checkpoint-{step}"]
