@@ -57,17 +57,25 @@ def _accelerator_generator(device: torch.device) -> Any:
 
 
 class StepSeeder:
-    """Seeds all generators of this process at the start of each update, from (seed, update, rank)."""
+    """Randomness of a training process: PyTorch's generators are seeded at each update, from (seed, update, rank).
+
+    Dropout therefore draws the same in update k whatever ran before it. Python's and NumPy's generators, which cost
+    more to seed and are rarely drawn from in a step, are seeded once, by `start`; a checkpoint carries their state.
+    """
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self._rank = seed, rank
         generator = _accelerator_generator(device)
         self._seed_device: Callable[[int], Any] | None = None if generator is None else generator.manual_seed
 
+    def start(self, step: int) -> None:
+        """Seed all three generators, for a run that begins at update `step` without a state to restore."""
+        seed_generators(derive_seed(STREAM_STEP, self._seed, step, self._rank))
+
     def __call__(self, step: int) -> None:
         """Make the randomness of update `step` (dropout and the like) what it always is."""
         value = derive_seed(STREAM_STEP, self._seed, step, self._rank)
-        seed_generators(value)
+        torch.default_generator.manual_seed(value)
         if self._seed_device is not None:
             self._seed_device(value)
 

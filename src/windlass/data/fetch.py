@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import length_hint
 from typing import Any
 
-from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
+from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
-from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint
+from windlass.data.seeding import Sandbox, Watch, collator_reseeder, fingerprint
+
+_AS_THEY_ARE = nullcontext()
 
 
 class Fetch:
     """`fetch(epoch, ids)` -> collated batch, the same bits in any process and after any history.
 
     Sample i is read under generators seeded by (seed, epoch, i); collation under (seed, epoch, first id).
-    Seeding three generators costs 8 us a sample, so a dataset (or collator) that draws nothing is read
-    without: the generators rest in a known state, and when they are found moved after all, the batch is read
-    again, seeded, and so is every later one.
+    Seeding three generators costs 8 us a sample, so a dataset whose reading and collating draw nothing is read
+    without, under watch: when they turn out to have drawn after all, the batch is read again, seeded, and so is every
+    later one.
 
     Args:
         dataset: anything with `__getitem__`; `__getitems__(list of ids)` is used where there is one.
@@ -27,9 +30,8 @@ class Fetch:
 
     def __init__(self, dataset: Any, collate: Collator, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
-        self._sandboxes = (Sandbox(python=False), Sandbox(python=True))
-        self._quiet_reads: bool | None = None  # None: not known before the first batch
-        self._quiet_collate: bool | None = None
+        self._sandbox, self._watch = Sandbox(), Watch()
+        self._quiet: bool | None = None  # draws nothing; None: not known before the first batch
         self._epoch: int | None = None
         self._bind()
 
@@ -48,21 +50,22 @@ class Fetch:
         self._seed = seed
 
     def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any:
-        """`isolate` puts Python's generator back too; NumPy's and PyTorch's always are."""
+        """The batch of these samples.
+
+        Args:
+            isolate: leave Python's generator exactly as it was; otherwise two draws may be taken from it, which is
+                cheaper. NumPy's and PyTorch's are always left as they were.
+        """
         if epoch != self._epoch:
             self._enter(epoch)
-        sandbox = self._sandboxes[isolate]
-        with sandbox:
-            if self._quiet_reads:
-                sandbox.rest()
-                samples = self._read_many(ids)
-                if self._quiet_collate:
-                    batch = self._collated(samples, ids)
-                    if not sandbox.disturbed():
-                        return batch
-                elif not sandbox.disturbed():
-                    return self._collated_seeded(samples, ids, sandbox)
-            return self._collated_seeded(self._read_seeded(ids, sandbox), ids, sandbox)
+        if self._quiet:
+            with self._sandbox if isolate else _AS_THEY_ARE, self._watch:
+                batch = self._collated(self._read_many(ids), ids)
+            if not self._watch.drew:
+                return batch
+            self._quiet = False
+        with self._sandbox:
+            return self._seeded(ids)
 
     def _enter(self, epoch: int) -> None:
         self._epoch = epoch
@@ -79,24 +82,20 @@ class Fetch:
             error.add_note(f"raised while reading sample {index} of {type(dataset).__name__}")
             raise
 
-    def _read_seeded(self, ids: list[int], sandbox: Sandbox) -> list[Any]:
-        learning, drew, samples = self._quiet_reads is not False, False, []
+    def _seeded(self, ids: list[int]) -> Any:
+        """Read and collate, seeding before each; learns at the first batch whether that is needed at all."""
+        learning, epoch = self._quiet is None, self._epoch or 0
+        drew, samples = False, []
         for index in ids:
-            sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch or 0, index))
+            seed_generators(derive_seed(STREAM_SAMPLE, self._seed, epoch, index))
             before = fingerprint() if learning else None
             samples += self._one_by_one([index])
             drew = drew or (learning and fingerprint() != before)
-        if learning:
-            self._quiet_reads = not drew
-        return samples
-
-    def _collated_seeded(self, samples: list[Any], ids: list[int], sandbox: Sandbox) -> Any:
-        sandbox.seed(derive_seed(STREAM_COLLATE, self._seed, self._epoch or 0, ids[0]))
-        learning = self._quiet_collate is not False
+        seed_generators(derive_seed(STREAM_COLLATE, self._seed, epoch, ids[0]))
         before = fingerprint() if learning else None
         batch = self._collated(samples, ids)
         if learning:
-            self._quiet_collate = fingerprint() == before
+            self._quiet = not drew and fingerprint() == before
         return batch
 
     def _collated(self, samples: list[Any], ids: list[int]) -> Any:

@@ -41,7 +41,7 @@ class ForeignLoader:
         self.epoch, self.taken = 0, 0
         self._restored: Any = None
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self._sandbox = Sandbox(python=False)
+        self._sandbox = Sandbox()
         self._generators = [(g, first_seed(g)) for g in (_generator(loader), _generator(_sampler(loader)))]
 
     @property

@@ -86,8 +86,8 @@ class Loader(DataLoader[Any]):
         """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
 
         A group holds `accumulation` micro-batches of this rank, in host memory. All ranks get the same number
-        of groups. NumPy's and PyTorch's generators are left alone; Python's is not put back (the engine seeds
-        it at each update).
+        of groups. NumPy's and PyTorch's generators are left alone; two draws may be taken from Python's for each
+        micro-batch, in a resumed pass as in one that was never interrupted.
         """
         length = self._length(self.epoch)
         if length is not None and self.consumed >= length:
@@ -209,7 +209,7 @@ class MapLoader(Loader):
         length = self._length(epoch)
 
         cuts = self._cuts(epoch, start, length, accumulation)
-        for cut, batches in self._source.batches(epoch, cuts, private):
+        for cut, batches in self._source.batches(epoch, cuts, private, resumed=start > 0):
             yield Group(
                 batches=batches,
                 ids=[[]] if cut.filler else cut.batches,

@@ -25,7 +25,9 @@ class Source:
         self.fetch, self._plan = fetch, plan
         self._pool: WorkerPool | None = None
 
-    def batches(self, epoch: int, cuts: Iterator[Cut], private: bool) -> Iterator[tuple[Cut, list[Any]]]:
+    def batches(
+        self, epoch: int, cuts: Iterator[Cut], private: bool, resumed: bool = False
+    ) -> Iterator[tuple[Cut, list[Any]]]:
         """Each of `cuts` with its batches.
 
         Args:
@@ -33,9 +35,11 @@ class Source:
             cuts: which samples make which batch.
             private: a look at the data from outside training; must disturb neither training's workers nor
                 Python's generator.
+            resumed: the first cut was read before, by the run that is continued, which left its mark on Python's
+                generator then; it must leave none now.
         """
         if self._plan.workers == 0:
-            return self._in_process(epoch, cuts, private)
+            return self._in_process(epoch, cuts, private, resumed)
         if private:
             return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, cuts)
         if self._pool is None:
@@ -47,10 +51,13 @@ class Source:
         self.fetch.reseed(seed)
         self._pool = None
 
-    def _in_process(self, epoch: int, cuts: Iterator[Cut], private: bool) -> Iterator[tuple[Cut, list[Any]]]:
-        fetch, pinned = self.fetch, wants_pinning(self._plan.pin_memory)
+    def _in_process(
+        self, epoch: int, cuts: Iterator[Cut], private: bool, resumed: bool
+    ) -> Iterator[tuple[Cut, list[Any]]]:
+        fetch, pinned, isolate = self.fetch, wants_pinning(self._plan.pin_memory), private or resumed
         for cut in cuts:
-            batches = [fetch(epoch, ids, private) for ids in cut.batches]
+            batches = [fetch(epoch, ids, isolate) for ids in cut.batches]
+            isolate = private
             yield cut, pin(batches) if pinned else batches
 
 

@@ -193,6 +193,7 @@ class SavingMixin(TrainerBase):
             "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of "
             "dropout and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
         )  # fmt: skip
+        self._run.seed_step.start(checkpoint.step)
         ledgers = [checkpoint.per_rank("ledger", rank) for rank in range(checkpoint.world_size)]
         self._run.ledger.load_state_dict(merged_ledger(ledgers, mine=self._gang.rank == 0))
 
