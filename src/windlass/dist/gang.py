@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -151,6 +152,9 @@ def leave() -> None:
     _joined = None
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Replicated models lie in reference cycles and hold the group: until they are gone its threads run on,
+        # and one that finishes its last work while the interpreter shuts down aborts the process.
+        gc.collect()
 
 
 def main_first(gang: Gang, work: Callable[[], Any]) -> Any:
