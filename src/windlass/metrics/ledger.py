@@ -130,8 +130,11 @@ class FiniteWatch:
 
 
 def _peek(value: Tensor) -> float:
-    """The number in a scalar of host memory, read in place; on mps, which has no pinned copy to go behind, a transfer."""
-    return value.tolist()  # type: ignore[no-any-return]
+    if value.device.type != "cpu":
+        return float(value)  # mps: memory is shared, and there is no pinned copy to go behind
+    if value.dtype == torch.bfloat16:
+        value = value.float()
+    return float(value.numpy().item())
 
 
 def _judge(tag: Any, loss: float, norm: float) -> tuple[Any, float, float] | None:

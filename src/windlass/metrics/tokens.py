@@ -74,10 +74,11 @@ def _integer(labels: Any) -> Tensor | None:
 
 def _count(labels: Tensor) -> int:
     if labels.device.type == "cpu":
-        # Both read the memory itself: no tensor operation, hence nothing that could wait for a device.
-        if labels.ndim == 1 and len(labels) <= 64:  # one label a row: too few for NumPy to pay
-            return len(labels) - labels.tolist().count(IGNORE_INDEX)
-        return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
+        # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device.
+        values = labels.numpy()
+        if values.ndim == 1 and values.size <= 64:  # one label a row: too few for array arithmetic to pay
+            return int(values.size - values.tolist().count(IGNORE_INDEX))
+        return int(np.count_nonzero(values != IGNORE_INDEX))
     return int(torch.count_nonzero(labels != IGNORE_INDEX))
 
 
