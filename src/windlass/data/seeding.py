@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_generators
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
-_draw_python, _draw_numpy = random.random, np.random.random_sample
+_draw_python = random.random
+_TWISTER_BYTES = 4 * 625  # a Mersenne twister's 624 words, and its position (Matsumoto & Nishimura 1998)
 
 
 class Sandbox:
@@ -41,19 +44,18 @@ class Sandbox:
 class Watch:
     """Tells whether reading drew from one of the three generators, at a fifth of what seeding them would cost.
 
-    NumPy's generator is exchanged for one that goes in step with a twin; PyTorch's state is compared; Python's goes in
-    step with a twin of its own: two draws are taken from it for each batch, one before and one after. Where reading
-    did draw, the generators are put back as if it had not.
+    NumPy's and PyTorch's states are compared as bytes. Python's is not to be had so cheaply: it goes in step with a
+    twin, and two draws are taken from it for each batch, one before and one after. Where reading did draw, all three
+    are put back as if it had not.
+
+    Calls that look free in a tight loop cost microseconds between the forward and the backward of a step, where their
+    code is cold; hence memory is read here, rather than the libraries asked.
     """
 
     def __init__(self) -> None:
-        self._bits, self._numpy_twin = np.random.MT19937(0), np.random.RandomState(0)
-        self._draw_numpy_twin = self._numpy_twin.random_sample
-        set_seeds = get_bit_generator()
-        set_bit_generator(self._bits)
-        np.random.seed(0)
-        set_bit_generator(set_seeds)
-        self._python_twin = random.Random(0)
+        self._twin = random.Random(0)
+        self._draw_twin = self._twin.random
+        self._bits: Any = None
         self.drew = False
 
     def __reduce__(self) -> Any:
@@ -61,35 +63,50 @@ class Watch:
         return Watch, ()
 
     def __enter__(self) -> Watch:
-        if _draw_python() != self._python_twin.random():
-            self._python_twin.setstate(random.getstate())  # somebody else drew: fall into step again
+        if _draw_python() != self._draw_twin():
+            self._twin.setstate(random.getstate())  # somebody else drew: fall into step again
         self._gauss = _PYTHON.gauss_next
-        self._torch_state = _TORCH.get_state()
-        self._torch_bytes = self._torch_state.numpy().tobytes()
-        self._outside = get_bit_generator()
-        set_bit_generator(self._bits)
+        bits = get_bit_generator()
+        if bits is not self._bits:
+            self._bits, self._address = bits, _address_of(bits)
+        self._numpy = ctypes.string_at(self._address, _TWISTER_BYTES)
+        self._torch = _TORCH.get_state()
         return self
 
     def __exit__(self, *_: object) -> None:
-        numpy_drew = _draw_numpy() != self._draw_numpy_twin()
-        set_bit_generator(self._outside)
-        self.drew = bool(
-            numpy_drew
-            or _draw_python() != self._python_twin.random()
+        self.drew = (
+            _draw_python() != self._draw_twin()
             or _PYTHON.gauss_next is not self._gauss
-            or _TORCH.get_state().numpy().tobytes() != self._torch_bytes
+            or ctypes.string_at(self._address, _TWISTER_BYTES) != self._numpy
+            or _bytes_of(_TORCH.get_state()) != _bytes_of(self._torch)
         )
         if self.drew:
-            self._undo()
+            self._put_back()
 
-    def _undo(self) -> None:
-        _TORCH.set_state(self._torch_state)
-        random.setstate(self._python_twin.getstate())
+    def _put_back(self) -> None:
+        random.setstate(self._twin.getstate())
         _PYTHON.gauss_next = self._gauss
-        self._numpy_twin.seed(0)
-        set_bit_generator(self._bits)
-        np.random.seed(0)
-        set_bit_generator(self._outside)
+        ctypes.memmove(self._address, self._numpy, _TWISTER_BYTES)
+        _TORCH.set_state(self._torch)
+
+
+def _address_of(bits: Any) -> int:
+    """Where NumPy's default generator keeps its state: 624 words and the position in them.
+
+    Raises:
+        DataError: a script has set another kind of generator, whose state has another shape.
+    """
+    if not isinstance(bits, np.random.MT19937):
+        raise DataError(
+            f"NumPy's default generator was replaced by {type(bits).__name__}; reading data repeatably needs the "
+            "Mersenne twister it comes with: leave it, and give code of yours a generator of its own"
+        )
+    address: int = bits.ctypes.state_address
+    return address
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def fingerprint() -> tuple[Any, ...]:
