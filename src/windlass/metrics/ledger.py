@@ -19,6 +19,10 @@ class Ledger:
 
     Losses are each rank's *share*: summed over ranks they give the update's loss. Sums are kept in float64 where the
     device has it, so that a report over many updates does not lose the small ones.
+
+    Means are over the updates that were applied: one that was skipped (not finite, or an overflow in fp16) changed
+    nothing, and its loss, often NaN, would hide all others. It is counted in `skipped`; where a report covers
+    skipped updates alone, their loss is shown as it was.
     """
 
     def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
@@ -28,6 +32,8 @@ class Ledger:
         self._loss = torch.zeros((), dtype=self._dtype, device=device)
         self._parts: dict[str, Tensor] = {}
         self._updates = 0
+        self._skips = 0
+        self._skipped_loss = torch.zeros_like(self._loss)
         self._last_norm: Tensor | None = None
         self.total_loss = 0.0
         self.total_updates = 0
@@ -35,10 +41,13 @@ class Ledger:
 
     def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> None:
         """Take in one update. `loss` and `parts` are this rank's shares, `norm` is global; all stay where they are."""
-        self._updates += 1
         self._last_norm = norm
         if not applied:
+            self._skips += 1
             self.skipped += 1
+            self._skipped_loss += loss
+            return
+        self._updates += 1
         self._loss += loss
         for name, value in parts.items():
             self._parts[name] = self._parts.get(name, 0) + value.to(self._dtype)
@@ -48,32 +57,33 @@ class Ledger:
 
         Every rank must call it. Empty when nothing was added.
         """
-        if not self._updates:
+        if not self.pending:
             return {}
         names = sorted(self._parts)
-        shares = [self._loss, *(self._parts[name] for name in names)]
+        loss, count = (self._loss, self._updates) if self._updates else (self._skipped_loss, self._skips)
+        shares = [loss, *(self._parts[name] for name in names)]
         norms = [] if self._last_norm is None else [self._last_norm.to(self._dtype)]
         # One transfer for all of it: each would wait for the device. The norm is the same on every rank already.
         packed = torch.stack(shares + norms).cpu()
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
-        self.total_loss += float(sums[0])
-        self.total_updates += self._updates
-        report = {
-            name: float(value) / self._updates for name, value in zip(["loss", *names], sums, strict=True)
-        }
+        if self._updates:
+            self.total_loss += float(sums[0])
+            self.total_updates += self._updates
+        report = {name: float(value) / count for name, value in zip(["loss", *names], sums, strict=True)}
         if norms:
             report["grad_norm"] = float(packed.numpy()[-1])
         self._loss.zero_()
-        self._parts, self._updates = {}, 0
+        self._skipped_loss.zero_()
+        self._parts, self._updates, self._skips = {}, 0, 0
         return report
 
     @property
     def pending(self) -> bool:
         """Whether updates were added since the last `read`."""
-        return self._updates > 0
+        return self._updates + self._skips > 0
 
     def mean_loss(self) -> float:
-        """Mean loss over every update that was read, since the run began (not since it was resumed)."""
+        """Mean loss over every applied update that was read, since the run began (not since it was resumed)."""
         return self.total_loss / self.total_updates if self.total_updates else 0.0
 
     def state_dict(self) -> State:
@@ -81,6 +91,9 @@ class Ledger:
             "loss": self._loss.clone(),
             "parts": {name: value.clone() for name, value in self._parts.items()},
             "updates": self._updates,
+            "skips": self._skips,
+            "skipped_loss": self._skipped_loss.clone(),
+            "norm": None if self._last_norm is None else self._last_norm.clone(),
             "total_loss": self.total_loss,
             "total_updates": self.total_updates,
             "skipped": self.skipped,
@@ -88,8 +101,10 @@ class Ledger:
 
     def load_state_dict(self, state: State) -> None:
         self._loss.copy_(state["loss"])
+        self._skipped_loss.copy_(state["skipped_loss"])
         self._parts = {name: value.to(self._device) for name, value in state["parts"].items()}
-        self._updates = state["updates"]
+        self._updates, self._skips = state["updates"], state["skips"]
+        self._last_norm = None if state["norm"] is None else state["norm"].to(self._device)
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.skipped = state["skipped"]
 

@@ -297,7 +297,8 @@ def find_metric(metrics: Mapping[str, float], name: str) -> float:
 def merged_ledger(ledgers: list[State], mine: bool) -> State:
     """One rank's ledger made of several: sums go to the first rank, counts to all."""
     first = dict(ledgers[0])
-    first["loss"] = sum(ledger["loss"] for ledger in ledgers) * float(mine)
+    for name in ("loss", "skipped_loss"):
+        first[name] = sum(ledger[name] for ledger in ledgers) * float(mine)
     names = {name for ledger in ledgers for name in ledger["parts"]}
     first["parts"] = {
         name: sum(ledger["parts"][name] for ledger in ledgers if name in ledger["parts"]) * float(mine)
