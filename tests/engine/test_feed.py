@@ -18,11 +18,12 @@ class Source:
 
     def __init__(self, trace: list[str], filler: bool = False) -> None:
         self.trace, self.filler, self.at = trace, filler, 0
+        self.batch = lambda: {"x": torch.ones(2, 4)}
 
     def groups(self, accumulation: int) -> Iterator[Group]:
         for number in range(3):
             self.trace.append(f"fetch {number}")
-            batches = [{"x": torch.ones(2, 4)} for _ in range(accumulation)]
+            batches = [self.batch() for _ in range(accumulation)]
             filler = self.filler and number == 2
             yield Group(
                 batches, [[0, 1]] * accumulation, 4, self.at, number == 2, filler, {"next": number + 1}
@@ -78,6 +79,13 @@ def test_counts_are_of_this_rank_and_of_all() -> None:
         assert (portion.targets, portion.samples) == ([3.0, 3.0], [2, 2])
         totals = portion.denominator, portion.total_samples, portion.tokens, portion.positions
         assert totals == (12.0, 8.0, 20.0, 32.0)
+
+
+def test_samples_are_counted_by_their_ids_where_these_are_known() -> None:
+    """A batch of joined sequences is one row, and a batch of an unknown kind has none to count."""
+    feed = feed_of([])
+    feed._source.batch = lambda: {"x": torch.ones(1, 9), "first": torch.tensor(3)}  # type: ignore[attr-defined]
+    assert next(feed.epoch(0)).samples == [2, 2]
 
 
 def test_a_filler_counts_nothing() -> None:

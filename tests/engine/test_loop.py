@@ -58,8 +58,14 @@ class Counting:
 
     def __init__(self, bad: int | None) -> None:
         self.bad = bad
+        self.cleared = 0
+
+    def zero_grad(self) -> None:
+        self.cleared += 1
 
     def run_step(self, group: Group, request: Any, hooks: Any) -> StepResult:
+        assert self.cleared == 1, "gradients from before the run would be added to its first update"
+        assert request.denominator > 0
         hooks.trace.append(f"update {group.batches[0]}")
         value = torch.tensor(math.nan if group.batches[0] == self.bad else 1.0)
         return StepResult(value, value, not (request.guard and group.batches[0] == self.bad), {})
@@ -103,7 +109,7 @@ def made(
 ) -> tuple[Loop, Hooks]:
     state = TrainerState(max_steps=max_steps)
     hooks = Hooks(state, act or {})
-    counts = Counts(lambda _: 1.0, lambda _: 0, lambda _: 0, lambda _: None)
+    counts = Counts(lambda _: options.get("targets", 1.0), lambda _: 0, lambda _: 0, lambda _: None)
     loop = Loop(
         Counting(options.get("bad")),  # type: ignore[arg-type]
         Feed(Source(length, known), 1, counts, Gang()),
@@ -164,6 +170,24 @@ def test_a_loop_goes_on_from_wherever_it_was_saved(
     resumed.state.epoch = hooks.saved[at]["state"]["epoch"]
     again.run()
     assert hooks.trace[:at] + resumed.trace == hooks.trace
+
+
+def test_an_epoch_that_a_callback_ended_stays_ended() -> None:
+    """Killed behind the save that followed the callback's word, before the loop acted on it."""
+    act = {2: "should_epoch_stop"}
+    loop, hooks = made(4, 2, 8, act=act)
+    loop.run()
+    at = hooks.trace.index("update 2") + 1
+    again, resumed = made(4, 2, 8, act=act)
+    resumed.state.global_step = 2
+    resumed.state.epoch = 0.5
+    again.load_state_dict(hooks.saved[at]["loop"])
+    again.run()
+    assert hooks.trace[:at] + resumed.trace == hooks.trace
+
+
+def test_an_update_without_targets_has_a_denominator() -> None:
+    made(2, 1, 2, targets=0.0)[0].run()
 
 
 def test_raising_names_step_and_samples_and_comes_before_the_steps_events() -> None:

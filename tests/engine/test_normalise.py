@@ -73,6 +73,17 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
     )
 
 
+def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> None:
+    normaliser = Normaliser(1)
+    normaliser.begin(2.0, filler=False)
+    total = torch.zeros(())
+    for value in (256.0, 1.0):
+        normaliser.scope(1.0, 0.5)
+        normaliser.apply(torch.tensor(value, dtype=torch.bfloat16))
+        total = normaliser.take() if value == 256.0 else total + normaliser.take()
+    assert (total.dtype, float(total)) == (torch.float32, 128.5)
+
+
 @pytest.mark.parametrize("meaning", Meaning)
 @pytest.mark.parametrize("loss", [1.0, math.nan, math.inf])
 def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:

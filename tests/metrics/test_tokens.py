@@ -46,7 +46,8 @@ def test_labels_that_were_shifted_already_count_whole(table: list[list[int]]) ->
         ([torch.zeros(3, 2), torch.zeros(3)], 3),
         (torch.zeros(4, 2), 4),
         ({"labels": torch.zeros(0, 4, dtype=torch.int64)}, 0),
-        ({}, 0),
+        ({}, 1),
+        (object(), 1),  # of an unknown kind: were it none, nothing would be learned, and nothing said
     ],
 )
 def test_what_is_no_table_of_classes_counts_rows(batch: Any, expected: int) -> None:

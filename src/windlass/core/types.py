@@ -68,7 +68,8 @@ class EvalPrediction:
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` returns. `training_loss` is the mean loss over all updates of this call."""
+    """What `Trainer.train` returns. `training_loss` is the mean loss over all updates of the run, those before a
+    resume included; updates that were skipped do not count."""
 
     global_step: int
     training_loss: float

@@ -29,7 +29,8 @@ class StepRequest:
     """What one update is asked to do.
 
     Attributes:
-        denominator: total weight of the update over all ranks, by which summed losses are divided; at least 1.
+        denominator: total weight of the update over all ranks, by which summed losses are divided; above 0 (1 where
+            the update has no targets).
         targets: this rank's target count of each micro-batch, on the host.
         samples: this rank's sample count of each micro-batch.
         total_samples: number of samples of the update over all ranks.

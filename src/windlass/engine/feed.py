@@ -102,7 +102,8 @@ class Feed:
             targets, samples, tokens, positions = [0.0] * len(group.batches), [0] * len(group.batches), 0, 0
         else:
             targets = [counts.targets(batch) for batch in group.batches]
-            samples = [rows(batch) for batch in group.batches]
+            # What was read tells exactly; a batch of joined sequences, say, is one row.
+            samples = [len(i) or rows(b) for i, b in zip(group.ids, group.batches, strict=True)]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
         totals = [sum(targets), sum(samples), tokens, positions, float(counts.wants_stop())]

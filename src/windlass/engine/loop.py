@@ -89,6 +89,8 @@ class Loop:
 
     def run(self) -> None:
         """All that is left of the run."""
+        # What a script's own backward, or a run that was broken off, left behind would go into the first update.
+        self._executor.zero_grad()
         while not self._finished():
             self._run_epoch()
         self.check_finite()
@@ -141,7 +143,8 @@ class Loop:
     def _request(self, portion: Portion) -> StepRequest:
         options = self._options
         return StepRequest(
-            portion.denominator,
+            portion.denominator
+            or 1.0,  # without targets there is nothing to divide, and zero by zero would be NaN
             portion.targets,
             portion.samples,
             portion.total_samples,
@@ -167,8 +170,7 @@ class Loop:
     @property
     def _ends_at_once(self) -> bool:
         """Resumed after the last update of an epoch or the run, or after a stop: closing events are left."""
-        done = self._state.global_step >= self._state.max_steps
-        return self._data_spent or done or self._hooks.control.should_training_stop
+        return self._data_spent or self._leaves_epoch()
 
     def _leaves_epoch(self) -> bool:
         control = self._hooks.control
@@ -231,6 +233,7 @@ class Loop:
             "updates_in_epoch": self._updates_in_epoch,
             "epoch_open": self._epoch_open,
             "data_spent": self._data_spent,
+            "epoch_stopped": self._epoch_open and self._hooks.control.should_epoch_stop,
             "position": self._position,
         }
 
@@ -238,4 +241,5 @@ class Loop:
         self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
         self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
         self._position = state["position"]
+        self._hooks.control.should_epoch_stop = state["epoch_stopped"]
         self._feed.restore(self._position)

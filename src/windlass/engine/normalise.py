@@ -15,6 +15,8 @@ from torch import Tensor
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 class Meaning(Enum):
     """What `compute_loss` returned."""
@@ -67,9 +69,7 @@ class Normaliser:
             scaled = loss * self.world if self.world > 1 else loss
         else:
             scaled = loss
-        share = scaled.detach()
-        if self.world > 1:
-            share = share / self.world
+        share = _account(scaled, self.world)
         self.loss = share if self.loss is None else self.loss + share
         return scaled
 
@@ -84,7 +84,7 @@ class Normaliser:
         for name, value in terms.aux.items():
             scaled = _weigh(value, 0.0 if self.filler else self.share_of_samples * self.world)
             total = total + scaled
-            share = scaled.detach() / self.world
+            share = _account(scaled, self.world)
             self.parts[name] = self.parts[name] + share if name in self.parts else share
         return total
 
@@ -101,6 +101,14 @@ class Normaliser:
                 "call `super().training_step(...)`"
             )
         return self.loss
+
+
+def _account(scaled: Tensor, world: int) -> Tensor:
+    """This rank's share, for the account: sums of bf16 or fp16 numbers would lose their last digits."""
+    share = scaled.detach()
+    if share.dtype in _NARROW:
+        share = share.float()
+    return share / world if world > 1 else share
 
 
 def _weigh(loss: Tensor, factor: float) -> Tensor:

@@ -46,7 +46,9 @@ class TargetCounter:
     def __call__(self, batch: Any) -> float:
         labels = self.labels(batch)
         if labels is None:
-            return float(rows(batch))
+            return float(
+                rows(batch) or 1
+            )  # of a kind that shows no rows: one weight for each batch, never none
         if self.shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return float(_count(labels))
