@@ -27,6 +27,8 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
     ({"num_train_epochs": 0}, {"num_train_epochs"}),
     ({"num_train_epochs": -1, "max_steps": 0}, {"num_train_epochs"}),
     ({"max_steps": -5}, {"max_steps"}),
+    ({"max_steps": -5, "num_train_epochs": -3}, {"max_steps", "num_train_epochs"}),
+    ({"max_steps": "many", "num_train_epochs": 0}, {"max_steps", "num_train_epochs"}),
     ({"learning_rate": -1e-5}, {"learning_rate"}),
     ({"learning_rate": "5e-5"}, {"learning_rate"}),
     ({"learning_rate": float("inf")}, {"learning_rate"}),
@@ -203,3 +205,17 @@ def test_the_launchers_rank_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choices_are_listed_and_guessed() -> None:
     with pytest.raises(ConfigError, match=r"inverse_sqrt.*did you mean 'cosine'"):
         TrainingArguments("out", lr_scheduler_type="cosin")
+
+
+@pytest.mark.parametrize(
+    ("habit", "name"),
+    [("batch_size", "per_device_train_batch_size"), ("lr", "learning_rate"), ("epochs", "num_train_epochs")],
+)
+def test_names_of_habit_are_answered_with_the_right_one(habit: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{habit}=1.*did you mean '{name}'"):
+        TrainingArguments(**{habit: 1})
+
+
+def test_what_is_not_built_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5.*is not built yet; leave it out"):
+        TrainingArguments(neftune_noise_alpha=5)

@@ -27,6 +27,21 @@ NOTES = {
     ),
 }
 
+# Names out of other libraries and of habit, which no likeness of letters leads to the right one.
+HABITS = {
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "max_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "scheduler": "lr_scheduler_type",
+    "grad_clip": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+}
+
 
 class AcceptsOldNames(type):
     """`cls(**names)` with old names translated, unknown ones answered, and all problems raised together."""
@@ -110,7 +125,7 @@ def _settle_twins(arguments: dict[str, Any]) -> None:
 def _unknown(arguments: Mapping[str, Any], names: tuple[str, ...]) -> list[Problem]:
     known = [*names, *OLD_NAMES]
     return [
-        Problem(name, value, f"there is no such argument{did_you_mean(name, known)}")
+        Problem(name, value, f"there is no such argument{did_you_mean(HABITS.get(name, name), known)}")
         for name, value in arguments.items()
         if name not in names
     ]

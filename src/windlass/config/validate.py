@@ -100,10 +100,12 @@ def _one_precision(args: Any) -> Iterator[Problem]:
             yield Problem(half, True, f"contradicts {brain}=True; choose one of the two")
 
 
-@_rule("max_steps", "num_train_epochs")
+@_rule("num_train_epochs")
 def _some_length(args: Any) -> Iterator[Problem]:
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        fix = f"gives nothing to train with max_steps={args.max_steps}; set one of the two above 0"
+    # A max_steps that is wrong by itself gives no length either, so both are told at once.
+    enough = isinstance(args.max_steps, int) and args.max_steps > 0
+    if not enough and args.num_train_epochs <= 0:
+        fix = f"gives nothing to train with max_steps={args.max_steps!r}; set one of the two above 0"
         yield Problem("num_train_epochs", args.num_train_epochs, fix)
 
 
@@ -200,7 +202,7 @@ def _unbuilt_fields(args: Any) -> Iterator[Problem]:
         reason = refusal(field.name)
         if reason is not None and not is_neutral(field, getattr(args, field.name)):
             value = "***" if field.name.endswith("_token") else getattr(args, field.name)
-            yield Problem(field.name, value, reason)
+            yield Problem(field.name, value, reason if ";" in reason else f"{reason}; leave it out")
 
 
 @_rule("accelerator_config", "gradient_accumulation_steps")
