@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from windlass.core.errors import DataError
 from windlass.data import collators as ours
 
 theirs = pytest.importorskip("transformers")
@@ -93,6 +94,14 @@ def test_default(features: list[Any]) -> None:
     assert_same(mine(features), other(features))
     if not any(isinstance(value, torch.Tensor) for value in features[0].values()):
         assert_same(mine(features, return_tensors="np"), other(features, return_tensors="np"))
+
+
+@pytest.mark.parametrize(
+    "values", [[torch.zeros(4), torch.zeros(5)], [[1, 2], [1]], [np.zeros(2), np.zeros(3)]]
+)
+def test_default_names_the_column_that_is_ragged(values: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"column 'x' .*shapes \[\d\] and \[\d\].*data_collator"):
+        ours.default_data_collator([{"x": value, "fits": 1} for value in values])
 
 
 def test_default_takes_objects_with_attributes() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.core.errors import DataError
+
 Features = list[Any]
 Batch = dict[str, Any]
 
@@ -60,8 +62,21 @@ def _collated(
         batch["labels"] = labels([sample["label_ids"] for sample in samples], True)
     for name, value in first.items():
         if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[name] = stack([sample[name] for sample in samples])
+            batch[name] = _stacked(name, [sample[name] for sample in samples], stack)
     return batch
+
+
+def _stacked(name: str, values: list[Any], stack: Callable[[list[Any]], Any]) -> Any:
+    try:
+        return stack(values)
+    except (RuntimeError, ValueError, TypeError) as error:
+        shapes = sorted({str(list(np.shape(value))) for value in values if hasattr(value, "__len__")})
+        raise DataError(
+            f"column {name!r} cannot be stacked into a batch ({error}). "
+            + (f"Its samples have the shapes {' and '.join(shapes[:3])}. " if len(shapes) > 1 else "")
+            + "Pad the samples to one length, or pass a data_collator that does, such as "
+            "DataCollatorWithPadding(tokenizer)."
+        ) from error
 
 
 def _stack_torch(values: list[Any]) -> torch.Tensor:
