@@ -132,11 +132,20 @@ def test_the_prefix_is_optional(tmp_path: Path, name: str) -> None:
     assert trainer.state.best_metric == 0.3
 
 
-def test_a_metric_that_evaluation_never_returns_is_found_before_training(tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path, eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
-        metric_for_best_model="f1",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {"load_best_model_at_end": True},
+        {"save_strategy": "best"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        {},  # the best step is noted all the same, and early stopping may go by it
+    ],
+)
+def test_a_metric_that_evaluation_never_returns_is_found_before_training(
+    tmp_path: Path, goal: dict[str, Any]
+) -> None:
+    given = {"eval_strategy": "steps", "save_strategy": "steps", "metric_for_best_model": "f1"}
+    args = arguments(tmp_path, **(given | goal))
     trainer = Trainer(Net(), args, train_dataset=rows(8), eval_dataset=rows(4))
     with pytest.raises(ConfigError, match=r"f1.*eval_loss"):
         trainer.train()

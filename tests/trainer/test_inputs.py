@@ -183,3 +183,9 @@ def test_an_overridden_evaluation_sampler_gives_the_order(tmp_path: Path) -> Non
         assert kind(Net(), arguments(tmp_path), eval_dataset=data).evaluate()["eval_loss"] == pytest.approx(
             plain.metrics["test_loss"]
         )
+
+
+@pytest.mark.parametrize("given", [{"max_steps": 3}, "out", object()])
+def test_other_things_than_arguments_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"args='builtins\..*windlass.TrainingArguments"):
+        Trainer(Net(), given, train_dataset=rows(4))

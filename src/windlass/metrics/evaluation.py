@@ -222,7 +222,7 @@ def named_metrics(prefix: str, loss: Mapping[str, float], metrics: Mapping[str, 
         logger.warning(
             "compute_metrics returned %s, which is the name of the evaluation loss: the loss is kept", name
         )
-    return {**named, **exact}
+    return {**exact, **named, **exact}  # the loss first, where scripts and readers look for it
 
 
 def _prefixed(prefix: str, name: str) -> str:

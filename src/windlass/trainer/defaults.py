@@ -10,12 +10,39 @@ from typing import Any
 from torch import nn
 
 from windlass.checkpoint.store import Store
+from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 
 logger = get_logger(__name__)
+
+
+def checked_arguments(args: Any) -> TrainingArguments:
+    """The arguments given, or those of a script that gives none.
+
+    Raises:
+        ConfigError: they are something else, such as a dict or another library's arguments.
+    """
+    if args is None:
+        return TrainingArguments()
+    if not isinstance(args, TrainingArguments):
+        kind = f"{type(args).__module__}.{type(args).__qualname__}"
+        fix = (
+            "give windlass.TrainingArguments(...); a dict of options goes in as TrainingArguments(**options)"
+        )
+        raise ConfigError(Problem("args", kind, fix))
+    return args
+
+
+def multiplied_parameters(model: nn.Module) -> int:
+    """Parameters that take part in multiplications with every token: all but embedding tables, which are looked up.
+
+    Source: N of Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters() if id(p) not in tables)
 
 
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:

@@ -266,7 +266,7 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
-        found = ", ".join(map(str, outputs))
+        found = ", ".join(f"{name} (None)" if outputs[name] is None else str(name) for name in outputs)
     elif isinstance(outputs, (tuple, list)):
         loss, found = (outputs[0] if outputs else None), f"a sequence of {len(outputs)}"
     elif isinstance(outputs, (Tensor, LossTerms)):

@@ -88,6 +88,8 @@ class ReportsMixin(TrainerBase):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate where it has one.
 
+        Parameters of embedding tables are not counted: they are looked up, not multiplied.
+
         Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
         """
         own = getattr(self.model, "floating_point_ops", None)

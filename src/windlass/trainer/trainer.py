@@ -37,8 +37,10 @@ from windlass.precision.check import check_precision
 from windlass.trainer.base import overrides
 from windlass.trainer.defaults import (
     align_special_tokens,
+    checked_arguments,
     default_collator,
     is_placed,
+    multiplied_parameters,
     one_of,
     prepare_output,
 )
@@ -100,7 +102,7 @@ class Trainer(TrainerParts):
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
-        self.args = args if args is not None else TrainingArguments()
+        self.args = checked_arguments(args)
         self._seed()
         self._meet_the_world()
         self.model_init = model_init
@@ -169,7 +171,11 @@ class Trainer(TrainerParts):
     def _take_model(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                Problem("model", type(model).__name__, "give an nn.Module (a name is loaded by SFTTrainer)")
+                Problem(
+                    "model",
+                    type(model).__name__,
+                    "give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained(name)",
+                )
             )
         if self.place_model_on_device and not is_placed(model):
             model.to(self._device)
@@ -180,7 +186,7 @@ class Trainer(TrainerParts):
         named = self.args.label_names
         self.label_names = labels_in_signature(model) if named is None else list(named)
         self.can_return_loss = returns_loss_by_default(model)
-        self._parameter_count = sum(p.numel() for p in model.parameters())
+        self._parameter_count = multiplied_parameters(model)
         self._model_divides = accepts_keywords(model)
         self._counter = TargetCounter(tuple(self.label_names))
         self._normaliser = Normaliser(self._gang.size)
@@ -331,14 +337,11 @@ class Trainer(TrainerParts):
         handler.train_dataloader, handler.processing_class = loader, self.processing_class
 
     def _check_metric(self, plan: RunPlan) -> None:
-        """Find out before the first update whether evaluation returns the metric that the run depends on."""
-        metric = plan.save.metric
-        needed = plan.save.load_best_at_end or plan.save.cadence.strategy == "best" or self._follows_metric
-        own = self._overridden & {
-            "evaluate",
-            "evaluation_loop",
-        }  # what these return, only running them would tell
-        if metric is None or not needed or plan.evaluation.strategy == "no" or own:
+        """Find out before the first update whether evaluation returns the metric that the run goes by."""
+        metric = plan.save.metric or ("loss" if self._follows_metric else None)
+        # What an override of these returns, only running it would tell.
+        own = self._overridden & {"evaluate", "evaluation_loop"}
+        if metric is None or plan.evaluation.strategy == "no" or own:
             return
         find_metric(self._rehearse_evaluation(metric), metric)
 
