@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass import TrainingArguments
-from windlass.assemble.facts import Facts
+from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_batch, resolve_duration
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError
@@ -76,14 +76,33 @@ def test_the_epochs_have_room_for_the_updates_and_no_more(
 ) -> None:
     args = arguments()
     args.num_train_epochs, args.max_steps = epochs, max_steps
-    duration = resolve_duration(args, per_epoch)
+    duration = resolve_duration(args, Facts(World(), per_epoch))
     assert duration.steps == (max_steps if max_steps > 0 else math.ceil(epochs * per_epoch))
     assert (duration.epochs - 1) * per_epoch < duration.steps <= duration.epochs * per_epoch
 
 
+@given(
+    done=st.integers(0, 99), before=st.integers(1, 9), per_epoch=st.integers(1, 40), epochs=st.integers(1, 9)
+)
+def test_updates_of_another_size_make_as_many_passes(
+    done: int, before: int, per_epoch: int, epochs: int
+) -> None:
+    """`done` updates were made, and the data behind them makes `done // before` of today's."""
+    args = arguments()
+    facts = Facts(World(), per_epoch, resumed=Progress(done, done // before))
+    args.num_train_epochs = epochs
+    duration = resolve_duration(args, facts)
+    left = max(epochs * per_epoch - done // before, 0)
+    assert (duration.steps, duration.epochs) == (done + left, epochs)
+    args.max_steps = done + 50
+    duration = resolve_duration(args, facts)
+    assert duration.steps == done + 50
+    assert duration.epochs * per_epoch >= done // before + 50, "the epochs end before the updates do"
+
+
 def test_a_stream_ends_by_its_updates_alone() -> None:
     args = arguments(max_steps=7)
-    duration = resolve_duration(args, None)
+    duration = resolve_duration(args, Facts(World(), None))
     assert (duration.steps, duration.steps_per_epoch) == (7, None)
     assert duration.epochs > 10**6
 
@@ -129,7 +148,7 @@ def test_the_plan_is_frozen() -> None:
 
 
 def test_options_of_the_optimizer_need_values() -> None:
-    with pytest.raises(ConfigError, match="optim_args=.*'b'"):
+    with pytest.raises(ConfigError, match=r"optim_args=.*'b'"):
         plan_of(optim_args="a=1,b")
 
 

@@ -204,6 +204,27 @@ def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, fo
     assert resumed.model.seen == whole.model.seen[3 * 8 :]
 
 
+@pytest.mark.parametrize(("micro", "accumulation", "updates"), [(8, 2, 3 + 1 + 3), (2, 2, 3 + 3 + 9)])
+def test_no_sample_is_lost_when_updates_change_their_size(
+    micro: int, accumulation: int, updates: int, folder: Path
+) -> None:
+    """Two epochs are two epochs: 24 of 36 samples were seen in three updates of 8 when the size changed."""
+    case = Case({"lr_scheduler_type": "linear"})
+    whole = run(folder / "whole", case)
+    killed = folder / "killed"
+    assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
+    split = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    resumed = run(killed, case, resume=True, logging_steps=1, **split)
+    assert isinstance(resumed.model, Net)
+    assert isinstance(whole.model, Net)
+    assert resumed.model.seen == whole.model.seen[3 * 8 :]
+    assert (resumed.state.global_step, resumed.state.max_steps) == (updates, updates)
+    per_epoch = -(-36 // (micro * accumulation))
+    left = -(-12 // (micro * accumulation))
+    epochs = [logs["epoch"] for logs in resumed.state.log_history if logs["step"] > 3 and "loss" in logs]
+    assert epochs == pytest.approx([(per_epoch - left + 1 + i) / per_epoch for i in range(updates - 3)])
+
+
 def test_a_finished_run_is_extended(folder: Path) -> None:
     """More epochs than at first: the schedule's length apart (here constant), as if asked for at once."""
     case = Case({"lr_scheduler_type": "constant"})

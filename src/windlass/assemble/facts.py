@@ -8,6 +8,19 @@ from windlass.core.world import World
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run goes on whose updates have another size than before.
+
+    Attributes:
+        steps: updates made so far.
+        amounts_to: updates of the present size that the data they consumed would make.
+    """
+
+    steps: int
+    amounts_to: int
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Measured by the facade, judged by `resolve`.
 
@@ -17,6 +30,7 @@ class Facts:
         has_training_data: there is a training dataset (or an overridden loader).
         has_evaluation_data: there is at least one evaluation set (or an overridden loader).
         overridden: names of Trainer methods that the subclass replaced.
+        resumed: what was done before updates changed their size; None where they did not.
     """
 
     world: World
@@ -24,3 +38,4 @@ class Facts:
     has_training_data: bool = True
     has_evaluation_data: bool = True
     overridden: frozenset[str] = frozenset()
+    resumed: Progress | None = None

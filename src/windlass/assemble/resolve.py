@@ -73,7 +73,7 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     problems = [problem for rule in RULES for problem in rule(args, facts)]
     if problems:
         raise ConfigError(problems)
-    duration = resolve_duration(args, facts.groups_per_epoch)
+    duration = resolve_duration(args, facts)
     return RunPlan(
         seed=args.seed,
         batch=resolve_batch(args, facts),
@@ -183,15 +183,22 @@ def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
     )
 
 
-def resolve_duration(args: Any, per_epoch: int | None) -> DurationPlan:
-    """Updates and epochs: `max_steps` wins; else `num_train_epochs` passes, the last one possibly in part."""
+def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
+    """Updates and epochs: `max_steps` wins; else `num_train_epochs` passes, the last one possibly in part.
+
+    Epochs are passes over the data whatever the size of updates: where that changed in between, the updates made so
+    far and those that the rest of the data makes add up.
+    """
+    per_epoch = facts.groups_per_epoch
+    # How many more updates were made than the data behind them makes now.
+    surplus = 0 if facts.resumed is None else facts.resumed.steps - facts.resumed.amounts_to
     if args.max_steps > 0:
-        epochs = math.ceil(args.max_steps / per_epoch) if per_epoch else _MAX_STEPS
+        epochs = math.ceil((args.max_steps - surplus) / per_epoch) if per_epoch else _MAX_STEPS
         return DurationPlan(args.max_steps, epochs, per_epoch)
     assert per_epoch is not None, "a stream without max_steps is refused above"
-    return DurationPlan(
-        math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs), per_epoch
-    )
+    made = 0 if facts.resumed is None else facts.resumed.steps
+    steps = max(math.ceil(args.num_train_epochs * per_epoch) + surplus, made)
+    return DurationPlan(steps, math.ceil(args.num_train_epochs), per_epoch)
 
 
 def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:

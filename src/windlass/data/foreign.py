@@ -69,6 +69,11 @@ class ForeignLoader:
             return None
         return -(-count // (accumulation or self.batch.accumulation))
 
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` (a `state_dict`) to the end of its epoch, on this rank."""
+        whole = self.groups_per_epoch(1)
+        return None if whole is None else max(-(-(whole - int(position["batches"])) // accumulation), 0)
+
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """Groups from the current position to the end of its epoch; the next call goes on with the next epoch."""
         epoch, size = self.epoch, accumulation or self.batch.accumulation

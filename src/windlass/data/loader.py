@@ -82,6 +82,13 @@ class Loader(DataLoader[Any]):
             else -(-count // (self.total_batch_size * (accumulation or self.batch.accumulation)))
         )
 
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` (a `state_dict`) to the end of its epoch, in this loader's sizes."""
+        count = self._length(int(position["epoch"]))
+        if count is None:
+            return None
+        return max(-(-(count - int(position["consumed"])) // (self.total_batch_size * accumulation)), 0)
+
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
 

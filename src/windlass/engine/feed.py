@@ -19,6 +19,10 @@ class GroupSource(Protocol):
 
     def groups_per_epoch(self, accumulation: int) -> int | None: ...
 
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` to the end of its epoch, in the sizes of this run; None where nobody knows."""
+        ...
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless a restored position already lies in it."""
         ...
@@ -75,6 +79,11 @@ class Feed:
     def groups_per_epoch(self) -> int | None:
         """Updates in a whole epoch, None where only the end of the stream will tell."""
         return self._source.groups_per_epoch(self._accumulation)
+
+    def groups_behind(self, position: State) -> int | None:
+        """What the data of `position`'s epoch that was consumed amounts to, in updates of this run's size."""
+        whole, left = self.groups_per_epoch, self._source.groups_left(position, self._accumulation)
+        return None if whole is None or left is None else whole - left
 
     def restore(self, position: State) -> None:
         """Continue behind the last group that was consumed; an empty position is the start of an epoch."""

@@ -231,6 +231,7 @@ class Loop:
         return {
             "epoch": self._epoch,
             "updates_in_epoch": self._updates_in_epoch,
+            "updates_per_epoch": self._updates_per_epoch,
             "epoch_open": self._epoch_open,
             "data_spent": self._data_spent,
             "epoch_stopped": self._epoch_open and self._hooks.control.should_epoch_stop,
@@ -243,3 +244,10 @@ class Loop:
         self._position = state["position"]
         self._hooks.control.should_epoch_stop = state["epoch_stopped"]
         self._feed.restore(self._position)
+        if (
+            self._feed.groups_per_epoch != state["updates_per_epoch"]
+            and self._position
+            and not self._data_spent
+        ):
+            # Updates have another size now: what lies behind counts in theirs.
+            self._updates_in_epoch = self._feed.groups_behind(self._position) or self._updates_in_epoch

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from windlass.assemble.facts import Progress
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
 from windlass.checkpoint.store import Store, is_checkpoint
@@ -19,6 +20,7 @@ from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
+from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
 
 logger = get_logger(__name__)
@@ -158,6 +160,19 @@ class SavingMixin(TrainerBase):
             opened.load_weights(target)
         else:
             load_weights(Path(resume_from_checkpoint), target)
+
+    def _resumed_progress(self, checkpoint: Checkpoint | None, source: GroupSource) -> Progress | None:
+        """What was done before an update changed its size (batch, accumulation, ranks); None where it did not."""
+        if checkpoint is None or not checkpoint.has("loop"):
+            return None
+        accumulation, loop = self.args.gradient_accumulation_steps, checkpoint.shared("loop")
+        per_epoch, position = source.groups_per_epoch(accumulation), loop["position"]
+        if per_epoch is None or per_epoch == loop["updates_per_epoch"]:
+            return None
+        left = source.groups_left(position, accumulation) if position else None
+        if left is None:
+            return Progress(checkpoint.step, loop["epoch"] * per_epoch)
+        return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
 
     def _restore_run(self, checkpoint: Checkpoint) -> None:
         """Everything but the weights: optimizer, schedule, position in the data, ledger, callbacks, randomness.

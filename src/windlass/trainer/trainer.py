@@ -12,7 +12,7 @@ from torch import nn
 
 from windlass.accelerator import Accelerator
 from windlass.assemble.build import build
-from windlass.assemble.facts import Facts
+from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_precision
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
@@ -289,18 +289,20 @@ class Trainer(TrainerParts):
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
         self._source_samples = getattr(source, "num_samples", None)
-        plan = resolve(self.args, self._facts(source.groups_per_epoch(self.args.gradient_accumulation_steps)))
+        per_epoch = source.groups_per_epoch(self.args.gradient_accumulation_steps)
+        plan = resolve(self.args, self._facts(per_epoch, self._resumed_progress(checkpoint, source)))
         self._fill_state(plan)
         self._build(plan, source)
         if checkpoint is not None:
             self._load_from_checkpoint(str(checkpoint.folder))
             self._restore_run(checkpoint)
+        self._initial_tokens_seen = self.state.num_input_tokens_seen
         self._show_parts(loader)
         announce(self, plan)
         self._check_metric(plan)
         return plan
 
-    def _facts(self, groups_per_epoch: int | None) -> Facts:
+    def _facts(self, groups_per_epoch: int | None, resumed: Progress | None = None) -> Facts:
         own_eval = "get_eval_dataloader" in self._overridden or "evaluate" in self._overridden
         return Facts(
             self._world,
@@ -308,6 +310,7 @@ class Trainer(TrainerParts):
             has_training_data=True,
             has_evaluation_data=self.eval_dataset is not None or own_eval,
             overridden=self._overridden,
+            resumed=resumed,
         )
 
     def _fill_state(self, plan: RunPlan) -> None:
