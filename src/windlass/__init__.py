@@ -45,8 +45,11 @@ _HOMES = {
         "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
         "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",
         "get_inverse_sqrt_schedule", "get_linear_schedule_with_warmup", "get_polynomial_decay_schedule_with_warmup",
-        "get_scheduler", "get_wsd_schedule",
+        "get_scheduler", "get_wsd_schedule", "get_greedy_schedule", "get_reduce_on_plateau_schedule",
+        "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
     ),
+    "windlass.optim.optimizers.adafactor": ("Adafactor",),
+    "windlass.optim.schedules.greedy": ("GreedyLR",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
 }  # fmt: skip
 _MODULES = {"utils": "windlass.utils"}
