@@ -51,26 +51,26 @@ def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]],
 def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: float) -> None:
     """The weights are known only after the forwards: the engine corrects by guessed / true."""
     world, guessed = len(ranks), 7.0
-    shares = total = auxiliary = 0.0
+    shares = auxiliary = 0.0
     micros = sum(len(rank) for rank in ranks)
+    total = weight * sum(len(micro) for rank in ranks for micro in rank)
     for rank in ranks:
-        normaliser = Normaliser(world)
+        everywhere = torch.tensor(total, dtype=torch.float64)
+        normaliser = Normaliser(world, sum_on_device=lambda _, whole=everywhere: whole)
         normaliser.begin(guessed, filler=False)
-        for micro in rank:
-            normaliser.scope(len(micro), 1 / micros)
+        for index, micro in enumerate(rank):
+            normaliser.scope(len(micro), 1 / micros, last=index == len(rank) - 1)
             value = torch.tensor(micro, dtype=torch.float64).sum() * weight
             normaliser.apply(
                 LossTerms(value, weight * len(micro), {"aux": torch.tensor(2.0, dtype=torch.float64)})
             )
             shares += float(normaliser.take())
         auxiliary += float(normaliser.parts["aux"])
-        assert normaliser.weight is not None
-        total += float(normaliser.weight)
     everything = [value for rank in ranks for micro in rank for value in micro]
     assert auxiliary == pytest.approx(2.0), "the mean over the update's samples"
-    assert (shares - auxiliary) * guessed / total == pytest.approx(
-        math.fsum(everything) / len(everything), rel=1e-9, abs=1e-9
-    )
+    assert shares * guessed / total == pytest.approx(
+        math.fsum(everything) / len(everything) + 2.0, rel=1e-9, abs=1e-9
+    ), "terms that no weight of the targets touches"
 
 
 def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> None:

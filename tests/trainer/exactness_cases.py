@@ -108,6 +108,22 @@ class Terms(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def size(model: Any, inputs: Any) -> Tensor:
+    """An auxiliary term: a mean over samples, of weights that the main term uses too."""
+    return model.embed(inputs["input_ids"][:, 0]).square().sum(-1).mean()
+
+
+class TermsWithParts(Terms):
+    """The parts are means over samples, which no weight of the targets may touch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        terms, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        terms.aux["size"] = size(model, inputs)
+        return (terms, outputs) if return_outputs else terms
+
+
 def loss_function(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     return cross_entropy(outputs["logits"], labels, True, num_items_in_batch)
 
@@ -122,10 +138,12 @@ class Kind:
     function: Callable[..., Any] | None = None
     shift: bool = True
     formula: dict[str, Any] | None = None
+    part: Callable[[Any, Any], Tensor] | None = None
 
     def mean(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model.head(torch.tanh(model.embed(batch["input_ids"])))
-        return cross_entropy(logits, batch["labels"], self.shift, **(self.formula or {}))
+        mean = cross_entropy(logits, batch["labels"], self.shift, **(self.formula or {}))
+        return mean if self.part is None else mean + self.part(model, batch)
 
 
 KINDS = {
@@ -137,6 +155,7 @@ KINDS = {
     "four arguments": Kind(FourArguments),
     "four arguments, times the ranks": Kind(TimesRanks),
     "declared to be scaled": Kind(Declared),
+    "weighted terms with parts": Kind(TermsWithParts, formula={"weight": CLASS_WEIGHTS}, part=size),
     "a loss function": Kind(function=loss_function),
     "terms": Kind(Terms, formula={"weight": CLASS_WEIGHTS}),
     "smoothed": Kind(arguments={"label_smoothing_factor": 0.1}, formula={"label_smoothing": 0.1}),

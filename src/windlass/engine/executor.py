@@ -103,6 +103,14 @@ class Executor(Protocol):
         """Gradients of `loss`, this rank's share. The one owner of loss-scaler and reduction factors."""
         ...
 
+    def backward_apart(self, loss: Tensor) -> None:
+        """Gradients of `loss` on this rank alone, kept apart until `join_apart`. The graph stays for a `backward`."""
+        ...
+
+    def join_apart(self, factor: Tensor) -> None:
+        """Add `factor` times what was kept apart to the gradients; before the backward that reduces them."""
+        ...
+
     def clip(self, max_norm: float | None) -> Tensor:
         """The global gradient norm before clipping; scales gradients where it exceeds `max_norm`."""
         ...

@@ -46,6 +46,7 @@ class NativeExecutor:
         self._replicated = model if isinstance(model, Replicated) else None
         self._parameters = _trained_parameters(model, optimizer)
         self._one_device = len({p.device for p in self._parameters}) <= 1
+        self._apart: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
 
@@ -57,6 +58,24 @@ class NativeExecutor:
     def backward(self, loss: Tensor) -> None:
         """Gradients of `loss`: this rank's share times the number of ranks, since ranks are averaged."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def backward_apart(self, loss: Tensor) -> None:
+        """Gradients of `loss` on this rank alone, kept apart until `join_apart`. The graph stays for a `backward`."""
+        if not loss.requires_grad:
+            return
+        trained = [p for p in self._parameters if p.requires_grad]
+        found = torch.autograd.grad(self._scaler.scale(loss), trained, retain_graph=True, allow_unused=True)
+        for parameter, gradient in zip(trained, found, strict=True):
+            if gradient is not None:
+                earlier = self._apart.get(parameter)
+                self._apart[parameter] = gradient if earlier is None else earlier + gradient
+
+    def join_apart(self, factor: Tensor) -> None:
+        """Add `factor` times what was kept apart to the gradients; before the backward that reduces them."""
+        for parameter, gradient in self._apart.items():
+            scaled = gradient * factor.to(gradient.dtype)
+            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        self._apart = {}
 
     def clip(self, max_norm: float | None, rescale: Tensor | None = None) -> Tensor:
         """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`)."""
@@ -96,6 +115,7 @@ class NativeExecutor:
         return True
 
     def zero_grad(self) -> None:
+        self._apart = {}
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -6,6 +6,7 @@ number of ranks. Everything else in Windlass speaks of shares.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -43,17 +44,22 @@ class Normaliser:
     parts: dict[str, Tensor] = field(default_factory=dict)
     weight: Tensor | None = None
     filler: bool = False
+    sum_on_device: Callable[[Tensor], Tensor] = lambda value: value
+    last: bool = True
+    apart: Tensor | None = None
+    _waiting: Tensor | None = None
+    _total: Tensor | None = None
 
     def begin(self, denominator: float, filler: bool) -> None:
         """Start an update: `denominator` is its weight over all ranks; a `filler` weighs nothing."""
         self.denominator, self.filler = max(denominator, 1e-30), filler
-        self.weight = None
+        self.weight = self.apart = self._waiting = self._total = None
         if self.parts:
             self.parts = {}
 
-    def scope(self, targets: float, share_of_samples: float) -> None:
+    def scope(self, targets: float, share_of_samples: float, last: bool = True) -> None:
         """Start a micro-batch with this many targets, and this fraction of the update's samples."""
-        self.targets, self.share_of_samples = targets, share_of_samples
+        self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
         self.calls, self.loss = 0, None
 
     def apply(self, loss: Tensor | LossTerms) -> Tensor:
@@ -70,6 +76,8 @@ class Normaliser:
         else:
             scaled = loss
         share = _account(scaled, self.world)
+        if self.last and self._waiting is not None:
+            share, self._waiting = share + self._waiting * self.correction, None
         self.loss = share if self.loss is None else self.loss + share
         return scaled
 
@@ -80,13 +88,55 @@ class Normaliser:
             terms.weight, dtype=torch.float64 if terms.sum.device.type != "mps" else None
         )
         weight = weight.detach().to(terms.sum.device) * (0.0 if self.filler else 1.0)
+        if self._total is not None:
+            raise ModelError(
+                "a training step handed LossTerms to `self.accelerator.backward` again after auxiliary terms: add the "
+                "sums, the weights and the terms up, and hand them over once"
+            )
         self.weight = weight if self.weight is None else self.weight + weight
-        for name, value in terms.aux.items():
+        return total + self._auxiliary(terms.aux) if terms.aux else total
+
+    def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
+        """What auxiliary terms add to the loss that goes to backward now.
+
+        The whole update is divided by the guessed weight, and corrected once the true one is known; auxiliary terms
+        must come out of that as they were. In the last micro-batch the true weight is known, and the correction is
+        undone beforehand. In earlier ones it is not: their gradients are kept `apart` until it is.
+        """
+        mean: Tensor | float = 0.0
+        for name, value in terms.items():
             scaled = _weigh(value, 0.0 if self.filler else self.share_of_samples * self.world)
-            total = total + scaled
+            mean = mean + scaled
             share = _account(scaled, self.world)
             self.parts[name] = self.parts[name] + share if name in self.parts else share
-        return total
+        assert isinstance(mean, Tensor)
+        if self.last:
+            return mean * self.correction.to(mean.dtype)
+        self.apart = mean
+        share = _account(mean, self.world)
+        self._waiting = share if self._waiting is None else self._waiting + share
+        return 0.0
+
+    def take_apart(self) -> Tensor | None:
+        """The auxiliary loss of this micro-batch whose gradients are to be kept apart, once."""
+        apart, self.apart = self.apart, None
+        return apart
+
+    @property
+    def total(self) -> Tensor | None:
+        """The weight of all `LossTerms` of the update over all ranks, None where there are none. Collective."""
+        if self._total is None and self.weight is not None:
+            total = self.sum_on_device(self.weight.clone())
+            # Without any weight there is nothing to correct.
+            self._total = torch.where(total > 0, total, torch.full_like(total, self.denominator))
+        return self._total
+
+    @property
+    def correction(self) -> Tensor:
+        """True weight of the update / the guessed one. Collective."""
+        total = self.total
+        assert total is not None, "only LossTerms have auxiliary terms"
+        return total / self.denominator
 
     def take(self) -> Tensor:
         """This rank's share of the loss of the micro-batch that has just run.

@@ -118,8 +118,11 @@ class TrainingRun:
             normaliser.begin(
                 request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0
             )
-        normaliser.scope(request.targets[index], request.samples[index] / max(request.total_samples, 1.0))
-        trainer.accelerator.sync_gradients = index == len(request.targets) - 1
+        last = index == len(request.targets) - 1
+        normaliser.scope(
+            request.targets[index], request.samples[index] / max(request.total_samples, 1.0), last
+        )
+        trainer.accelerator.sync_gradients = last
         count = self._count_for_hooks(request.denominator, trainer._device)
         if self._division_watch is None:
             self._training_step(batch, count)
@@ -135,18 +138,27 @@ class TrainingRun:
             trainer.training_step(trainer.model_wrapped, batch)
 
     def rescale(self, request: StepRequest) -> Tensor | None:
-        weight = self._normaliser.weight
-        if weight is None:
-            return None
-        total = self._trainer._gang.sum_on_device(weight.clone())
-        return request.denominator / total.clamp(min=1e-30)
+        total = self._normaliser.total
+        return None if total is None else self._normaliser.denominator / total
 
     def parts(self) -> dict[str, Tensor]:
         return self._normaliser.parts
 
     def backward(self, loss: Any) -> None:
         """What `accelerator.backward` does in this run."""
-        self.executor.backward(self._normaliser.apply(loss))
+        normaliser = self._normaliser
+        scaled = normaliser.apply(loss)
+        if normaliser.parts:
+            self._backward_of_parts()
+        self.executor.backward(scaled)
+
+    def _backward_of_parts(self) -> None:
+        """Auxiliary terms of all micro-batches but the last go their own way; see `Normaliser`."""
+        apart = self._normaliser.take_apart()
+        if apart is not None:
+            self.executor.backward_apart(apart)
+        elif self._normaliser.last:
+            self.executor.join_apart(self._normaliser.correction)
 
     # --- events -----------------------------------------------------------------------------------------------------
 

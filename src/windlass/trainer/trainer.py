@@ -189,7 +189,7 @@ class Trainer(TrainerParts):
         self._parameter_count = multiplied_parameters(model)
         self._model_divides = accepts_keywords(model)
         self._counter = TargetCounter(tuple(self.label_names))
-        self._normaliser = Normaliser(self._gang.size)
+        self._normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
         self._loss_probed = False
         self._signature_columns = None
 
