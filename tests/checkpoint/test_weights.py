@@ -98,6 +98,20 @@ def test_saving_again_replaces_the_file_and_a_failure_leaves_it(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_a_first_save_that_fails_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    model, count = nn.Linear(2, 2), CountingFiles()
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    save_weights(whole, model.state_dict(), files=count)
+    for at in range(
+        1, count.count
+    ):  # the last one is the rename: its file is whole, and the next save replaces it
+        with pytest.raises(OSError, match="No space"):
+            save_weights(broken, model.state_dict(), files=CountingFiles(at, failing()))
+        assert list(broken.iterdir()) == []
+
+
 def test_a_file_of_another_program_may_leave_tied_names_out(tmp_path: Path) -> None:
     tied, other = Tied(), Tied()
     state = {

@@ -7,6 +7,7 @@ that only overlap are written each in full, and rewritten in place on load.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,12 +48,15 @@ def save_weights(
     if aliases:
         header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
     files, path = files or Files(), folder / WEIGHTS_NAME
-    if not path.exists():
-        return write_tensors(path, stored, header, files=files)
     new = path.with_name("tmp-" + WEIGHTS_NAME)
     if new.exists():  # left by a process that was cut off
         files.remove_file(new)
-    entry = write_tensors(new, stored, header, files=files)
+    try:
+        entry = write_tensors(new, stored, header, files=files)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove_file(new)  # on a full disk, a part of the weights only takes room from others
+        raise
     files.rename(new, path)
     return entry
 
