@@ -165,6 +165,14 @@ def test_classification_needs_labels(tmp_path: Path, text: Path) -> None:
     assert "no labels" in line
 
 
+@pytest.mark.parametrize("section", ["training", "data", "sample"])
+def test_a_value_where_a_section_belongs_stays_an_error(section: str, tmp_path: Path, text: Path) -> None:
+    # Setting a key inside it afterwards, as --output-dir does, must not make a section of it in silence.
+    path = write(tmp_path, GOOD.format(text=text))
+    problems = complaint(path, [f"{section}=3", f"{section}.max_steps=5"], output_dir="elsewhere")
+    assert any(problem.startswith(f"{section}=3") for problem in problems), problems
+
+
 def test_output_dir_option_wins(tmp_path: Path, text: Path) -> None:
     path = write(tmp_path, GOOD.format(text=text))
     recipe = load_recipe(path, ["training.output_dir=a"], output_dir="b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from windlass.checkpoint.files import Files
 from windlass.cli.main import main
 
 Run = Callable[..., str]
@@ -189,6 +191,13 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
         (["broken.yaml"], ["broken.jsonl:2", "not valid JSON"]),
         (["lm.yaml", "--resume"], ["No valid checkpoint found in output directory"]),
         (["nothing.yaml"], ["nothing.yaml"]),
+        (["lm.yaml", "--output-dir", "text.txt/run"], ["output_dir='text.txt/run'", "can't be written"]),
+        (["lm.yaml", "--output-dir", "text.txt/run", "--dry-run"], ["output_dir='text.txt/run'"]),
+        (
+            ["lm.yaml", "training.max_steps=-5", "training.num_train_epochs=-1"],
+            ["max_steps=-5", "num_train_epochs"],
+        ),
+        (["lm.yaml", "training.metric_for_best_model=f1"], ["metric_for_best_model='f1'", "eval_loss"]),
     ],
 )
 def test_bad_input_is_one_message_and_code_2(
@@ -199,6 +208,19 @@ def test_bad_input_is_one_message_and_code_2(
     done = windlass("train", *words, code=2)
     assert done.startswith("windlass: ")
     assert all(word in done for word in said), done
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(
+    room: Path, windlass: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(files: Files, descriptor: int, piece: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Files, "write_some", full)
+    said = windlass("train", "lm.yaml", "training.save_strategy=no", "--output-dir", "full", code=2)
+    assert "output_dir='full': it can't be written (No space left on device)" in said
+    assert not list((room / "full").glob("*.safetensors"))  # nor a part of one
+    assert rows(room / "full")  # what was learnt of the run is kept
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")

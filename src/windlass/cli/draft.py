@@ -62,9 +62,11 @@ class Draft:
         """Set one value, making the sections on the way."""
         node = self.values
         for key in keys[:-1]:
-            inner = node.get(key)
-            if not isinstance(inner, dict):
+            inner = node.setdefault(key, {})
+            if inner is None:
                 inner = node[key] = {}
+            if not isinstance(inner, dict):
+                return  # something else stands where a section belongs; the check of the whole says so
             node = inner
         node[keys[-1]] = value
         self._overridden.add(keys)

@@ -17,9 +17,11 @@ from windlass.callbacks.printer import PrinterCallback
 from windlass.cli.build import Parts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
-from windlass.cli.training import training_arguments
+from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.world import world_from_environment
+from windlass.trainer.defaults import check_writable
 
 STEPS = 2
 EVAL_BATCHES = 2
@@ -62,10 +64,20 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
     full run takes. Raises what the full run would raise.
     """
     say("Dry run: building everything ...")
+    if world_from_environment().is_main:
+        _try_output_folder(run_folder(args))
     parts = build_parts(recipe, args)
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
         findings = _rehearse(recipe, parts, folder, say)
     say(_render(args, findings))
+
+
+def _try_output_folder(folder: Path) -> None:
+    """Whether the full run could write there; nothing stays behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    check_writable(str(folder))
+    for path in made:
+        path.rmdir()
 
 
 def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], None]) -> Findings:

@@ -89,7 +89,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         return _interrupted(args, command)
     evaluation = _final_evaluation(trainer, parts.evaluation is not None)
     if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
-        trainer.save_model(args.output_dir)
+        _save_last(trainer, args)
     after = continue_prompt(parts, trainer.model)
     outcome = Outcome(
         parts=parts,
@@ -104,6 +104,16 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     )
     say(render_screen(outcome))
     return 0
+
+
+def _save_last(trainer: Any, args: TrainingArguments) -> None:
+    """The weights that the run ended with, where no checkpoint holds them."""
+    from windlass.trainer.defaults import unwritable
+
+    try:
+        trainer.save_model(args.output_dir)
+    except OSError as error:
+        raise unwritable(str(args.output_dir), error) from error
 
 
 def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,35 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
         logger.info("the model's configuration takes the tokenizer's special tokens: %s", changed)
 
 
+def check_writable(output_dir: str) -> None:
+    """Make the output folder if need be, and write a page to it and away again.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    probe = os.path.join(output_dir, ".windlass-write-test")
+    try:
+        os.makedirs(output_dir, exist_ok=True)
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(4096))  # an empty file fits on a full disk too
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(probe)
+    except OSError as error:
+        raise unwritable(output_dir, error) from error
+
+
+def unwritable(output_dir: str, error: OSError) -> ConfigError:
+    """The output folder's refusal as a problem of the configuration."""
+    fix = (
+        f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
+    )
+    return ConfigError(Problem("output_dir", output_dir, fix))
+
+
 def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
     """Make the output folder, and warn where it holds another run.
 
@@ -90,15 +120,7 @@ def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
     """
     if not is_main:
         return
-    try:
-        os.makedirs(output_dir, exist_ok=True)
-        probe = os.path.join(output_dir, ".windlass-write-test")
-        with open(probe, "w", encoding="utf-8"):
-            pass
-        os.unlink(probe)
-    except OSError as error:
-        fix = f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
-        raise ConfigError(Problem("output_dir", output_dir, fix)) from error
+    check_writable(output_dir)
     earlier = [] if resuming else Store(Path(output_dir)).list()
     if earlier:
         newest, others = earlier[-1].path.name, len(earlier) - 1
