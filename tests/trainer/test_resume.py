@@ -204,6 +204,19 @@ def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, fo
     assert resumed.model.seen == whole.model.seen[3 * 8 :]
 
 
+@pytest.mark.dist
+def test_ranks_whose_own_loaders_differ_in_length(folder: Path) -> None:
+    """The longest decides; a rank that has run out takes part with nothing, also in a resumed run."""
+    launch(2, HERE / "uneven_ranks.py", folder)
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    for rank in (first, second):
+        assert rank["whole"]["steps"] == [6, 6]
+        assert rank["whole"]["epochs"] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+        for resumed in rank["resumed"]:
+            assert {**resumed, "seen": 0} == {**first["whole"], "seen": 0}
+    assert first["whole"]["weights"] == second["whole"]["weights"]
+
+
 @pytest.mark.parametrize(("micro", "accumulation", "updates"), [(8, 2, 3 + 1 + 3), (2, 2, 3 + 3 + 9)])
 def test_no_sample_is_lost_when_updates_change_their_size(
     micro: int, accumulation: int, updates: int, folder: Path

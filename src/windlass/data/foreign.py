@@ -30,14 +30,15 @@ class ForeignLoader:
         loader: yields batches; must begin anew each time it is iterated.
         batch: `batch.accumulation` is the default of `groups`.
         seed: the run's data seed.
+        longest: batches of the rank that has most; None: of this one.
     """
 
-    def __init__(self, loader: Any, batch: BatchPlan, seed: int = 42) -> None:
+    def __init__(self, loader: Any, batch: BatchPlan, seed: int = 42, longest: int | None = None) -> None:
         if not hasattr(loader, "__iter__"):
             raise DataError(
                 f"the training loader ({type(loader).__name__}) cannot be iterated; return a DataLoader."
             )
-        self.loader, self.batch, self.seed = loader, batch, seed
+        self.loader, self.batch, self.seed, self._longest = loader, batch, seed, longest
         self.epoch, self.taken = 0, 0
         self._restored: Any = None
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -62,10 +63,9 @@ class ForeignLoader:
         return len(self.loader)
 
     def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
-        """Updates of an epoch on this rank, None where the loader has no length."""
-        try:
-            count = len(self.loader)
-        except TypeError:
+        """Updates of an epoch, None where the loader has no length."""
+        count = self._longest or loader_length(self.loader)
+        if count is None:
             return None
         return -(-count // (accumulation or self.batch.accumulation))
 
@@ -164,6 +164,14 @@ class ForeignLoader:
         return (
             f"the training loader ({name}) is empty: its dataset has no sample, or drop_last drops them all."
         )
+
+
+def loader_length(loader: Any) -> int | None:
+    """Batches of a pass over any loader, None where it does not say."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _sampler(loader: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.gang import Gang, Pending
 from windlass.metrics.tokens import rows
+
+_Fetched = tuple[Group, list[float], list[int], Pending]
 
 
 class GroupSource(Protocol):
@@ -40,6 +42,7 @@ class Portion:
         targets, samples: of each micro-batch here.
         denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
             positions with padding.
+        last: no rank has a further update in this epoch.
         stop: some rank had asked to end the run when this was fetched; all ranks read the same.
     """
 
@@ -50,6 +53,7 @@ class Portion:
     total_samples: float
     tokens: float
     positions: float
+    last: bool
     stop: bool = False
 
 
@@ -69,11 +73,15 @@ class Counts:
 
 
 class Feed:
-    """Fetches a group, counts it on the host, and sums the counts over ranks while the previous update runs."""
+    """Fetches a group, counts it on the host, and sums the counts over ranks while the previous update runs.
+
+    Ranks whose own loaders differ in length end an epoch together: one that has run out takes part with fillers.
+    """
 
     def __init__(self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang) -> None:
         self._source, self._accumulation, self._counts, self._gang = source, accumulation, counts, gang
         self._inspected = False
+        self._position: State = {}
 
     @property
     def groups_per_epoch(self) -> int | None:
@@ -87,22 +95,36 @@ class Feed:
 
     def restore(self, position: State) -> None:
         """Continue behind the last group that was consumed; an empty position is the start of an epoch."""
+        self._position = position
         if position:
             self._source.load_state_dict(position)
 
     def epoch(self, number: int) -> Iterator[Portion]:
         """The updates that are left of epoch `number`."""
-        self._source.set_epoch(number)
-        groups = self._source.groups(self._accumulation)
-        ahead = self._fetch(groups)
+        groups, spare = self._open(number)
+        ahead = self._fetch(groups, spare)
         while ahead is not None:
-            current, ahead = ahead, self._fetch(groups)
-            yield self._portion(*current)
+            current = self._portion(*ahead)
+            ahead = self._fetch(groups, None if current.last else current.group)
+            yield current
 
-    def _fetch(self, groups: Iterator[Group]) -> tuple[Group, list[float], list[int], Pending] | None:
+    def _open(self, number: int) -> tuple[Iterator[Group], Group | None]:
+        """This rank's groups of the epoch, and one to fill in with where the position restored lies behind them."""
+        position, self._position = self._position, {}
+        if position.get("epoch", number) <= number:
+            self._source.set_epoch(number)
+            return self._source.groups(self._accumulation), None
+        spare = next(self._source.groups(self._accumulation))
+        self._source.load_state_dict(position)
+        return iter(()), replace(spare, position=position)
+
+    def _fetch(self, groups: Iterator[Group], spare: Group | None) -> _Fetched | None:
+        """The next group; where this rank has none left, `spare` as a filler."""
         group = next(groups, None)
         if group is None:
-            return None
+            if spare is None:
+                return None
+            group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
         if not self._inspected:
             self._inspected = True
             self._counts.inspect(group)
@@ -115,9 +137,11 @@ class Feed:
             samples = [len(i) or rows(b) for i, b in zip(group.ids, group.batches, strict=True)]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
-        totals = [sum(targets), sum(samples), tokens, positions, float(counts.wants_stop())]
+        signals = [float(not group.last_in_epoch), float(counts.wants_stop())]
+        totals = [sum(targets), sum(samples), tokens, positions, *signals]
         return group, targets, samples, self._gang.start_sum(totals)
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        weight, total, tokens, positions, wishes = totals.wait()
-        return Portion(group, targets, samples, weight, total, tokens, positions, stop=wishes > 0)
+        weight, total, tokens, positions, going_on, wishes = totals.wait()
+        last, stop = going_on == 0, wishes > 0
+        return Portion(group, targets, samples, weight, total, tokens, positions, last, stop)

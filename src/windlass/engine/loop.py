@@ -156,8 +156,8 @@ class Loop:
         self._state.global_step += 1
         self._updates_in_epoch += 1
         self._position = portion.group.position
-        self._data_spent = portion.group.last_in_epoch
-        self._state.epoch = self._fractional_epoch(portion.group.last_in_epoch)
+        self._data_spent = portion.last
+        self._state.epoch = self._fractional_epoch(portion.last)
 
     def _fractional_epoch(self, last: bool) -> float:
         if last:
@@ -224,6 +224,11 @@ class Loop:
         named = [index for batch in ids for index in batch]
         shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
         return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")
+
+    @property
+    def position(self) -> State:
+        """Where this rank's data goes on; ranks with loaders of their own stand at different places."""
+        return self._position
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import DataError
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
-from windlass.data.foreign import ForeignLoader
+from windlass.data.foreign import ForeignLoader, loader_length
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.engine.feed import GroupSource
@@ -118,11 +118,13 @@ class InputsMixin(TrainerBase):
         )
 
     def _group_source(self, loader: Any) -> GroupSource:
-        """The loader as the engine takes it: ours as it is, a user's own behind an adapter."""
+        """The loader as the engine takes it: ours as it is, a user's own behind an adapter. Collective."""
         if isinstance(loader, Loader):
             return loader
         batch = resolve_batch(self.args, Facts(self._world, None))
-        return ForeignLoader(loader, batch, seed=resolve_data(self.args).seed)
+        lengths = self._gang.gather_objects(loader_length(loader))
+        longest = None if None in lengths else max(lengths)
+        return ForeignLoader(loader, batch, seed=resolve_data(self.args).seed, longest=longest)
 
     # --- columns ----------------------------------------------------------------------------------------------------
 

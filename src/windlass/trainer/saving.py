@@ -115,7 +115,11 @@ class SavingMixin(TrainerBase):
     def _rank_state(self) -> dict[str, State]:
         if self.args.save_only_model:
             return {}
-        return {"rng": rng_state(self._device), "ledger": self._run.ledger.state_dict()}
+        return {
+            "rng": rng_state(self._device),
+            "ledger": self._run.ledger.state_dict(),
+            "position": self._run.loop.position,
+        }
 
     def _checkpoint_manager(self) -> CheckpointManager:
         store = Store(
@@ -192,11 +196,18 @@ class SavingMixin(TrainerBase):
         load_optimizer_state(self.optimizer, self.model, checkpoint.shared("optimizer"))
         self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
         self._run.executor.load_state_dict(checkpoint.shared("executor"))
-        self._run.loop.load_state_dict(checkpoint.shared("loop"))
+        self._run.loop.load_state_dict(self._loop_state(checkpoint))
         restore_args = bool(self.args.restore_callback_states_from_checkpoint)
         self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
         self._restore_rank(checkpoint)
         logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
+
+    def _loop_state(self, checkpoint: Checkpoint) -> State:
+        """Where the run stands; under as many ranks as before, each goes on where it stood itself."""
+        state = checkpoint.shared("loop")
+        if checkpoint.world_size != self._gang.size:
+            return state
+        return {**state, "position": checkpoint.per_rank("position", self._gang.rank)}
 
     def _restore_rank(self, checkpoint: Checkpoint) -> None:
         if checkpoint.world_size == self._gang.size:
