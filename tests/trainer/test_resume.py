@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.dist.launch import launch
@@ -70,6 +72,31 @@ class WithParts(Trainer):
         return (terms, (loss, logits)) if return_outputs else terms
 
 
+class Drawing(Trainer):
+    """A step that draws from Python's and NumPy's generators, which nobody seeds at each update."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss, logits = model(**inputs)
+        loss = loss * (random.random() + float(np.random.rand()))
+        return (loss, (loss, logits)) if return_outputs else loss
+
+
+class Quiet(Samples):
+    """Reading draws nothing."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": int(x.sum() > 0), "index": index}
+
+
+class NowAndThen(Quiet):
+    """Reading draws for few samples: whether it does cannot be told from the first batch."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + random.random()} if index % 9 == 0 else row
+
+
 def early_stopping() -> list[Any]:
     return [EarlyStoppingCallback(early_stopping_patience=3)]
 
@@ -86,6 +113,8 @@ CASES = {
     "own optimizer and schedule": Case(optimizers=own_optimizers),
     "own loader": Case(trainer=OwnLoader),
     "own sampler": Case(trainer=OwnSampler),
+    "a step that draws, data that do not": Case(dataset=Quiet, trainer=Drawing),
+    "a step that draws, data that do now and then": Case(dataset=NowAndThen, trainer=Drawing),
     "parts of a loss": Case({"logging_steps": 4}, trainer=WithParts),
     "early stopping": Case(
         {**BEST, "eval_steps": 1, "learning_rate": 0.3, "num_train_epochs": 4}, callbacks=early_stopping

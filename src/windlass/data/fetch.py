@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from operator import length_hint
@@ -53,7 +54,7 @@ class Fetch:
         """The batch of these samples.
 
         Args:
-            isolate: leave Python's generator exactly as it was; otherwise two draws may be taken from it, which is
+            isolate: leave Python's generator exactly as it was; otherwise two draws are taken from it, which is
                 cheaper. NumPy's and PyTorch's are always left as they were.
         """
         if epoch != self._epoch:
@@ -64,6 +65,11 @@ class Fetch:
             if not self._watch.drew:
                 return batch
             self._quiet = False
+        elif not isolate:
+            # The watch's two draws, without a watch: what is known of the dataset by now differs between a run and
+            # its resumption, and must not show in the generator.
+            random.random()
+            random.random()
         with self._sandbox:
             return self._seeded(ids)
 

@@ -93,7 +93,7 @@ class Loader(DataLoader[Any]):
         """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
 
         A group holds `accumulation` micro-batches of this rank, in host memory. All ranks get the same number
-        of groups. NumPy's and PyTorch's generators are left alone; two draws may be taken from Python's for each
+        of groups. NumPy's and PyTorch's generators are left alone; two draws are taken from Python's for each
         micro-batch, in a resumed pass as in one that was never interrupted.
         """
         length = self._length(self.epoch)
