@@ -91,6 +91,7 @@ class GreedyLR:
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float]:
+        """The learning rate of each group after the last `step`."""
         return list(self._last_lr)
 
     def is_better(self, current: float, best: float) -> bool:
