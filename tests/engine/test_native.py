@@ -145,6 +145,32 @@ def test_frozen_parameters_and_those_of_the_optimizer_alone() -> None:
     assert extra[0].item() == pytest.approx(0.7)
 
 
+def test_a_correction_of_bf16_gradients_is_rounded_once() -> None:
+    """Rounded to bf16 on its own, 1.0021 would be 1.0; the product with 1.9921875 is nearer to the next number."""
+    module = nn.Linear(1, 1, bias=False).bfloat16()
+    module.weight.grad = torch.tensor([[1.9921875]], dtype=torch.bfloat16)
+    factor = torch.tensor(1.0021, dtype=torch.float64)
+    executor_of(module).clip(None, factor)
+    expected = (torch.tensor(1.9921875, dtype=torch.float64) * factor.float().double()).bfloat16()
+    assert module.weight.grad is not None
+    assert float(module.weight.grad) == float(expected) != 1.9921875
+
+
+def test_parts_kept_apart_come_out_as_they_were() -> None:
+    """Gradients of 3w + 2w^2, the second kept apart, doubled on joining; a constant has none."""
+    module = nn.Linear(1, 1, bias=False).double()
+    weight = module.weight.detach().clone()
+    executor = executor_of(module)
+    for _ in range(2):
+        executor.backward_apart((2 * module.weight.square()).sum())
+    executor.backward_apart(torch.ones(()))
+    executor.backward(3 * module.weight.sum())
+    executor.join_apart(torch.tensor(2.0))
+    torch.testing.assert_close(module.weight.grad, 3 + 2 * 2 * 4 * weight)
+    executor.join_apart(torch.tensor(2.0))
+    torch.testing.assert_close(module.weight.grad, 3 + 2 * 2 * 4 * weight)
+
+
 def test_a_model_without_gradients_has_norm_zero() -> None:
     assert float(executor_of(model()).clip(1.0)) == 0.0
 

@@ -287,6 +287,14 @@ def test_smoothing_is_its_formula(shifted: bool, denominator: Any) -> None:
     assert torch.isclose(got, expected, rtol=1e-14)
 
 
+def test_a_smoothed_sum_over_bf16_logits_keeps_its_digits() -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(500, 4).bfloat16(), torch.zeros(500, dtype=torch.int64)
+    got = smoothed_loss((logits,), labels, 0.1, False, 500.0)
+    expected = smoothed_loss((logits.double(),), labels, 0.1, False, 500.0)
+    assert float(got) == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_counts_are_tensors_of_their_kind() -> None:
     assert as_count(3.0, torch.device("cpu")).dtype == torch.int64
     assert as_count(2.5, torch.device("cpu")).item() == 2.5

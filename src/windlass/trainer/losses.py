@@ -311,6 +311,8 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     flat = logits.reshape(-1, logits.shape[-1])
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        flat = flat.float()  # as models do for their own loss: a sum over tokens has no room in so few digits
     reduction = "mean" if denominator is None else "sum"
     loss: Tensor = F.cross_entropy(
         flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=epsilon, reduction=reduction
