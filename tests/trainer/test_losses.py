@@ -160,6 +160,23 @@ def test_backward_outside_a_run_is_refused(folder: Path) -> None:
         trainer.accelerator.backward(torch.ones((), requires_grad=True))
 
 
+@pytest.mark.parametrize(("kind", "accumulation", "times"), [("mean", 2, 1), ("mean", 1, 0), ("terms", 2, 0)])
+def test_a_plain_mean_is_said_once_and_terms_are_none(
+    kind: str, accumulation: int, times: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            count = len(inputs["labels"])
+            loss = outputs["loss"] if kind == "mean" else LossTerms(outputs["loss"] * count, count)
+            return (loss, outputs) if return_outputs else loss
+
+    said: list[str] = []
+    monkeypatch.setattr("windlass.trainer.losses.warn_once", lambda _, text: said.append(text))
+    trainer_for(folder, Own, gradient_accumulation_steps=accumulation).train()
+    assert sum("plain mean" in text for text in said) == times
+
+
 @pytest.mark.dist
 def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
     launch(2, HERE / "losses_ranks.py", folder)

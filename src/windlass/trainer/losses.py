@@ -235,15 +235,22 @@ class LossMixin(TrainerBase):
             meaning = Meaning.SHARE if smooths or self._model_divides else Meaning.MICRO_MEAN
         else:
             meaning = hook_meaning(probe, prepared, loss, targets, 2.0 * max(targets, 1.0), self._gang.size)
-        several = self.args.gradient_accumulation_steps * self._gang.size > 1
-        if meaning is Meaning.MICRO_MEAN and several:
-            warn_once(
-                logger,
-                "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, "
-                "which is exact for an unweighted mean over labels that are not -100. For anything else return "
-                "LossTerms(sum, weight), or take `num_items_in_batch` and divide by it",
-            )
+        self._plain_mean_unsaid = (
+            meaning is Meaning.MICRO_MEAN and self.args.gradient_accumulation_steps * self._gang.size > 1
+        )
         return meaning
+
+    _plain_mean_unsaid = False
+
+    def _say_plain_mean(self) -> None:
+        """Once, after the first update: whether a hook returns `LossTerms`, only what it returned tells."""
+        self._plain_mean_unsaid = False
+        warn_once(
+            logger,
+            "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which "
+            "is exact for an unweighted mean over labels that are not -100. For anything else return "
+            "LossTerms(sum, weight), or take `num_items_in_batch` and divide by it",
+        )
 
 
 # --- plain functions ------------------------------------------------------------------------------------------------

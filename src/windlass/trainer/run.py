@@ -23,6 +23,7 @@ from windlass.metrics.tokens import InputCounter
 from windlass.trainer.losses import as_count
 from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
+from windlass.trainer.rollback import roll_back
 from windlass.transforms.ddp import share_buffers
 
 logger = get_logger(__name__)
@@ -69,7 +70,7 @@ class TrainingRun:
             LoopOptions(
                 epochs=plan.duration.epochs,
                 max_grad_norm=plan.stability.max_grad_norm,
-                guard=plan.stability.nonfinite == "skip",
+                guard=plan.stability.nonfinite != "raise",
             ),
         )
 
@@ -139,7 +140,11 @@ class TrainingRun:
 
     def rescale(self, request: StepRequest) -> Tensor | None:
         total = self._normaliser.total
-        return None if total is None else self._normaliser.denominator / total
+        if total is not None:
+            return self._normaliser.denominator / total
+        if self._trainer._plain_mean_unsaid:
+            self._trainer._say_plain_mean()
+        return None
 
     def parts(self) -> dict[str, Tensor]:
         return self._normaliser.parts
@@ -214,6 +219,13 @@ class TrainingRun:
             self._trainer.accelerator.free_memory()
         if applied:
             self.schedule.advance()
+
+    def update_refused(self, what: str) -> bool:
+        if self._plan.stability.nonfinite == "rollback":
+            roll_back(self._trainer, what)
+            return True
+        logger.warning("%s; this update is skipped", what)
+        return False
 
     def stop_agreed(self) -> None:
         self._trainer._stop_here()
