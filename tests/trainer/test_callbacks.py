@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, recorder, rows
 
 from windlass import (
@@ -19,6 +21,8 @@ from windlass import (
     TrainerControl,
 )
 from windlass.core.events import EVENTS
+
+HERE = Path(__file__).parent
 
 
 def test_every_event_of_a_run_and_what_comes_with_it(tmp_path: Path) -> None:
@@ -218,3 +222,10 @@ def test_everything_is_there_before_training(tmp_path: Path) -> None:
     assert trainer.is_world_process_zero()
     assert trainer.is_local_process_zero()
     assert not tmp_path.joinpath("checkpoint-4").exists()
+
+
+@pytest.mark.dist
+def test_what_one_rank_asks_for_all_do(folder: Path) -> None:
+    launch(2, HERE / "flags_ranks.py", folder, timeout=100)
+    assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [[2, [2]]] * 2
+    assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-1"]

@@ -6,12 +6,13 @@ import inspect
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from windlass.assemble.build import Built
 from windlass.config.plan import RunPlan
 from windlass.core.device import visible_devices
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.rng import StepSeeder
 from windlass.data.group import Group
@@ -103,6 +104,12 @@ class TrainingRun:
         needed = self._trainer.loss_takes_denominator
         self._count_for_hooks = as_count if needed else _no_count
         self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
+        if self._trainer._gang.size > 1:
+            own = [
+                not type(c).__module__.startswith("windlass.")
+                for c in self._trainer.callback_handler.callbacks
+            ]
+            self._flags_may_differ = bool(self._trainer._gang.sum(torch.tensor(float(any(own)))))
 
     def _discarded_backward(self, batch: Any) -> Tensor:
         targets = self._trainer.count_targets(batch)
@@ -193,11 +200,26 @@ class TrainingRun:
     def optimizer_step(self) -> None:
         self._fire("on_optimizer_step")
 
+    _flags_may_differ = False
+
+    def _agree_on_flags(self) -> None:
+        """What a callback of one rank asks for, all ranks do: saving, evaluating and ending need every one of them.
+
+        Our own callbacks decide alike everywhere; this exchange is made only where a script brought others.
+        """
+        if self._flags_may_differ:
+            control = self.control
+            wishes = self._trainer._gang.start_sum([float(getattr(control, name)) for name in CONTROL_FLAGS])
+            for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
+                setattr(control, name, count > 0)
+
     def step_end(self) -> None:
         self._fire("on_step_end")
+        self._agree_on_flags()
 
     def epoch_end(self) -> None:
         self._fire("on_epoch_end")
+        self._agree_on_flags()
 
     # --- what the loop asks for -------------------------------------------------------------------------------------
 
@@ -235,10 +257,13 @@ class TrainingRun:
         control = self._trainer.control
         if control.should_log:
             self.log_progress()
+            self._agree_on_flags()
         if self._trainer.control.should_evaluate:
             self._evaluate()
+            self._agree_on_flags()
         if self._trainer.control.should_save or self._trainer._interrupted:
             self._save()
+            self._agree_on_flags()
 
     def _save(self) -> None:
         self.loop.check_finite()
