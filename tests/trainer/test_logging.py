@@ -128,6 +128,31 @@ def test_token_rates_are_in_the_log_where_tokens_are_counted(tmp_path: Path) -> 
         assert first.get("num_input_tokens_seen", 64) == 64
 
 
+def test_a_resumed_runs_token_rate_counts_its_own_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[float] = []
+
+    def speed(prefix: str, start: float, num_tokens: float | None = None, **_: Any) -> dict[str, float]:
+        counted.append(num_tokens or 0.0)
+        return {}
+
+    monkeypatch.setattr("windlass.trainer.reports.speed_metrics", speed)
+    for steps, resume in ((2, None), (4, True)):
+        args = arguments(
+            tmp_path,
+            max_steps=steps,
+            include_num_input_tokens_seen="all",
+            logging_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        model = Net()
+        model.main_input_name = "x"  # type: ignore[assignment]
+        Trainer(model, args, train_dataset=rows(16)).train(resume_from_checkpoint=resume)
+    assert counted == [32, 32], "two updates of four samples with four numbers, before and after"
+
+
 def test_flops_are_counted(tmp_path: Path) -> None:
     from tests.trainer.small import llama, text_rows
 
