@@ -18,6 +18,11 @@ def main() -> None:
     trainer = trainer_for(folder / "skip", float("nan"), watcher, nonfinite_policy="skip")
     trainer.train()
     said = {"after": watcher.after, "skipped": trainer.state.log_history[-2].get("skipped_updates")}
+    roller = trainer_for(
+        folder / "roll", float("nan"), Weights(), nonfinite_policy="rollback", save_steps=2, max_steps=6
+    )
+    said["rolled"] = roller.train().global_step, roller.model.layer.weight.tolist()
+    said["window"] = [row["rolled_back_to"] for row in roller.state.log_history if "rolled_back_to" in row]
     raiser = trainer_for(folder / "raise", float("nan"), Weights())
     try:
         raiser.train()

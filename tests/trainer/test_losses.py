@@ -280,6 +280,22 @@ def test_losses_are_found_wherever_models_put_them() -> None:
             loss_of(nothing, {"x": 1})
 
 
+def test_what_stands_where_the_loss_should_be_is_said() -> None:
+    with pytest.raises(ModelError, match=r"loss, logits, where the loss should be a tensor of shape \(3,\)"):
+        loss_of({"loss": torch.zeros(3), "logits": 1}, {"x": 1})
+    with pytest.raises(ModelError, match="where the loss should be float"):
+        loss_of({"loss": 3.0}, {"x": 1})
+
+
+class Detached(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(x, labels)["loss"].detach()}
+
+
+def test_a_loss_without_gradient_is_refused(folder: Path) -> None:
+    refused(trainer_for(folder, model=Detached()), ModelError, "the loss carries no gradient")
+
+
 @pytest.mark.parametrize("wrong", [1.0, None, torch.zeros(2)])
 def test_what_is_no_loss_is_named(wrong: Any) -> None:
     with pytest.raises(ModelError, match="must return a scalar tensor or LossTerms"):

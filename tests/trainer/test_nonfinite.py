@@ -116,6 +116,8 @@ def test_two_ranks_agree(folder: Path) -> None:
         assert said["after"] == ranks[0]["after"]
         assert said["after"][step - 1] == said["after"][step - 2]
         assert said["skipped"] == 1
+        assert said["rolled"] == ranks[0]["rolled"]
+        assert (said["rolled"][0], said["window"]) == (6, [2])
         assert f"at step {step}" in said["error"]
     assert any(f"{BAD}" in said["error"] for said in ranks), "one rank names the sample"
     saved = sorted(int(path.name.split("-")[1]) for path in (folder / "raise").glob("checkpoint-*"))

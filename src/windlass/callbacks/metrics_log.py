@@ -70,6 +70,11 @@ class MetricsLogCallback(TrainerCallback):
         self._rows_before_training = False
         self._tail_checked = True
 
+    def roll_back(self, state: TrainerState) -> None:
+        """Forget what was logged behind the step that a run went back to."""
+        if state.is_world_process_zero:
+            self._kept_at_cut = self._cut_back(state.global_step)
+
     def _cut_back(self, step: int) -> list[Row]:
         try:
             return _cut_back(self.path, step)

@@ -174,8 +174,12 @@ def _one_denominator(args: Any) -> Iterator[Problem]:
 
 @_rule("nonfinite_policy")
 def _nonfinite(args: Any) -> Iterator[Problem]:
-    if args.nonfinite_policy == "rollback":
-        yield Problem("nonfinite_policy", "rollback", "is not built yet; use 'raise' or 'skip'")
+    if args.nonfinite_policy == "rollback" and args.fp16:
+        fix = "under fp16 an overflow, which is only skipped, looks the same; use bf16, or nonfinite_policy='skip'"
+        yield Problem("nonfinite_policy", "rollback", fix)
+    if args.nonfinite_policy == "rollback" and (args.save_strategy == "no" or args.save_only_model):
+        fix = "there would be no checkpoint to go back to; set a save_strategy, and save_only_model=False"
+        yield Problem("nonfinite_policy", "rollback", fix)
 
 
 @_rule("optim_args")

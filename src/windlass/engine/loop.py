@@ -41,6 +41,13 @@ class LoopHooks(StepHooks, Protocol):
         """One update was made from this data, or skipped."""
         ...
 
+    def update_refused(self, what: str) -> bool:
+        """An update was not made, because its gradients were not finite (`what` says where).
+
+        Gives whether the run went back to a checkpoint: its progress is then that of the checkpoint.
+        """
+        ...
+
     def stop_agreed(self) -> None:
         """All ranks know that one of them wants the run to end with this update."""
         ...
@@ -48,7 +55,7 @@ class LoopHooks(StepHooks, Protocol):
 
 @dataclass(slots=True)
 class LoopOptions:
-    """`guard`: wait for each update's norm and skip it where it is not finite, instead of stopping the run."""
+    """`guard`: wait for each update's norm and refuse it where it is not finite, instead of stopping the run."""
 
     epochs: int
     max_grad_norm: float | None
@@ -81,6 +88,7 @@ class Loop:
         self._position: State = {}
         self._epoch_open = False
         self._data_spent = False
+        self._extra_epochs = 0
         self._updates_per_epoch: int | None = None
 
     def adopt_state(self, state: TrainerState) -> None:
@@ -133,10 +141,11 @@ class Loop:
         result = self._executor.run_step(portion.group, self._request(portion), hooks)
         self._advance(portion)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
-        self._watch_finite(portion, result)
-        hooks.update_applied(portion, result.applied)
         if portion.stop:
             hooks.stop_agreed()
+        if self._rolled_back(portion, result):
+            return
+        hooks.update_applied(portion, result.applied)
         hooks.step_end()
         hooks.due()
 
@@ -190,20 +199,23 @@ class Loop:
         if self._epoch_open:
             return False
         stop = self._hooks.control.should_training_stop or self._state.global_step >= self._state.max_steps
-        return stop or self._epoch >= self._options.epochs
+        return stop or self._epoch >= self._options.epochs + self._extra_epochs
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _watch_finite(self, portion: Portion, result: StepResult) -> None:
+    def _rolled_back(self, portion: Portion, result: StepResult) -> bool:
+        """Look whether the update was finite; gives whether it was not, and the run went back for it."""
+        tag = (self._state.global_step, portion.group.ids)
         if self._options.guard:
-            if not result.applied:
-                tag = (self._state.global_step, portion.group.ids)
-                logger.warning("%s; this update is skipped", self._describe(tag))
-            return
-        norm = result.norm if result.applied else result.loss
-        found = self._watch.add(result.loss, norm, (self._state.global_step, portion.group.ids))
+            if result.applied or not self._hooks.update_refused(self._describe(tag)):
+                return False
+            # The data goes on behind what was refused, so the updates that were undone need other data at the end.
+            self._extra_epochs += 1
+            return True
+        found = self._watch.add(result.loss, result.norm if result.applied else result.loss, tag)
         if found is not None:
             self._raise(found)
+        return False
 
     def check_finite(self) -> None:
         """Raise if the last update was not finite. Waits for the device: called before saving, and at the end."""
@@ -215,7 +227,8 @@ class Loop:
         tag, loss, norm = found
         raise NonFiniteError(
             f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the "
-            "last checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy='skip'"
+            "last checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy to 'skip' or "
+            "'rollback'"
         )
 
     @staticmethod
@@ -241,12 +254,13 @@ class Loop:
             "data_spent": self._data_spent,
             "epoch_stopped": self._epoch_open and self._hooks.control.should_epoch_stop,
             "position": self._position,
+            "extra_epochs": self._extra_epochs,
         }
 
     def load_state_dict(self, state: State) -> None:
         self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
         self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
-        self._position = state["position"]
+        self._position, self._extra_epochs = state["position"], state["extra_epochs"]
         self._hooks.control.should_epoch_stop = state["epoch_stopped"]
         self._feed.restore(self._position)
         if (

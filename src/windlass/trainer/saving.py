@@ -97,6 +97,7 @@ class SavingMixin(TrainerBase):
         if saved is None:
             self.state.best_model_checkpoint = previous_best  # the best of those that exist
             return
+        self._newest_checkpoint, self._rollbacks = saved, 0
         self.control = self.callback_handler.fire("on_save", self.args, self.state, self.control)
 
     def _shared_state(self) -> dict[str, State]:
@@ -156,6 +157,9 @@ class SavingMixin(TrainerBase):
         return manager.receive(chosen)
 
     _opened: Checkpoint | None = None
+    # What `nonfinite_policy="rollback"` goes back to, and how often it did since that was saved.
+    _newest_checkpoint: Path | None = None
+    _rollbacks = 0
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model. Override it to load them your own way."""
@@ -200,6 +204,7 @@ class SavingMixin(TrainerBase):
         restore_args = bool(self.args.restore_callback_states_from_checkpoint)
         self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
         self._restore_rank(checkpoint)
+        self._newest_checkpoint, self._rollbacks = checkpoint.folder, 0
         logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
 
     def _loop_state(self, checkpoint: Checkpoint) -> State:

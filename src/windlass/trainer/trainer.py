@@ -286,6 +286,7 @@ class Trainer(TrainerParts):
         prepare_output(str(self.output_folder), self.is_world_process_zero(), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
+        self._newest_checkpoint, self._rollbacks = None, 0
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
         self._source_samples = getattr(source, "num_samples", None)

@@ -1,0 +1,52 @@
+"""Going back to the last checkpoint when gradients become non-finite, and on without the data that led there."""
+
+from __future__ import annotations
+
+from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.checkpoint.optimizer_state import load_optimizer_state
+from windlass.core.errors import NonFiniteError
+from windlass.core.events import TrainerState
+from windlass.core.logs import get_logger
+from windlass.trainer.parts import TrainerParts
+
+logger = get_logger(__name__)
+_PATIENCE = 3
+
+
+def roll_back(trainer: TrainerParts, what: str) -> None:
+    """Put everything but the position in the data back to the run's newest checkpoint. Every rank calls it.
+
+    The data between that checkpoint and the refused update is not seen again: it is the window that led to the
+    non-finite values. Updates made from it are undone, with their logs.
+
+    Args:
+        what: where the non-finite values came up, in words.
+
+    Raises:
+        NonFiniteError: there is no checkpoint of this run yet, or going back to it has not helped.
+    """
+    undone = trainer.state.global_step
+    if trainer._newest_checkpoint is None:
+        raise NonFiniteError(
+            f"{what}, and this run has saved no checkpoint yet to roll back to; save more often"
+        )
+    if trainer._rollbacks >= _PATIENCE:
+        folder = trainer._newest_checkpoint.name
+        raise NonFiniteError(f"{what}, again: going back to {folder} {_PATIENCE} times has not helped")
+    checkpoint = trainer._open_checkpoint(str(trainer._newest_checkpoint))
+    checkpoint.load_weights(trainer.model)
+    assert trainer.optimizer is not None, "a run that steps has an optimizer"
+    load_optimizer_state(trainer.optimizer, trainer.model, checkpoint.shared("optimizer"))
+    run = trainer._run
+    run.schedule.load_state_dict(checkpoint.shared("schedule"))
+    run.executor.load_state_dict(checkpoint.shared("executor"))
+    trainer._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
+    trainer._find_best(checkpoint)
+    trainer.callback_handler.load_state_dict(trainer.state.stateful_callbacks, restore_args=False)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, MetricsLogCallback):
+            callback.roll_back(trainer.state)
+    trainer._restore_rank(checkpoint)
+    trainer._rollbacks += 1
+    logger.warning("%s; went back to step %d, and on behind that data", what, checkpoint.step)
+    trainer.log({"rolled_back_from": undone, "rolled_back_to": checkpoint.step})
