@@ -95,6 +95,9 @@ class Hooks:
 
     def update_applied(self, portion: Any, applied: bool) -> None: ...
 
+    def update_refused(self, what: str) -> bool:
+        return False
+
     def due(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
 
