@@ -44,8 +44,14 @@ class LossMixin(TrainerBase):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._call_compute_loss(model, inputs, num_items_in_batch)
+        total = loss.sum if isinstance(loss, LossTerms) else loss
+        if not total.requires_grad:
+            raise ModelError(
+                "the loss carries no gradient: it was detached, computed under torch.no_grad(), or comes from no "
+                "parameter that trains"
+            )
         self.accelerator.backward(loss)
-        return (loss.sum if isinstance(loss, LossTerms) else loss).detach()
+        return total.detach()
 
     def compute_loss(
         self,
@@ -280,7 +286,9 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
         loss, found = outputs, "one tensor"
     else:
         loss, found = getattr(outputs, "loss", None), type(outputs).__name__
-    if loss is None or (isinstance(loss, Tensor) and loss.ndim > 0 and loss.numel() != 1):
+    if not isinstance(loss, LossTerms) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        if loss is not None:
+            found += f", where the loss should be {_kind_of(loss)}"
         received = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
         raise ModelError(
             f"the model returned no loss (it returned: {found}; it received: {received}). Give it labels, let its "
@@ -299,10 +307,13 @@ def check_loss(loss: Any) -> Any:
         loss = loss[0]
     if isinstance(loss, LossTerms) or (isinstance(loss, Tensor) and loss.numel() == 1):
         return loss
-    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise ModelError(
-        f"`compute_loss` returned {shape}; it must return a scalar tensor or LossTerms(sum, weight)"
+        f"`compute_loss` returned {_kind_of(loss)}; it must return a scalar tensor or LossTerms(sum, weight)"
     )
+
+
+def _kind_of(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, denominator: Any) -> Tensor:
