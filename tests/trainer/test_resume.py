@@ -234,6 +234,14 @@ def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, fo
 
 
 @pytest.mark.dist
+def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
+    launch(2, HERE / "buffers_ranks.py", folder)
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first[0] == first[1]
+
+
+@pytest.mark.dist
 def test_ranks_whose_own_loaders_differ_in_length(folder: Path) -> None:
     """The longest decides; a rank that has run out takes part with nothing, also in a resumed run."""
     launch(2, HERE / "uneven_ranks.py", folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
+from windlass.transforms.ddp import own_buffers
 
 logger = get_logger(__name__)
 
@@ -120,6 +122,7 @@ class SavingMixin(TrainerBase):
             "rng": rng_state(self._device),
             "ledger": self._run.ledger.state_dict(),
             "position": self._run.loop.position,
+            "buffers": own_buffers(self._run.executor.model),
         }
 
     def _checkpoint_manager(self) -> CheckpointManager:
@@ -139,6 +142,9 @@ class SavingMixin(TrainerBase):
         self._opened = None
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
+        if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
+            fix = "give True (the newest checkpoint that verifies) or the path of a checkpoint"
+            raise ConfigError(Problem("resume_from_checkpoint", resume_from_checkpoint, fix))
         self._opened = self._open_checkpoint(resume_from_checkpoint)
         return self._opened
 
@@ -218,6 +224,10 @@ class SavingMixin(TrainerBase):
         if checkpoint.world_size == self._gang.size:
             rank = self._gang.rank
             self._run.ledger.load_state_dict(checkpoint.per_rank("ledger", rank))
+            saved = checkpoint.per_rank("buffers", rank)
+            for name, buffer in own_buffers(self._run.executor.model).items():
+                if name in saved:
+                    buffer.copy_(saved[name])
             load_rng_state(checkpoint.per_rank("rng", rank), self._device)
             return
         logger.warning(

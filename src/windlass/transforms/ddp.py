@@ -66,6 +66,15 @@ def share_buffers(model: nn.Module) -> None:
             torch.distributed.broadcast(buffer.detach(), 0)
 
 
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that this rank keeps for itself (`ddp_broadcast_buffers=False`), by name; none where all have rank
+    0's, which are saved with the weights.
+    """
+    if not isinstance(model, Replicated) or model.broadcast_buffers:
+        return {}
+    return {name: buffer.detach() for name, buffer in model.module.named_buffers()}
+
+
 @contextlib.contextmanager
 def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
     """Within the body every rank holds rank 0's buffers (running statistics and the like): those that are saved.
