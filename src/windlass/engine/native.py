@@ -176,6 +176,11 @@ class NativeExecutor:
         if self._replicated is not None:
             settle_buckets(self._replicated, backward, self._device)
 
+    def release(self) -> None:
+        if self._replicated is not None:
+            # A group that something still holds when the interpreter shuts down aborts the process.
+            self.model, self._replicated = self._replicated.module, None
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:

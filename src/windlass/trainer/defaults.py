@@ -16,6 +16,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
+from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
 
@@ -60,6 +61,18 @@ def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
 def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
     """Padding where there is a tokenizer that pads, else stacking."""
     return DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate
+
+
+def checked_collator(collator: Any, tokenizer: Any) -> Callable[[list[Any]], Any]:
+    """The collator given, or the default one.
+
+    Raises:
+        ConfigError: what was given cannot be called.
+    """
+    if collator is not None and not callable(collator):
+        fix = "give a function or an object that makes a batch of a list of samples"
+        raise ConfigError(Problem("data_collator", collator, fix))
+    return collator or default_collator(tokenizer)
 
 
 def is_placed(model: nn.Module) -> bool:
@@ -112,14 +125,29 @@ def unwritable(output_dir: str, error: OSError) -> ConfigError:
     return ConfigError(Problem("output_dir", output_dir, fix))
 
 
-def prepare_output(output_dir: str, is_main: bool, resuming: bool) -> None:
+def agree_on_output(gang: Gang, output_dir: str, resuming: bool) -> None:
+    """Make the output folder, on the main process for all.
+
+    Raises:
+        ConfigError: it can't be written; on every rank, so that none waits for one that has gone.
+    """
+    fix = None
+    if gang.rank == 0:
+        try:
+            prepare_output(output_dir, resuming)
+        except ConfigError as error:
+            fix = error.problems[0].fix
+    fix = gang.broadcast_object(fix)
+    if fix is not None:
+        raise ConfigError(Problem("output_dir", output_dir, fix))
+
+
+def prepare_output(output_dir: str, resuming: bool) -> None:
     """Make the output folder, and warn where it holds another run.
 
     Raises:
         ConfigError: it can't be written.
     """
-    if not is_main:
-        return
     check_writable(output_dir)
     earlier = [] if resuming else Store(Path(output_dir)).list()
     if earlier:

@@ -36,13 +36,13 @@ from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.base import overrides
 from windlass.trainer.defaults import (
+    agree_on_output,
     align_special_tokens,
     checked_arguments,
-    default_collator,
+    checked_collator,
     is_placed,
     multiplied_parameters,
     one_of,
-    prepare_output,
 )
 from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
@@ -108,7 +108,7 @@ class Trainer(TrainerParts):
         self.model_init = model_init
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
         self._take_model(self._first_model(model))
-        self.data_collator = data_collator or default_collator(processing_class or tokenizer)
+        self.data_collator = checked_collator(data_collator, processing_class or tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = one_of("processing_class", processing_class, "tokenizer", tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -279,11 +279,14 @@ class Trainer(TrainerParts):
             self.is_in_train = False
             self.accelerator.bind_backward(None)
             self.model_wrapped = self.model
+            if self._executor is not None:
+                self._executor.release()
+                self._executor = None
             self._close_displays()
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
-        prepare_output(str(self.output_folder), self.is_world_process_zero(), resuming=checkpoint is not None)
+        agree_on_output(self._gang, str(self.output_folder), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         self._newest_checkpoint, self._rollbacks = None, 0
