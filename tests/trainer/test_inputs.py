@@ -189,3 +189,14 @@ def test_an_overridden_evaluation_sampler_gives_the_order(tmp_path: Path) -> Non
 def test_other_things_than_arguments_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"args='builtins\..*windlass.TrainingArguments"):
         Trainer(Net(), given, train_dataset=rows(4))
+
+
+def test_a_collator_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data_collator='padding'"):
+        Trainer(Net(), arguments(tmp_path), data_collator="padding", train_dataset=rows(4))
+
+
+def test_resuming_from_neither_true_nor_a_path_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path), train_dataset=rows(4))
+    with pytest.raises(ConfigError, match="resume_from_checkpoint=3"):
+        trainer.train(resume_from_checkpoint=3)  # type: ignore[arg-type]
