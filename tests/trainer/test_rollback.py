@@ -1,4 +1,4 @@
-"""Rolling back: the run goes on as one that never saw the window of data which led to the values that are not finite."""
+"""Rolling back: the run goes on as one that never saw the window of data that led to non-finite values."""
 
 from __future__ import annotations
 
