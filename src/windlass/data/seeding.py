@@ -17,7 +17,6 @@ from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_ge
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
 _draw_python = random.random
-_TWISTER_BYTES = 4 * 625  # a Mersenne twister's 624 words, and its position (Matsumoto & Nishimura 1998)
 
 
 class Sandbox:
@@ -68,8 +67,8 @@ class Watch:
         self._gauss = _PYTHON.gauss_next
         bits = get_bit_generator()
         if bits is not self._bits:
-            self._bits, self._address = bits, _address_of(bits)
-        self._numpy = ctypes.string_at(self._address, _TWISTER_BYTES)
+            self._bits, self._twister = bits, _memory_of(bits)
+        self._numpy = self._twister.tobytes()
         self._torch = _TORCH.get_state()
         return self
 
@@ -77,7 +76,7 @@ class Watch:
         self.drew = (
             _draw_python() != self._draw_twin()
             or _PYTHON.gauss_next is not self._gauss
-            or ctypes.string_at(self._address, _TWISTER_BYTES) != self._numpy
+            or self._twister.tobytes() != self._numpy
             or _bytes_of(_TORCH.get_state()) != _bytes_of(self._torch)
         )
         if self.drew:
@@ -86,12 +85,12 @@ class Watch:
     def _put_back(self) -> None:
         random.setstate(self._twin.getstate())
         _PYTHON.gauss_next = self._gauss
-        ctypes.memmove(self._address, self._numpy, _TWISTER_BYTES)
+        self._twister[:] = self._numpy
         _TORCH.set_state(self._torch)
 
 
-def _address_of(bits: Any) -> int:
-    """Where NumPy's default generator keeps its state: 624 words and the position in them.
+def _memory_of(bits: Any) -> memoryview:
+    """NumPy's default generator as it lies in memory: a Mersenne twister's 624 words, and the position in them.
 
     Raises:
         DataError: a script has set another kind of generator, whose state has another shape.
@@ -101,8 +100,8 @@ def _address_of(bits: Any) -> int:
             f"NumPy's default generator was replaced by {type(bits).__name__}; reading data repeatably needs the "
             "Mersenne twister it comes with: leave it, and give code of yours a generator of its own"
         )
-    address: int = bits.ctypes.state_address
-    return address
+    words = (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address)
+    return memoryview(words).cast("B")
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:

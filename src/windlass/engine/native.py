@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.data.group import Group
@@ -92,9 +93,7 @@ class NativeExecutor:
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
-        if self._device.type != "cpu" or norm.dtype == torch.bfloat16:
-            return False
-        return bool(norm.numpy().item() + 1e-6 <= max_norm)
+        return norm.is_cpu and host.read(norm) + 1e-6 <= max_norm
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:

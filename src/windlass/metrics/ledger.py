@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.core import host
 from windlass.core.types import State
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -29,11 +30,11 @@ class Ledger:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._device = device
         self._sum_over_ranks = sum_over_ranks
-        self._loss = torch.zeros((), dtype=self._dtype, device=device)
-        self._parts: dict[str, Tensor] = {}
+        self._parts: dict[str, Any] = {}
         self._updates = 0
         self._skips = 0
-        self._skipped_loss = torch.zeros_like(self._loss)
+        # On the CPU sums are plain numbers: they are read in place, and a tensor operation costs more than an addition.
+        self._loss, self._skipped_loss = self._taken(0.0), self._taken(0.0)
         self._last_norm: Tensor | None = None
         self.total_loss = 0.0
         self.total_updates = 0
@@ -45,12 +46,18 @@ class Ledger:
         if not applied:
             self._skips += 1
             self.skipped += 1
-            self._skipped_loss += loss
+            self._skipped_loss = self._skipped_loss + self._taken(loss)
             return
         self._updates += 1
-        self._loss += loss
+        self._loss = self._loss + self._taken(loss)
         for name, value in parts.items():
-            self._parts[name] = self._parts.get(name, 0) + value.to(self._dtype)
+            self._parts[name] = self._parts.get(name, 0.0) + self._taken(value)
+
+    def _taken(self, value: Tensor | float) -> Any:
+        """A value as sums are kept: a number on the CPU, a scalar tensor on a device."""
+        if self._device.type == "cpu":
+            return host.read(value) if isinstance(value, Tensor) else value
+        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
     def read(self) -> dict[str, float]:
         """Means since the last call (`loss`, each auxiliary part) and the last gradient norm; then starts anew.
@@ -62,9 +69,9 @@ class Ledger:
         names = sorted(self._parts)
         loss, count = (self._loss, self._updates) if self._updates else (self._skipped_loss, self._skips)
         shares = [loss, *(self._parts[name] for name in names)]
-        norms = [] if self._last_norm is None else [self._last_norm.to(self._dtype)]
+        norms = [] if self._last_norm is None else [self._taken(self._last_norm)]
         # One transfer for all of it: each would wait for the device. The norm is the same on every rank already.
-        packed = torch.stack(shares + norms).cpu()
+        packed = self._packed(shares + norms)
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
         if self._updates:
             self.total_loss += float(sums[0])
@@ -72,10 +79,14 @@ class Ledger:
         report = {name: float(value) / count for name, value in zip(["loss", *names], sums, strict=True)}
         if norms:
             report["grad_norm"] = float(packed.numpy()[-1])
-        self._loss.zero_()
-        self._skipped_loss.zero_()
+        self._loss, self._skipped_loss = self._taken(0.0), self._taken(0.0)
         self._parts, self._updates, self._skips = {}, 0, 0
         return report
+
+    def _packed(self, values: list[Any]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.tensor(values, dtype=self._dtype)
+        return torch.stack(values).cpu()
 
     @property
     def pending(self) -> bool:
@@ -88,11 +99,11 @@ class Ledger:
 
     def state_dict(self) -> State:
         return {
-            "loss": self._loss.clone(),
-            "parts": {name: value.clone() for name, value in self._parts.items()},
+            "loss": self._loss,
+            "parts": dict(self._parts),
             "updates": self._updates,
             "skips": self._skips,
-            "skipped_loss": self._skipped_loss.clone(),
+            "skipped_loss": self._skipped_loss,
             "norm": None if self._last_norm is None else self._last_norm.clone(),
             "total_loss": self.total_loss,
             "total_updates": self.total_updates,
@@ -100,9 +111,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._loss.copy_(state["loss"])
-        self._skipped_loss.copy_(state["skipped_loss"])
-        self._parts = {name: value.to(self._device) for name, value in state["parts"].items()}
+        self._loss, self._skipped_loss = self._taken(state["loss"]), self._taken(state["skipped_loss"])
+        self._parts = {name: self._taken(value) for name, value in state["parts"].items()}
         self._updates, self._skips = state["updates"], state["skips"]
         self._last_norm = None if state["norm"] is None else state["norm"].to(self._device)
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
@@ -126,30 +136,28 @@ class FiniteWatch:
         if not self._asynchronous:
             return _judge(tag, _peek(loss), _peek(norm))
         earlier = self.flush()
-        host = torch.empty(2, dtype=torch.float32, pin_memory=True)
-        host.copy_(torch.stack([loss.detach().float(), norm.detach().float()]), non_blocking=True)
+        pinned = torch.empty(2, dtype=torch.float32, pin_memory=True)
+        pinned.copy_(torch.stack([loss.detach().float(), norm.detach().float()]), non_blocking=True)
         event = torch.Event(loss.device.type)
         event.record()
-        self._pending = (host, event, tag)
+        self._pending = (pinned, event, tag)
         return earlier
 
     def flush(self) -> tuple[Any, float, float] | None:
         """Wait for the update still in flight and judge it. Called before anything is saved."""
         if self._pending is None:
             return None
-        host, event, tag = self._pending
+        pinned, event, tag = self._pending
         self._pending = None
         event.synchronize()
-        loss, norm = host.numpy()
-        return _judge(tag, float(loss), float(norm))
+        loss, norm = host.read(pinned)
+        return _judge(tag, loss, norm)
 
 
 def _peek(value: Tensor) -> float:
-    if value.device.type != "cpu":
-        return float(value)  # mps: memory is shared, and there is no pinned copy to go behind
-    if value.dtype == torch.bfloat16:
-        value = value.float()
-    return float(value.numpy().item())
+    if value.is_cpu:
+        return float(host.read(value))
+    return float(value)  # mps: memory is shared, and there is no pinned copy to go behind
 
 
 def _judge(tag: Any, loss: float, norm: float) -> tuple[Any, float, float] | None:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.core import host
+
 IGNORE_INDEX = -100
 
 
@@ -55,7 +57,7 @@ class TargetCounter:
 
     def labels(self, batch: Any) -> Tensor | None:
         """The integer labels that decide the count, None where rows do."""
-        if not isinstance(batch, Mapping):
+        if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         if "shift_labels" in batch:
             return _integer(batch["shift_labels"])
@@ -75,12 +77,11 @@ def _integer(labels: Any) -> Tensor | None:
 
 
 def _count(labels: Tensor) -> int:
-    if labels.device.type == "cpu":
+    if labels.is_cpu:
+        if labels.ndim == 1 and len(labels) <= 64:  # one label a row: too few for array arithmetic to pay
+            return len(labels) - int(host.read(labels).count(IGNORE_INDEX))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device.
-        values = labels.numpy()
-        if values.ndim == 1 and values.size <= 64:  # one label a row: too few for array arithmetic to pay
-            return int(values.size - values.tolist().count(IGNORE_INDEX))
-        return int(np.count_nonzero(values != IGNORE_INDEX))
+        return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
     return int(torch.count_nonzero(labels != IGNORE_INDEX))
 
 
