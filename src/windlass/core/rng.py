@@ -64,17 +64,17 @@ class StepSeeder:
     """
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        self._seed, self._rank = seed, rank
+        self._stream = derive_seed(STREAM_STEP, seed, rank)
         generator = _accelerator_generator(device)
         self._seed_device: Callable[[int], Any] | None = None if generator is None else generator.manual_seed
 
     def start(self, step: int) -> None:
         """Seed all three generators, for a run that begins at update `step` without a state to restore."""
-        seed_generators(derive_seed(STREAM_STEP, self._seed, step, self._rank))
+        seed_generators(derive_seed(self._stream, step))
 
     def __call__(self, step: int) -> None:
         """Make the randomness of update `step` (dropout and the like) what it always is."""
-        value = derive_seed(STREAM_STEP, self._seed, step, self._rank)
+        value = derive_seed(self._stream, step)
         torch.default_generator.manual_seed(value)
         if self._seed_device is not None:
             self._seed_device(value)

@@ -81,7 +81,8 @@ class NativeExecutor:
     def clip(self, max_norm: float | None, rescale: Tensor | None = None) -> Tensor:
         """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`)."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._overflow = self._scaler.unscale_(self._parameters)
+        if self._scaler.active:
+            self._overflow = self._scaler.unscale_(self._parameters)
         if rescale is not None and gradients:
             # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
             torch._foreach_mul_(gradients, rescale.to(torch.promote_types(gradients[0].dtype, torch.float32)))

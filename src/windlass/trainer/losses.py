@@ -279,14 +279,14 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
-        found = ", ".join(f"{name} (None)" if outputs[name] is None else str(name) for name in outputs)
     elif isinstance(outputs, (tuple, list)):
-        loss, found = (outputs[0] if outputs else None), f"a sequence of {len(outputs)}"
+        loss = outputs[0] if outputs else None
     elif isinstance(outputs, (Tensor, LossTerms)):
-        loss, found = outputs, "one tensor"
+        loss = outputs
     else:
-        loss, found = getattr(outputs, "loss", None), type(outputs).__name__
+        loss = getattr(outputs, "loss", None)
     if not isinstance(loss, LossTerms) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        found = _shown(outputs)
         if loss is not None:
             found += f", where the loss should be {_kind_of(loss)}"
         received = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
@@ -295,6 +295,15 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
             "forward return the loss first or as 'loss', pass `compute_loss_func`, or override `compute_loss`"
         )
     return loss
+
+
+def _shown(outputs: Any) -> str:
+    """What a model returned, for an error."""
+    if isinstance(outputs, Mapping):
+        return ", ".join(f"{name} (None)" if outputs[name] is None else str(name) for name in outputs)
+    if isinstance(outputs, (tuple, list)):
+        return f"a sequence of {len(outputs)}"
+    return "one tensor" if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
 def check_loss(loss: Any) -> Any:
