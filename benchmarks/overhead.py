@@ -111,7 +111,7 @@ def render(figures: dict[str, Any], command: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="steps of one round")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of one round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--only", default=",".join(CONTENDERS), help="contenders, comma-separated; raw is always run"
