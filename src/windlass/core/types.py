@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from windlass.core.errors import ModelError
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -24,6 +26,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
+# What a report says besides the parts of a loss.
+_REPORTED = frozenset({"loss", "grad_norm", "learning_rate", "epoch", "step", "skipped_updates"})
+
+
 @dataclass(slots=True)
 class LossTerms:
     """A loss that the engine normalises exactly: `sum / total weight of the update + aux terms`.
@@ -38,6 +44,11 @@ class LossTerms:
     sum: Tensor
     weight: Tensor | float
     aux: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        taken = _REPORTED & self.aux.keys() if self.aux else None
+        if taken:
+            raise ModelError(f"LossTerms(aux={{{min(taken)!r}: ...}}): reports use that name already; give it another")
 
 
 class EvalPrediction:
