@@ -48,7 +48,9 @@ class LossTerms:
     def __post_init__(self) -> None:
         taken = _REPORTED & self.aux.keys() if self.aux else None
         if taken:
-            raise ModelError(f"LossTerms(aux={{{min(taken)!r}: ...}}): reports use that name already; give it another")
+            raise ModelError(
+                f"LossTerms(aux={{{min(taken)!r}: ...}}): reports use that name already; give it another"
+            )
 
 
 class EvalPrediction:
