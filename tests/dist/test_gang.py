@@ -9,7 +9,7 @@ import torch
 from tests.dist.launch import launch
 
 from windlass.core.world import World
-from windlass.dist.gang import Gang, join, leave, main_first
+from windlass.dist.gang import Gang, join, leave
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,6 @@ def test_a_gang_of_one_asks_nobody() -> None:
     assert gang.gather_objects({"a": 1}) == [{"a": 1}]
     assert gang.broadcast_object("x") == "x"
     assert [gang.vote(True), gang.vote(False)] == [True, False]
-    assert main_first(gang, lambda: 5) == 5
     gang.barrier()
     leave()
     assert not torch.distributed.is_initialized()

@@ -86,7 +86,6 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         logging_first_step=args.logging_first_step,
         evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
-        evaluation_delay=args.eval_delay or 0,
         save=resolve_save(args, duration.steps),
         dist=resolve_dist(args),
     )
@@ -252,7 +251,6 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
         output_dir=args.output_dir,
         cadence=_cadence(args.save_strategy, args.save_steps, total_steps),
         total_limit=args.save_total_limit,
-        only_model=args.save_only_model,
         metric=args.metric_for_best_model,
         greater_is_better=bool(args.greater_is_better),
         load_best_at_end=args.load_best_model_at_end,

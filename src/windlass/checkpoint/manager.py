@@ -218,6 +218,3 @@ class CheckpointManager:
         other is hashed when it is read.
         """
         return Checkpoint(take_over(handover), self.store.files)
-
-    def poll(self) -> None:
-        """Once per step: lets background work make progress. Saving is synchronous, so there is none."""

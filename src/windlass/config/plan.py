@@ -100,7 +100,6 @@ class SavePlan:
     output_dir: str
     cadence: CadencePlan
     total_limit: int | None = None
-    only_model: bool = False
     metric: str | None = None
     greater_is_better: bool = False
     load_best_at_end: bool = False
@@ -132,6 +131,5 @@ class RunPlan:
     logging: CadencePlan
     logging_first_step: bool
     evaluation: CadencePlan
-    evaluation_delay: float
     save: SavePlan
     dist: DistPlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -155,13 +154,3 @@ def leave() -> None:
         # Replicated models lie in reference cycles and hold the group: until they are gone its threads run on,
         # and one that finishes its last work while the interpreter shuts down aborts the process.
         gc.collect()
-
-
-def main_first(gang: Gang, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0, then on the others."""
-    if gang.rank == 0:
-        result = work()
-        gang.barrier()
-        return result
-    gang.barrier()
-    return work()

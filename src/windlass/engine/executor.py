@@ -14,16 +14,6 @@ from windlass.core.types import State
 from windlass.data.group import Group
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What an executor can honour. `assemble.resolve` refuses, before anything starts, what it cannot."""
-
-    accumulates: bool = True
-    clips: bool = True
-    can_skip: bool = True
-    custom_micro_step: bool = True
-
-
 @dataclass(slots=True)
 class StepRequest:
     """What one update is asked to do.
@@ -91,7 +81,6 @@ class Executor(Protocol):
     `Trainer` drives `run_step`; a loop that the user owns drives the primitives.
     """
 
-    caps: Capabilities
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 

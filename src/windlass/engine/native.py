@@ -15,7 +15,7 @@ from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.data.group import Group
-from windlass.engine.executor import Capabilities, StepHooks, StepRequest, StepResult
+from windlass.engine.executor import StepHooks, StepRequest, StepResult
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.ddp import Replicated, buffers_of_first_rank, settle_buckets, synchronised
 
@@ -30,8 +30,6 @@ class NativeExecutor:
         optimizer: any torch optimizer over the model's parameters.
         scaler: the fp16 loss scaler; by default one that does nothing.
     """
-
-    caps = Capabilities()
 
     def __init__(
         self,

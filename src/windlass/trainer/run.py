@@ -28,13 +28,6 @@ from windlass.trainer.rollback import roll_back
 from windlass.transforms.ddp import share_buffers
 
 logger = get_logger(__name__)
-_STEP_EVENTS = (
-    "on_step_begin",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-)
 
 
 class TrainingRun:
