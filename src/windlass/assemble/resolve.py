@@ -21,6 +21,7 @@ from windlass.config.plan import (
     TransformPlan,
 )
 from windlass.config.validate import check
+from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
 
 # Overriding these in other trainers replaces parts of their loop, which here is the engine's and never calls them.
@@ -279,19 +280,9 @@ def _schedule_options(args: Any) -> dict[str, Any]:
     return options
 
 
-def _options(text: Any) -> dict[str, Any]:
-    """`optim_args`: a mapping, or `key=value` pairs separated by commas."""
-    if not text:
-        return {}
-    if isinstance(text, dict):
-        return dict(text)
-    pairs = [pair.split("=", 1) for pair in str(text).replace(" ", "").split(",") if pair]
-    bad = [pair[0] for pair in pairs if len(pair) != 2]
-    if bad:
-        raise ConfigError(
-            Problem("optim_args", text, f"write it as 'key=value, key=value'; {bad[0]!r} has no value")
-        )
-    return {pair[0]: pair[1] for pair in pairs}
+def _options(given: Any) -> dict[str, Any]:
+    """`optim_args`: a mapping, or text of `key=value` pairs, which validation has read before."""
+    return dict(given) if isinstance(given, dict) else options_from(given or "")
 
 
 def _text(value: Any) -> str:
