@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from datetime import timedelta
 from typing import Any, Protocol
@@ -97,6 +98,10 @@ class ProcessGang(Gang):
     def host_group(self) -> Any:
         return self._host
 
+    def close(self) -> None:
+        """Let go of the process group; exchanges are over."""
+        self._host = None
+
     def sum(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self._host)
         return value
@@ -142,15 +147,21 @@ def join(world: World, device: torch.device, timeout_seconds: int = 1800, backen
             else dist.new_group(backend="gloo", timeout=timeout)
         )
         _joined = ProcessGang(world, host)
+        atexit.register(leave)
     return _joined
 
 
 def leave() -> None:
-    """Close the process group, if one is open."""
+    """Close the process group, if one is open. Also done when the process ends.
+
+    While anything holds the group its threads run on, and one that is still there when the interpreter shuts down aborts
+    the process, after a run that went well. Replicated models hold it from within reference cycles.
+    """
     global _joined
-    _joined = None
+    if _joined is not None:
+        _joined.close()
+        _joined = None
+    atexit.unregister(leave)
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Replicated models lie in reference cycles and hold the group: until they are gone its threads run on,
-        # and one that finishes its last work while the interpreter shuts down aborts the process.
-        gc.collect()

@@ -103,10 +103,16 @@ class Feed:
         """The updates that are left of epoch `number`."""
         groups, spare = self._open(number)
         ahead = self._fetch(groups, spare)
-        while ahead is not None:
-            current = self._portion(*ahead)
-            ahead = self._fetch(groups, None if current.last else current.group)
-            yield current
+        try:
+            while ahead is not None:
+                current = self._portion(*ahead)
+                ahead = None  # should fetching fail, nothing is under way
+                ahead = self._fetch(groups, None if current.last else current.group)
+                yield current
+        finally:
+            if ahead is not None:
+                # The epoch is left early, on all ranks: an exchange left under way could outlive the process group.
+                ahead[-1].wait()
 
     def _open(self, number: int) -> tuple[Iterator[Group], Group | None]:
         """This rank's groups of the epoch, and one to fill in with where the position restored lies behind them."""
