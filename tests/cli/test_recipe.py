@@ -223,3 +223,18 @@ def test_any_value_survives_printing(prompt: str, fraction: float, size: int) ->
     assert values["sample"]["prompt"] == prompt
     assert values["data"]["eval_fraction"] == fraction
     assert values["data"]["block_size"] == size
+
+
+def test_data_laid_over_the_built_in_recipe_takes_the_place_of_its_text(tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("hello\n")
+    recipe = load_recipe(None, [f"data.train={text}"])
+    assert (recipe.data.format, recipe.data.train) == ("auto", str(text))
+    assert recipe.training["output_dir"] == "runs/mine"
+
+
+def test_data_beside_the_built_in_text_is_refused_not_ignored(tmp_path: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text("hello\n")
+    with pytest.raises(ConfigError, match="brings its own text"):
+        load_recipe(None, [f"data.train={text}", "data.format=python-docs"])

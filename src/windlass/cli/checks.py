@@ -68,6 +68,12 @@ def _sources(recipe: Recipe, say: Say) -> Iterator[Problem]:
             )
         if data.eval is not None:
             yield say("data.eval", data.eval, "python-docs holds out its own part; leave this out")
+        if data.train:
+            yield say(
+                "data.train",
+                data.train,
+                "python-docs brings its own text; to read this, set data.format=auto",
+            )
         return
     if not data.train:
         yield say(

@@ -35,7 +35,8 @@ def load_recipe(
     draft.override(overrides)
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
-    _name_the_run(draft, "python-docs" if path is None else Path(path).stem)
+    own = _own_data(draft, overrides) if path is None else None
+    _name_the_run(draft, Path(path or own or "python-docs").stem)
     problems = list(draft.problems)
     recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
     conflicts = [*find_conflicts(recipe, draft), *_evaluation_problems(recipe, draft)]
@@ -44,6 +45,17 @@ def load_recipe(
     if problems:
         raise ConfigError(problems)
     return replace(recipe, training=coerced(recipe.training))
+
+
+def _own_data(draft: Draft, overrides: Sequence[str]) -> str | None:
+    """Data laid over the built-in recipe takes the place of its text; gives where it is, None where there is none."""
+    data = draft.values.get("data")
+    own = data.get("train") if isinstance(data, dict) else None
+    if not own:
+        return None
+    if not any(override.startswith("data.format=") for override in overrides):
+        draft.put(("data", "format"), "auto")
+    return str(own)
 
 
 def _follows(conflict: Problem, problems: list[Problem]) -> bool:
