@@ -72,6 +72,35 @@ def test_a_group_is_fetched_before_the_one_ahead_of_it_is_used() -> None:
     assert steps == ["fetch 0", "inspect", "fetch 1", "use 0", "fetch 2", "use 1", "use 2"]
 
 
+class Waited(Gang):
+    """Notes which exchanges were waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.waited = 0, 0
+
+    def start_sum(self, values: list[float]) -> Pending:
+        self.begun += 1
+        gang, done = self, super().start_sum(values)
+
+        class Noted:
+            def wait(self) -> list[float]:
+                gang.waited += 1
+                return done.wait()
+
+        return Noted()
+
+
+def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
+    """One that outlived the process group would abort the process at its end."""
+    gang = Waited()
+    counts = Counts(lambda batch: 1.0, lambda batch: 0, lambda batch: 0, lambda group: None)
+    portions = Feed(Source([]), 1, counts, gang).epoch(0)
+    next(portions)
+    portions.close()  # type: ignore[attr-defined]
+    assert gang.begun == gang.waited == 2
+
+
 def test_counts_are_of_this_rank_and_of_all() -> None:
     portions = list(feed_of([]).epoch(4))
     assert [portion.group.epoch for portion in portions] == [4, 4, 4]

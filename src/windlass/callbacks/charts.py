@@ -96,9 +96,8 @@ class _Frame:
     def around(cls, points: Sequence[Point]) -> _Frame:
         xs, ys = [p[0] for p in points], [p[1] for p in points]
         low, high = min(ys), max(ys)
-        if high - low <= max(
-            1e-9 * max(abs(low), abs(high)), 1 / _LARGEST
-        ):  # a constant still needs an axis around it
+        # A constant still needs an axis around it.
+        if high - low <= max(1e-9 * max(abs(low), abs(high)), 1 / _LARGEST):
             room = abs(low) * 0.1 or 1.0
             low, high = low - room, high + room
         left, right = min(xs), max(xs)
@@ -143,9 +142,8 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
     )
     finite = [p for p in points if _is_finite(p)]
     radius = 3.5 if len(finite) <= _DOTS_UP_TO else 6
-    kind = (
-        "dot" if len(finite) <= _DOTS_UP_TO else "spot"
-    )  # spots are invisible and only carry the hover text
+    # Spots are invisible and only carry the hover text.
+    kind = "dot" if len(finite) <= _DOTS_UP_TO else "spot"
     dots = "".join(
         f'<circle class="{kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}">'
         f"<title>{escape(series.name)}: {short(y, 6)} at step {x:g}</title></circle>"

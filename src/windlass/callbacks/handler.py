@@ -289,10 +289,8 @@ def _is_inherited_no_op(callback: Any, event: str) -> bool:
     owner = next((cls for cls in type(callback).__mro__ if event in cls.__dict__), None)
     if owner is None or owner.__name__ != TrainerCallback.__name__:
         return False
-    return owner.__module__.split(".")[0] in (
-        "windlass",
-        "transformers",
-    )  # a user's class may bear the name too
+    # A user's class may bear the name too.
+    return owner.__module__.split(".")[0] in ("windlass", "transformers")
 
 
 def _merge(control: TrainerControl, result: Any) -> None:

@@ -78,9 +78,8 @@ class TrainingArguments(
             self._assign_old(name, value)
             return
         derived = self.__dict__.get("_derived")
-        if (
-            derived is not None
-        ):  # after construction: what is assigned is no longer derived, and twins stay equal
+        if derived is not None:
+            # After construction: what is assigned is no longer derived, and twins stay equal.
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
             if name in BOTH_WAYS:

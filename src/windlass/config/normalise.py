@@ -71,9 +71,8 @@ def _paths(values: dict[str, Any]) -> None:
         values["output_dir"] = DEFAULT_OUTPUT_DIR
     if isinstance(values["output_dir"], str):
         values["output_dir"] = os.path.expanduser(values["output_dir"])
-    if (
-        values["hub_token"] == "<HUB_TOKEN>"
-    ):  # read back from written arguments, where the secret was left out
+    if values["hub_token"] == "<HUB_TOKEN>":
+        # Read back from written arguments, where the secret was left out.
         values["hub_token"] = None
 
 

@@ -48,9 +48,8 @@ class TargetCounter:
     def __call__(self, batch: Any) -> float:
         labels = self.labels(batch)
         if labels is None:
-            return float(
-                rows(batch) or 1
-            )  # of a kind that shows no rows: one weight for each batch, never none
+            # A batch of a kind that shows no rows weighs one, never nothing.
+            return float(rows(batch) or 1)
         if self.shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return float(_count(labels))

@@ -73,9 +73,8 @@ class DivisionWatch:
 
     def _judge(self) -> bool:
         if self._returned is None:
-            return (
-                True  # this step computes its loss without `compute_loss`: there is nothing to compare with
-            )
+            # This step computes its loss without `compute_loss`: there is nothing to compare with.
+            return True
         returned, given = _value(self._returned), _value(self._given)
         self._returned = self._given = None
         if not math.isfinite(returned) or returned == 0.0:

@@ -77,9 +77,8 @@ class SavingMixin(TrainerBase):
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(manager.store.path_for(step))
         best = self.state.best_model_checkpoint
-        with manager.store.agreed(
-            step
-        ):  # a part that cannot give its state must not leave other ranks waiting
+        # A part that cannot give its state must not leave other ranks waiting.
+        with manager.store.agreed(step):
             self.state.stateful_callbacks = self.callback_handler.state_dict()
             shared, per_rank = self._shared_state(), self._rank_state()
             model_bytes = weights_bytes(self.model.state_dict())

@@ -375,9 +375,8 @@ class Trainer(TrainerParts):
             "Press Ctrl-C again to stop at once"
         )
         if self._gang.size > 1:
-            self._wants_stop = (
-                True  # the others must end with the same update: they learn of it with a coming one
-            )
+            # The others must end with the same update: they learn of it with a coming one.
+            self._wants_stop = True
         else:
             self._stop_here()
 
