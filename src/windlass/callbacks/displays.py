@@ -80,8 +80,8 @@ class _Pace:
         return f"{self.label} {self.step}/{self.total}{share} {clock_text(elapsed)}<{clock_text(left)}"
 
 
-class LineDisplay:
-    """Plain lines for files and pipes: one for each message, and a sign of life each minute without one."""
+class _PacedDisplay:
+    """What lines and bars have in common: the pace of the run, and of an evaluation within it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LineDisplay:
 
     def advance(self, step: int) -> None:
         self._pace.step = step
-        self._heartbeat(self._pace)
+        self._moved(self._pace)
 
     def begin_inner(self, label: str, total: int) -> None:
         self._inner = _Pace(total, label, 0, self._clock)
@@ -108,7 +108,15 @@ class LineDisplay:
     def advance_inner(self, done: int) -> None:
         if self._inner is not None:
             self._inner.step = done
-            self._heartbeat(self._inner)
+            self._moved(self._inner)
+
+    def _moved(self, pace: _Pace) -> None:
+        """Show that `pace` went on, where it is time to."""
+        raise NotImplementedError
+
+
+class LineDisplay(_PacedDisplay):
+    """Plain lines for files and pipes: one for each message, and a sign of life each minute without one."""
 
     def end_inner(self) -> None:
         self._inner = None
@@ -119,7 +127,7 @@ class LineDisplay:
     def close(self) -> None:
         self._inner = None
 
-    def _heartbeat(self, pace: _Pace) -> None:
+    def _moved(self, pace: _Pace) -> None:
         if self._clock() - self._last >= _HEARTBEAT_SECONDS:
             self._print(f"[{pace.text()}]")
 
@@ -128,36 +136,13 @@ class LineDisplay:
         print(line, file=self._file, flush=True)
 
 
-class BarDisplay:
+class BarDisplay(_PacedDisplay):
     """A one-line bar for terminals, drawn with nothing but a carriage return."""
 
-    def __init__(
-        self,
-        total: int,
-        label: str,
-        *,
-        start: int = 0,
-        file: TextIO | None = None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._file = file or sys.stdout
-        self._clock = clock
-        self._pace = _Pace(total, label, start, clock)
-        self._inner: _Pace | None = None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._last = float("-inf")
         self._draw()
-
-    def advance(self, step: int) -> None:
-        self._pace.step = step
-        self._draw_if_due()
-
-    def begin_inner(self, label: str, total: int) -> None:
-        self._inner = _Pace(total, label, 0, self._clock)
-
-    def advance_inner(self, done: int) -> None:
-        if self._inner is not None:
-            self._inner.step = done
-            self._draw_if_due()
 
     def end_inner(self) -> None:
         self._inner = None
@@ -172,7 +157,7 @@ class BarDisplay:
         self._file.write("\n")
         self._file.flush()
 
-    def _draw_if_due(self) -> None:
+    def _moved(self, pace: _Pace) -> None:
         if self._clock() - self._last >= _REDRAW_SECONDS:
             self._draw()
 
