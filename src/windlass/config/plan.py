@@ -106,14 +106,61 @@ class SavePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Fully sharded data parallelism (FSDP2).
+
+    Attributes:
+        reshard: True frees gathered parameters after each forward (full_shard), False keeps them until the backward
+            (shard_grad_op), an integer reshards to that many ranks.
+        replicas: whole copies of the model over all ranks; above 1 it is hybrid sharding, `world / replicas` ranks a
+            copy. `replicas == world` shards nothing (no_shard).
+        wrap: which submodules are gathered on their own: those of `layers` (class names; none given: the model's own
+            `_no_split_modules`), those of at least `min_parameters`, or only the whole model.
+        cpu_offload: parameters, gradients and optimizer state stay in host memory between uses.
+        param_dtype, reduce_dtype, output_dtype: None keeps that of the parameters.
+        forward_prefetch, backward_prefetch: how many layers ahead are gathered explicitly; 0 leaves it to PyTorch.
+        state: how checkpoints hold it: one file of whole tensors, or every rank its shards.
+        ram_efficient: only rank 0 of each machine holds the weights on the host before sharding; the others start
+            from the meta device.
+        ignored: regular expression or names of modules that are not sharded.
+    """
+
+    reshard: bool | int = True
+    replicas: int = 1
+    wrap: Literal["none", "transformer", "size"] = "none"
+    layers: tuple[str, ...] = ()
+    min_parameters: int = 100_000_000
+    cpu_offload: bool = False
+    param_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    output_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    recompute: bool = False
+    state: Literal["full", "sharded"] = "full"
+    ram_efficient: bool = False
+    ignored: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DistPlan:
-    """Options of data parallelism; without meaning in a world of one."""
+    """How the model is spread over ranks; without meaning in a world of one, but for `shard`, which works there too.
+
+    Attributes:
+        strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
+        comm_hook: how DDP compresses gradients on their way.
+    """
 
     timeout_seconds: int = 1800
     find_unused_parameters: bool = False
     bucket_cap_mb: int | None = None
     broadcast_buffers: bool | None = None
     static_graph: bool = False
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    shard: ShardPlan | None = None
+    comm_hook: Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "no"
+    comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
+    comm_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,88 @@
+"""How one model is spread over the ranks of a job. One file for each way; `strategies.py` is their registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Strategy(Protocol):
+    """What an executor asks of the way in which its model is spread.
+
+    Every strategy averages gradients over all ranks, so whoever hands a loss to backward multiplies this rank's share
+    by the number of ranks.
+
+    Attributes:
+        model: what forwards run through (a wrapper, or the module itself).
+        module: the user's own module.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def micro(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one forward and backward: gradients are reduced over ranks only in the last one of an update."""
+        ...
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Global L2 norm of these gradients (the ones that lie in `.grad` after the last micro-batch): a plain scalar
+        on the gradients' device, the same on every rank. No host sync.
+        """
+        ...
+
+    def check_reached(self) -> None:
+        """Once per update, after its backwards.
+
+        Raises:
+            ModelError: no forward since the last call went through what reduces gradients.
+        """
+        ...
+
+    def settle(self, backward: Callable[[], Tensor]) -> None:
+        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
+        ...
+
+    def share_buffers(self) -> None:
+        """Give every rank rank 0's buffers. Collective."""
+        ...
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers that this rank keeps for itself, by name; none where all have rank 0's."""
+        ...
+
+    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
+        """Within the body every rank holds rank 0's buffers: those that are saved. Collective."""
+        ...
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The module's state dict with whole tensors, under the names of the bare module. Collective.
+
+        On rank 0 complete (on the host where parameters are sharded); on other ranks possibly empty.
+        """
+        ...
+
+    def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of whole tensors into the module, in place. Every rank has all of `state`."""
+        ...
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Within the body the module's parameters are whole on every rank (to generate, or to look at). Collective."""
+        ...
+
+    def release(self) -> None:
+        """Training is over: let go of wrappers and of the process groups that they hold; `model` is `module` then."""
+        ...
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the module's first parameter (or buffer) lies; the CPU for a module without any."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
