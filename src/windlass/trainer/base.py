@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.accelerator import Accelerator
+from windlass.accelerator.accelerator import Accelerator
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.accelerator import Accelerator
+from windlass.accelerator.accelerator import Accelerator
 from windlass.assemble.build import build
 from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_precision
@@ -145,7 +145,7 @@ class Trainer(TrainerParts):
         precision = resolve_precision(self.args)
         check_precision(precision, self._device)
         self._autocast = autocast_context(precision, self._device)
-        self.accelerator = Accelerator(
+        self.accelerator = Accelerator.of_run(
             self._gang, self._device, precision, self.args.gradient_accumulation_steps
         )
 

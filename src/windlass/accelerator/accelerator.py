@@ -72,6 +72,13 @@ class Accelerator:
         sync_gradients: whether the current micro-batch is the last one of its update.
     """
 
+    @classmethod
+    def of_run(
+        cls, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
+    ) -> Accelerator:
+        """The accelerator of a Trainer's run, which has met its world and resolved its settings already."""
+        return cls(gang, device, precision, accumulation)
+
     def __init__(
         self, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
     ) -> None:

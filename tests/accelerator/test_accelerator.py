@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.accelerator import Accelerator
+from windlass.accelerator.accelerator import Accelerator
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def accelerator() -> Accelerator:
-    return Accelerator(Gang(), CPU, PrecisionPlan("bf16"), 4)
+    return Accelerator.of_run(Gang(), CPU, PrecisionPlan("bf16"), 4)
 
 
 def test_a_world_of_one(accelerator: Accelerator) -> None:
@@ -37,7 +37,7 @@ def test_a_world_of_one(accelerator: Accelerator) -> None:
 
 @pytest.mark.parametrize(("compute", "shown"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_precision_is_named_as_scripts_know_it(compute: str, shown: str) -> None:
-    accelerator = Accelerator(Gang(), CPU, PrecisionPlan(compute))  # type: ignore[arg-type]
+    accelerator = Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute))  # type: ignore[arg-type]
     assert accelerator.mixed_precision == shown
 
 
