@@ -14,6 +14,7 @@ from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
+from windlass.dist.gang import Gang
 from windlass.optim.schedule import UserSchedule
 from windlass.precision.scaler import LossScaler
 
@@ -34,7 +35,7 @@ def test_own_objects_keep_their_identity() -> None:
         asked.append(steps)
         return optimizer, scheduler
 
-    built = build(model, create, plan_of(num_train_epochs=2), CPU)
+    built = build(model, create, plan_of(num_train_epochs=2), CPU, Gang())
     assert asked == [20]
     assert built.executor.model is model
     assert built.executor.optimizer is optimizer
@@ -47,12 +48,12 @@ def test_a_part_that_was_not_made_is_named(missing: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = None if missing == "optimizer" else torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=rf"{missing}=None.*must set self\.{missing}"):
-        build(model, lambda steps: (optimizer, None), plan_of(), CPU)
+        build(model, lambda steps: (optimizer, None), plan_of(), CPU, Gang())
 
 
 def test_fp16_brings_its_scaler() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    built = build(model, lambda steps: (optimizer, scheduler), plan_of(fp16=True), CPU)
+    built = build(model, lambda steps: (optimizer, scheduler), plan_of(fp16=True), CPU, Gang())
     assert built.executor.state_dict()["scaler"].keys() == LossScaler(CPU).state_dict().keys()

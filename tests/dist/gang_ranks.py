@@ -7,17 +7,11 @@ import os
 import torch
 from torch import nn
 
-from windlass.accelerator import Accelerator
+from windlass.accelerator.accelerator import Accelerator
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
-from windlass.transforms.ddp import (
-    buffers_of_first_rank,
-    replicate,
-    settle_buckets,
-    share_buffers,
-    synchronised,
-)
+from windlass.transforms.ddp import DataParallel, Replicated
 
 RANK, SIZE, CPU = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
 
@@ -49,7 +43,9 @@ def replication() -> None:
     torch.manual_seed(RANK)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     module.note = "lent"  # type: ignore[assignment]
-    model = replicate(module, CPU, DistPlan())
+    strategy = DataParallel(module, DistPlan())
+    model = strategy.model
+    assert isinstance(model, Replicated)
     assert model.note == "lent"
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
@@ -59,25 +55,25 @@ def replication() -> None:
         loss.backward()
         return loss
 
-    settle_buckets(model, backward, CPU)
+    strategy.settle(backward)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     forwards = model.forwards
-    with synchronised(model, last=False):
+    with strategy.micro(last=False):
         backward()
     own = module[0].weight.grad.clone()
     assert not same_everywhere(own), "not reduced before the last micro-batch"
-    with synchronised(model, last=True):
+    with strategy.micro(last=True):
         backward()
     assert same_everywhere(module[0].weight.grad)
     assert model.forwards == forwards + 2
     mine = module[1].running_mean.clone()
     assert not same_everywhere(mine)
-    with buffers_of_first_rank(model):
+    with strategy.buffers_of_first_rank():
         assert same_everywhere(module[1].running_mean)
     assert torch.equal(module[1].running_mean, mine)
-    share_buffers(model)
+    strategy.share_buffers()
     assert same_everywhere(module[1].running_mean)
 
 

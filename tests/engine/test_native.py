@@ -16,6 +16,7 @@ from windlass.data.group import Group
 from windlass.engine.executor import StepRequest
 from windlass.engine.native import NativeExecutor
 from windlass.precision.scaler import LossScaler
+from windlass.transforms.alone import Alone
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,7 @@ def model() -> nn.Linear:
 
 
 def executor_of(module: nn.Module, **options: Any) -> NativeExecutor:
-    return NativeExecutor(module, torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
+    return NativeExecutor(Alone(module), torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
 
 
 def request(count: int = 1, max_norm: float | None = None, guard: bool = False) -> StepRequest:
@@ -135,7 +136,7 @@ def test_the_scale_is_undone_before_the_norm(scale: int) -> None:
 def test_frozen_parameters_and_those_of_the_optimizer_alone() -> None:
     module, extra = model(), nn.Parameter(torch.ones(2))
     module.bias.requires_grad_(False)
-    executor = NativeExecutor(module, torch.optim.SGD([module.weight, extra], lr=0.1), CPU)
+    executor = NativeExecutor(Alone(module), torch.optim.SGD([module.weight, extra], lr=0.1), CPU)
     executor.backward(module(torch.ones(1, 4)).sum() + extra.sum() * 3)
     expected = torch.linalg.vector_norm(torch.cat([torch.ones(12), torch.full((2,), 3.0)]))
     assert torch.isclose(executor.clip(None), expected)
@@ -187,7 +188,7 @@ def test_evaluating_switches_and_restores() -> None:
 
     module = model().train()
     optimizer = Averaging(module.parameters(), lr=0.1)
-    executor = NativeExecutor(module, optimizer, CPU)
+    executor = NativeExecutor(Alone(module), optimizer, CPU)
     with contextlib.suppress(KeyError), executor.evaluating():
         assert (module.training, optimizer.mode) == (False, "eval")
         raise KeyError

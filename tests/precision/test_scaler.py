@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,10 @@ CPU = torch.device("cpu")
 FACTORS = st.lists(
     st.sampled_from([1.0, 0.5, 3.0, float("inf"), float("nan"), 1e38]), min_size=1, max_size=25
 )
+
+
+def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def twins() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
@@ -42,7 +48,7 @@ def test_trajectory_equals_torchs_grad_scaler(factors: list[float], interval: in
         skipped += theirs.get_scale() < before
 
         ours.scale(model_b(inputs).sum() * factor).backward()
-        found = ours.unscale_(model_b.parameters())
+        found = ours.unscale_(gradients(model_b.parameters()))
         if not ours.overflowed(found):
             optimizer_b.step()
         ours.update(found)
@@ -63,7 +69,7 @@ def test_a_model_learns_in_fp16_with_a_scale_that_overflows_at_first() -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = (model(torch.ones(4, 3)) - 1.0).square().mean()
         scaler.scale(loss).backward()
-        found = scaler.unscale_(model.parameters())
+        found = scaler.unscale_(gradients(model.parameters()))
         if not scaler.overflowed(found):
             optimizer.step()
         scaler.update(found)
@@ -115,7 +121,7 @@ def test_half_precision_gradients_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match="keep trainable weights in float32"):
-        LossScaler(CPU).unscale_([parameter])
+        LossScaler(CPU).unscale_(gradients([parameter]))
 
 
 def test_gradients_of_several_dtypes_and_none_are_unscaled() -> None:
@@ -124,7 +130,7 @@ def test_gradients_of_several_dtypes_and_none_are_unscaled() -> None:
     ]
     for parameter in parameters[:2]:
         parameter.grad = torch.full_like(parameter, 8.0)
-    found = LossScaler(CPU, init_scale=4.0).unscale_(parameters)
+    found = LossScaler(CPU, init_scale=4.0).unscale_(gradients(parameters))
     assert not found
     assert [p.grad is None or p.grad.tolist() for p in parameters] == [[2.0, 2.0], [2.0, 2.0], True]
 
@@ -146,7 +152,7 @@ def test_a_step_reads_no_scalar_through_torch() -> None:
     parameter.grad = torch.ones(2)
     with _Reads() as reads:
         scaler.scale(torch.ones(()))
-        found = scaler.unscale_([parameter])
+        found = scaler.unscale_(gradients([parameter]))
         scaler.overflowed(found)
         scaler.update(found)
     assert not [name for name in reads.seen if "_local_scalar_dense" in name]

@@ -11,13 +11,15 @@ from torch import nn
 
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
 from windlass.engine.native import NativeExecutor
 from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
 from windlass.transforms.apply import apply_transforms
-from windlass.transforms.ddp import replicate
+from windlass.transforms.strategies import spread
+from windlass.transforms.strategy import Strategy
 
 OptimizerFactory = Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
 
@@ -30,12 +32,20 @@ class Built:
     schedule: Schedule
 
 
-def build(model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device) -> Built:
+def build(
+    model: nn.Module,
+    create: OptimizerFactory,
+    plan: RunPlan,
+    device: torch.device,
+    gang: Gang,
+    earlier: Strategy | None = None,
+) -> Built:
     """Model, transforms, optimizer, executor: in this order. Loading a checkpoint comes after.
 
     Args:
         model: the bare module, on its device; changed in place.
         create: number of updates -> optimizer and scheduler; a user's own objects keep their identity.
+        earlier: how the model was spread by an earlier run; where it was sharded, it still is.
 
     Raises:
         ConfigError: the plan asks for what this model or device cannot do, or `create` made no optimizer.
@@ -43,11 +53,11 @@ def build(model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: tor
     check_precision(plan.precision, device, model)
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms)
-    wrapped = replicate(model, device, plan.dist) if plan.batch.world > 1 else model
+    strategy = earlier if earlier is not None and earlier.sharded else spread(model, plan.dist, gang)
     optimizer, scheduler = create(plan.duration.steps)
     if optimizer is None or scheduler is None:
         name = "optimizer" if optimizer is None else "lr_scheduler"
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
-    executor = NativeExecutor(wrapped, optimizer, device, build_scaler(plan.precision, device))
+    executor = NativeExecutor(strategy, optimizer, device, build_scaler(plan.precision, device))
     return Built(executor, as_schedule(scheduler, optimizer))

@@ -107,10 +107,16 @@ class Loader(DataLoader[Any]):
 
     def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
         """A full pass of this rank's micro-batches, each with the positions of its samples in the dataset."""
+        return ((ids, batch) for ids, batch in self.batches_in_step() if ids is not None)
+
+    def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
+        """The same, where all ranks get equally many: one that has run out gets a batch to fill in with, whose
+        positions are None.
+        """
         epoch = 0 if self._fixed_epoch else self.epoch + self._passes
         for group in self._groups(epoch, 0, self._plain_accumulation(), private=True):
-            if not group.filler:
-                yield from zip(group.ids, group.batches, strict=True)
+            ids: list[list[int] | None] = [None] if group.filler else [*group.ids]
+            yield from zip(ids, group.batches, strict=True)
         self._passes += 1
 
     def __iter__(self) -> Any:

@@ -91,7 +91,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def evaluation_loop(
-    batches: Iterable[tuple[list[int], Any]],
+    batches: Iterable[tuple[list[int] | None, Any]],
     predict_step: PredictStep,
     request: EvalRequest,
     *,
@@ -103,6 +103,7 @@ def evaluation_loop(
 
     Args:
         batches: (dataset positions, batch) of this rank; positions may be empty where unknown. Any number, also none.
+            Positions of None mark a batch that only fills in, where every forward needs all ranks: it counts nothing.
         predict_step: what the model makes of a batch, without gradients.
         request: what is wanted of it.
         weigh: number of targets in a batch, on the host: the weight of its mean loss.
@@ -124,8 +125,11 @@ def evaluation_loop(
     run = _Evaluation(request, weigh, ranks)
     with telling_others(ranks):
         for ids, batch in batches:
-            run.step(predict_step, ids, batch)
-            on_batch()
+            if ids is None:
+                predict_step(batch)
+            else:
+                run.step(predict_step, ids, batch)
+                on_batch()
         batchwise = run.batch_metrics.finish()
         totals = run.totals()
     return run.conclude(totals, batchwise)

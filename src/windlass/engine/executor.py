@@ -12,6 +12,7 @@ from torch import Tensor
 
 from windlass.core.types import State
 from windlass.data.group import Group
+from windlass.transforms.strategy import Strategy
 
 
 @dataclass(slots=True)
@@ -81,8 +82,13 @@ class Executor(Protocol):
     `Trainer` drives `run_step`; a loop that the user owns drives the primitives.
     """
 
-    model: torch.nn.Module
+    strategy: Strategy
     optimizer: torch.optim.Optimizer
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What forwards run through."""
+        ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around one forward and backward: gradients are reduced over ranks only in the last one."""

@@ -1,4 +1,4 @@
-"""The native executor: one model, alone or replicated, with the optimizer stepping after the backward."""
+"""The native executor: one model on any strategy, with the optimizer stepping after the backward."""
 
 from __future__ import annotations
 
@@ -12,47 +12,51 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core import host
-from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.engine.executor import StepHooks, StepRequest, StepResult
 from windlass.precision.scaler import Scaler, UnitScaler
-from windlass.transforms.ddp import Replicated, buffers_of_first_rank, settle_buckets, synchronised
-
-_ALONE = contextlib.nullcontext()
+from windlass.transforms.strategy import Strategy
 
 
 class NativeExecutor:
-    """Accumulates, clips, guards and steps. The model may be `Replicated`; nothing else depends on it.
+    """Accumulates, clips, guards and steps, on any strategy.
 
     Args:
-        model: what forwards run through (the wrapper, under data parallelism).
+        strategy: how the model is spread over ranks.
         optimizer: any torch optimizer over the model's parameters.
         scaler: the fp16 loss scaler; by default one that does nothing.
+        parameters: what is clipped and cleared; by default every parameter of the model that takes gradients, and
+            whatever else the optimizer holds.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        strategy: Strategy,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         scaler: Scaler | None = None,
+        parameters: list[nn.Parameter] | None = None,
     ) -> None:
-        self.model = model
+        self.strategy = strategy
         self.optimizer = optimizer
         self._scaler = scaler or UnitScaler(device)
-        self._device = device
-        self._replicated = model if isinstance(model, Replicated) else None
-        self._parameters = _trained_parameters(model, optimizer)
-        self._one_device = len({p.device for p in self._parameters}) <= 1
+        self._parameters = (
+            _trained_parameters(strategy.module, optimizer) if parameters is None else parameters
+        )
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
 
+    @property
+    def model(self) -> nn.Module:
+        """What forwards run through."""
+        return self.strategy.model
+
     # --- primitives -------------------------------------------------------------------------------------------------
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        return _ALONE if self._replicated is None else synchronised(self._replicated, last)
+        return self.strategy.micro(last)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of `loss`: this rank's share times the number of ranks, since ranks are averaged."""
@@ -79,28 +83,21 @@ class NativeExecutor:
     def clip(self, max_norm: float | None, rescale: Tensor | None = None) -> Tensor:
         """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`)."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        local = self.strategy.local(gradients)
         if self._scaler.active:
-            self._overflow = self._scaler.unscale_(self._parameters)
-        if rescale is not None and gradients:
+            self._overflow = self.strategy.agree(self._scaler.unscale_(local))
+        if rescale is not None and local:
             # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-            torch._foreach_mul_(gradients, rescale.to(torch.promote_types(gradients[0].dtype, torch.float32)))
-        norm = self._norm(gradients)
+            torch._foreach_mul_(local, rescale.to(torch.promote_types(local[0].dtype, torch.float32)))
+        norm = self.strategy.total_norm(gradients)
         if max_norm is not None and not self._is_within(norm, max_norm):
             # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
         return norm.is_cpu and host.read(norm) + 1e-6 <= max_norm
-
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        if not gradients:
-            return torch.zeros((), device=self._device)
-        if self._one_device:
-            norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-            return norms
-        return torch.nn.utils.get_total_norm(gradients)
 
     def step(self) -> bool:
         skip, self._skip = self._skip, False
@@ -127,7 +124,7 @@ class NativeExecutor:
         if callable(switch):
             switch()
         try:
-            with buffers_of_first_rank(self.model):
+            with self.strategy.buffers_of_first_rank():
                 yield
         finally:
             self.model.train(was_training)
@@ -140,7 +137,6 @@ class NativeExecutor:
         """Gradients of every micro-batch, one norm, one update."""
         loss: Tensor | None = None
         last = len(group.batches) - 1
-        seen = 0 if self._replicated is None else self._replicated.forwards
         for index, batch in enumerate(group.batches):
             with self.micro(last=index == last):
                 share = hooks.micro_step(batch, index, request)
@@ -148,7 +144,7 @@ class NativeExecutor:
             if index != last:
                 hooks.substep_end()
         assert loss is not None, "a group holds at least one micro-batch"
-        self._refuse_forward_past_the_wrapper(seen)
+        self.strategy.check_reached()
         rescale = hooks.rescale(request)
         if rescale is not None:
             loss = loss * rescale
@@ -162,22 +158,12 @@ class NativeExecutor:
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts())
 
-    def _refuse_forward_past_the_wrapper(self, seen: int) -> None:
-        if self._replicated is not None and self._replicated.forwards == seen:
-            raise ModelError(
-                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
-                "over ranks. Call the `model` that `compute_loss` or `training_step` receives, not `self.model`"
-            )
-
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
-        if self._replicated is not None:
-            settle_buckets(self._replicated, backward, self._device)
+        self.strategy.settle(backward)
 
     def release(self) -> None:
-        if self._replicated is not None:
-            # A group that something still holds when the interpreter shuts down aborts the process.
-            self.model, self._replicated = self._replicated.module, None
+        self.strategy.release()
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class Scaler(Protocol):
 
     def scale(self, loss: Tensor) -> Tensor: ...
 
-    def unscale_(self, params: Iterable[Tensor]) -> Tensor: ...
+    def unscale_(self, gradients: Iterable[Tensor]) -> Tensor: ...
 
     def overflowed(self, found_inf: Tensor) -> bool: ...
 
@@ -47,7 +47,7 @@ class UnitScaler:
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
-    def unscale_(self, params: Iterable[Tensor]) -> Tensor:
+    def unscale_(self, gradients: Iterable[Tensor]) -> Tensor:
         return self._none
 
     def overflowed(self, found_inf: Tensor) -> bool:
@@ -98,7 +98,6 @@ class LossScaler:
         self.growth_interval = growth_interval
         self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
         self._streak = torch.zeros((), dtype=torch.int32, device=device)
-        self._found = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped = 0
         self._skips_in_a_row = 0
 
@@ -106,8 +105,8 @@ class LossScaler:
         """`loss` times the scale; scalar tensor, connected to the graph."""
         return loss * self._scale
 
-    def unscale_(self, params: Iterable[Tensor]) -> Tensor:
-        """Divide the gradients of `params` by the scale, in place.
+    def unscale_(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Divide `gradients` by the scale, in place.
 
         Returns:
             Scalar fp32 tensor on the device: 0, or 1 where any gradient is infinite or NaN.
@@ -118,10 +117,11 @@ class LossScaler:
         # The reciprocal in fp64: rounding it to fp32 first would not be the exact inverse of the scale.
         exact = torch.float32 if self._scale.device.type == "mps" else torch.float64
         inverse = self._scale.to(exact).reciprocal().float()
-        self._found.zero_()
-        for grads in _alike(params):
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, inverse)
-        return self._found
+        # Its own tensor for each call: several optimizers may share a scaler.
+        found = torch.zeros_like(self._scale)
+        for grads in _alike(gradients):
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+        return found
 
     def overflowed(self, found_inf: Tensor) -> bool:
         """Whether this update must be skipped. The one host read of fp16 training: a flag per update.
@@ -180,13 +180,10 @@ def build_scaler(plan: PrecisionPlan, device: torch.device) -> Scaler:
     return LossScaler(device) if plan.compute == "fp16" else UnitScaler(device)
 
 
-def _alike(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Gradients in lists of one dtype and device, as the kernel wants them."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in params:
-        grad = parameter.grad
-        if grad is None:
-            continue
+    for grad in gradients:
         if grad.dtype is torch.float16:
             raise ValueError(
                 "fp16 gradients cannot be unscaled; keep trainable weights in float32 (dtype=torch.float32)"

@@ -18,6 +18,7 @@ from windlass.core.world import World
 from windlass.dist.gang import Gang
 from windlass.engine.normalise import Normaliser
 from windlass.metrics.tokens import TargetCounter
+from windlass.transforms.strategy import Strategy
 
 
 class TrainerBase:
@@ -62,6 +63,7 @@ class TrainerBase:
     _counter: TargetCounter
     _normaliser: Normaliser
     _loss_probed: bool
+    _strategy: Strategy
     _signature_columns: list[str] | None
 
     @property

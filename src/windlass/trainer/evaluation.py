@@ -20,6 +20,7 @@ from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
 from windlass.metrics.nested import nested_detach
@@ -107,12 +108,12 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
         self.callback_handler.eval_dataloader = dataloader
         logger.info("***** Running %s *****", description)
         return self._evaluate_batches(
-            _with_ids(dataloader), request, ignore_keys, self._prediction_step_event
+            self._with_ids(dataloader), request, ignore_keys, self._prediction_step_event
         )
 
     def _evaluate_batches(
         self,
-        batches: Iterable[tuple[list[int], Any]],
+        batches: Iterable[Placed],
         request: EvalRequest,
         ignore_keys: list[str] | None,
         on_batch: Callable[[], None],
@@ -146,7 +147,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
             request = self._eval_request(loss_only, prefix, predicting=False)
             if request.compute_metrics is not None:
                 request = replace(request, compute_metrics=_lenient(request.compute_metrics, wanted))
-            first = itertools.islice(_with_ids(loader), 1)
+            first = itertools.islice(self._with_ids(loader), 1)
             metrics.update(self._evaluate_batches(first, request, None, lambda: None).metrics)
         return metrics
 
@@ -208,6 +209,16 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
     def _eval_group(self) -> EvalGroup:
         return SoloGroup() if self._gang.host_group is None else ProcessGroupGather(self._gang.host_group)
 
+    def _with_ids(self, loader: Any) -> Iterable[Placed]:
+        """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
+
+        Where every forward needs all ranks, equally many on each.
+        """
+        if isinstance(loader, Loader):
+            return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
+        unplaced: Iterable[Placed] = (([], batch) for batch in loader)
+        return in_step(unplaced, self._gang) if self._strategy.sharded else unplaced
+
     def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:
         batches = math.ceil(samples / (self.args.per_device_eval_batch_size * self._world.size))
         speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
@@ -216,7 +227,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
     def _prediction_step_event(self) -> None:
         self.control = self.callback_handler.fire("on_prediction_step", self.args, self.state, self.control)
 
-    def _probed(self, batches: Iterable[tuple[list[int], Any]]) -> Iterator[tuple[list[int], Any]]:
+    def _probed(self, batches: Iterable[Placed]) -> Iterator[Placed]:
         """The batches; the first shows which labels are targets, where training has not done so. Collective."""
         remaining = iter(batches)
         first = next(remaining, None)
@@ -280,10 +291,3 @@ def _lenient(compute_metrics: Callable[..., Any], wanted: str) -> Callable[..., 
             return {wanted: math.nan}
 
     return measure
-
-
-def _with_ids(loader: Any) -> Iterable[tuple[list[int], Any]]:
-    """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours."""
-    if isinstance(loader, Loader):
-        return loader.batches_with_ids()
-    return (([], batch) for batch in loader)

@@ -25,7 +25,6 @@ from windlass.trainer.losses import as_count
 from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.rollback import roll_back
-from windlass.transforms.ddp import share_buffers
 
 logger = get_logger(__name__)
 
@@ -292,7 +291,7 @@ class TrainingRun:
     def finish(self) -> None:
         """Read what the last report did not cover, so that the run's mean loss covers every update; leave one model."""
         self.ledger.read()
-        share_buffers(self.executor.model)
+        self.executor.strategy.share_buffers()
 
 
 def _no_count(value: float, device: Any) -> None:

@@ -23,7 +23,6 @@ from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
-from windlass.transforms.ddp import own_buffers
 
 logger = get_logger(__name__)
 
@@ -45,11 +44,25 @@ class SavingMixin(TrainerBase):
         Args:
             output_dir: where to; the run's output folder by default.
         """
+        state = self._gathered_weights()
         try:
             if self.is_world_process_zero():
-                self._save(str(output_dir or self.output_folder))
+                self._save_gathered(str(output_dir or self.output_folder), state)
         finally:
             self._gang.barrier()
+
+    def _gathered_weights(self) -> Mapping[str, Any] | None:
+        """Whole tensors (on the main process) where ranks hold parts of them; None where the model has them itself.
+        Collective.
+        """
+        return self._strategy.whole_state() if self._strategy.sharded else None
+
+    def _save_gathered(self, folder: str, state: Mapping[str, Any] | None) -> None:
+        # Overrides that know of no sharding take the folder alone.
+        if state is None:
+            self._save(folder)
+        else:
+            self._save(folder, state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too."""
@@ -81,12 +94,13 @@ class SavingMixin(TrainerBase):
         with manager.store.agreed(step):
             self.state.stateful_callbacks = self.callback_handler.state_dict()
             shared, per_rank = self._shared_state(), self._rank_state()
-            model_bytes = weights_bytes(self.model.state_dict())
+            weights = self._gathered_weights()
+            model_bytes = weights_bytes(self.model.state_dict() if weights is None else weights)
         saved = manager.save(
             step,
             shared=shared,
             per_rank=per_rank,
-            write_model=lambda folder: self._save(str(folder)),
+            write_model=lambda folder: self._save_gathered(str(folder), weights),
             meta={
                 "windlass": "checkpoint",
                 "epoch": self.state.epoch,
@@ -121,7 +135,7 @@ class SavingMixin(TrainerBase):
             "rng": rng_state(self._device),
             "ledger": self._run.ledger.state_dict(),
             "position": self._run.loop.position,
-            "buffers": own_buffers(self._run.executor.model),
+            "buffers": self._strategy.own_buffers(),
         }
 
     def _checkpoint_manager(self) -> CheckpointManager:
@@ -224,7 +238,7 @@ class SavingMixin(TrainerBase):
             rank = self._gang.rank
             self._run.ledger.load_state_dict(checkpoint.per_rank("ledger", rank))
             saved = checkpoint.per_rank("buffers", rank)
-            for name, buffer in own_buffers(self._run.executor.model).items():
+            for name, buffer in self._strategy.own_buffers().items():
                 if name in saved:
                     buffer.copy_(saved[name])
             load_rng_state(checkpoint.per_rank("rng", rank), self._device)

@@ -50,6 +50,7 @@ from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.saving import find_metric
+from windlass.transforms.alone import Alone
 
 logger = get_logger(__name__)
 
@@ -180,6 +181,7 @@ class Trainer(TrainerParts):
         if self.place_model_on_device and not is_placed(model):
             model.to(self._device)
         self.model = self.model_wrapped = model
+        self._strategy = Alone(model)
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
@@ -325,9 +327,11 @@ class Trainer(TrainerParts):
 
     def _build(self, plan: RunPlan, source: Any) -> None:
         align_special_tokens(self.model, self.processing_class)
-        built = build(self.model, self._created_optimizer_and_scheduler, plan, self._device)
+        built = build(
+            self.model, self._created_optimizer_and_scheduler, plan, self._device, self._gang, self._strategy
+        )
         self.model_wrapped = built.executor.model
-        self._executor = built.executor
+        self._executor, self._strategy = built.executor, built.executor.strategy
         self._run = TrainingRun(self, plan, built, source)
         self.accelerator.bind_backward(self._run.backward)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from windlass.config.plan import DistPlan
+from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
+from windlass.transforms.alone import Alone
+from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.transforms.strategy import device_of
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Replicated(DistributedDataParallel):
@@ -35,8 +41,72 @@ class Replicated(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-def replicate(module: nn.Module, device: torch.device, plan: DistPlan) -> Replicated:
-    """Wrap `module`, already on `device`, for data parallelism over the default process group."""
+class DataParallel(Alone):
+    """Implements `Strategy`: whole parameters and gradients on every rank, as in a world of one, and a wrapper.
+
+    Args:
+        module: on its device already; the same on every rank.
+        plan: options of the wrapper.
+    """
+
+    def __init__(self, module: nn.Module, plan: DistPlan) -> None:
+        super().__init__(module)
+        self._wrapper: Replicated | None = replicate(module, plan)
+        self._seen = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self._module if self._wrapper is None else self._wrapper
+
+    def micro(self, last: bool) -> AbstractContextManager[Any]:
+        return _NOTHING if last or self._wrapper is None else self._wrapper.no_sync()
+
+    def check_reached(self) -> None:
+        if self._wrapper is None:
+            return
+        if self._wrapper.forwards == self._seen:
+            raise ModelError(
+                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
+                "over ranks. Call the `model` that `compute_loss` or `training_step` receives (in a loop of your own, "
+                "the one that `prepare` returned), not the bare one"
+            )
+        self._seen = self._wrapper.forwards
+
+    def settle(self, backward: Callable[[], Tensor]) -> None:
+        """Two discarded backwards, so that the buckets are in their final order before the first real one.
+
+        DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or
+        more ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first
+        step long ago. Buffers, gradients and random generators are left as they were found.
+        """
+        buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
+        with preserved_rng(device_of(self._module)):
+            for _ in range(2):
+                backward()
+                self._module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+
+    def share_buffers(self) -> None:
+        share_buffers(self._module)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Those of `ddp_broadcast_buffers=False`; else all have rank 0's, which are saved with the weights."""
+        if self._wrapper is None or self._wrapper.broadcast_buffers:
+            return {}
+        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
+
+    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
+        return buffers_of_first_rank(self._module)
+
+    def release(self) -> None:
+        # A group that something still holds when the interpreter shuts down aborts the process.
+        self._wrapper = None
+
+
+def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
+    """Wrap `module`, already on its device, for data parallelism over the default process group."""
     options: dict[str, Any] = {
         "find_unused_parameters": plan.find_unused_parameters,
         "static_graph": plan.static_graph,
@@ -47,64 +117,7 @@ def replicate(module: nn.Module, device: torch.device, plan: DistPlan) -> Replic
         options["bucket_cap_mb"] = plan.bucket_cap_mb
     if plan.broadcast_buffers is not None:
         options["broadcast_buffers"] = plan.broadcast_buffers
+    device = device_of(module)
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
     return Replicated(module, **options)
-
-
-def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Around one forward and backward: reduce gradients only in the last micro-batch of an update."""
-    if last or not isinstance(model, Replicated):
-        return contextlib.nullcontext()
-    return model.no_sync()
-
-
-def share_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers. Collective."""
-    if isinstance(model, Replicated):
-        for buffer in model.module.buffers():
-            torch.distributed.broadcast(buffer.detach(), 0)
-
-
-def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that this rank keeps for itself (`ddp_broadcast_buffers=False`), by name; none where all have rank
-    0's, which are saved with the weights.
-    """
-    if not isinstance(model, Replicated) or model.broadcast_buffers:
-        return {}
-    return {name: buffer.detach() for name, buffer in model.module.named_buffers()}
-
-
-@contextlib.contextmanager
-def buffers_of_first_rank(model: nn.Module) -> Iterator[None]:
-    """Within the body every rank holds rank 0's buffers (running statistics and the like): those that are saved.
-
-    Each rank's own follow its own data until the next forward, so without this an evaluation would be of several
-    models, most of them not the one in the checkpoint. Collective.
-    """
-    buffers = list(model.module.buffers()) if isinstance(model, Replicated) else []
-    own = [buffer.detach().clone() for buffer in buffers]
-    share_buffers(model)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, saved in zip(buffers, own, strict=True):
-                buffer.copy_(saved)
-
-
-def settle_buckets(model: Replicated, backward: Callable[[], Tensor], device: torch.device) -> None:
-    """Two discarded backwards, so that the buckets are in their final order before the first real one.
-
-    DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or
-    more ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first step
-    long ago. Buffers, gradients and random generators are left as they were found.
-    """
-    buffers = [buffer.detach().clone() for buffer in model.module.buffers()]
-    with preserved_rng(device):
-        for _ in range(2):
-            backward()
-            model.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, saved in zip(model.module.buffers(), buffers, strict=True):
-            buffer.copy_(saved)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from windlass.core.errors import ModelError
+
 
 class Strategy(Protocol):
     """What an executor asks of the way in which its model is spread.
@@ -19,7 +21,11 @@ class Strategy(Protocol):
     Attributes:
         model: what forwards run through (a wrapper, or the module itself).
         module: the user's own module.
+        sharded: parameters lie in parts on several ranks, so every forward is a collective and ranks must make the
+            same number of them.
     """
+
+    sharded: bool
 
     @property
     def model(self) -> nn.Module: ...
@@ -34,6 +40,16 @@ class Strategy(Protocol):
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Global L2 norm of these gradients (the ones that lie in `.grad` after the last micro-batch): a plain scalar
         on the gradients' device, the same on every rank. No host sync.
+        """
+        ...
+
+    def local(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The plain tensors that hold this rank's part of them, sharing their memory: what is scaled in place."""
+        ...
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """The largest value of `flag` (scalar, fp32, on the device) over all ranks, in place, where ranks see different
+        gradients; `flag` itself where all see the same.
         """
         ...
 
@@ -79,6 +95,18 @@ class Strategy(Protocol):
     def release(self) -> None:
         """Training is over: let go of wrappers and of the process groups that they hold; `model` is `module` then."""
         ...
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy `state` into the module, strictly.
+
+    Raises:
+        ModelError: names are missing or unexpected, or shapes differ.
+    """
+    try:
+        module.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise ModelError(str(error)) from None
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -1,0 +1,67 @@
+"""Carrying an optimizer over to the parameters that sharding put in the place of those it was built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.dist.sharded import is_sharded, shard_like
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """id of each parameter -> its name, to be taken before the module is sharded.
+
+    A tied parameter has the first of its names.
+    """
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: nn.Module) -> None:
+    """Let `optimizer` update the parameters that `module` has now, in the place of those it had.
+
+    The optimizer and its groups stay the same objects, so schedules and scripts that hold them go on. State that was
+    gathered already comes along; tensors of a parameter's shape are sharded as the parameter is. Calling it again
+    changes nothing.
+
+    Args:
+        before: what `names_of` gave before sharding.
+
+    Raises:
+        ModelError: the optimizer updates a parameter that the module did not have.
+    """
+    now = dict(module.named_parameters())
+    known = {id(parameter) for parameter in now.values()}
+    replaced: dict[Tensor, Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                replaced[parameter] = _successor(parameter, before, now, f"{position} of group {index}")
+    for group in optimizer.param_groups:
+        # In the same list: whoever holds it sees the new parameters too.
+        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            optimizer.state[new] = _carried(optimizer.state.pop(old), old, new)
+
+
+def _successor(parameter: Tensor, before: Mapping[int, str], now: Mapping[str, Tensor], where: str) -> Tensor:
+    name = before.get(id(parameter))
+    if name is None or name not in now:
+        raise ModelError(
+            f"the optimizer's parameter {where} (shape {list(parameter.shape)}) is not one of the model's parameters, "
+            "so it cannot follow when the model is sharded; build the optimizer from this model's parameters"
+        )
+    return now[name]
+
+
+def _carried(value: Any, old: Tensor, new: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        fits = is_sharded(new) and not is_sharded(value) and value.shape == old.shape and value.dim() > 0
+        return shard_like(value, new) if fits else value
+    if isinstance(value, dict):
+        return {key: _carried(item, old, new) for key, item in value.items()}
+    return value
