@@ -1,0 +1,127 @@
+"""Where each process of a job is: its step and the call it is in, written where the launcher can read them.
+
+Each rank owns one small file, mapped into memory. A mark is a write into that memory: no system call, no lock, well
+under a microsecond. The launcher reads the files when a job fails, and watches them to notice one that stands still.
+Without a launcher that asks for it there is no file, and marks go nowhere.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# The folder of the marks. The launcher makes it anew for each attempt and names it to its processes.
+FOLDER_VARIABLE = "WINDLASS_BEACON"
+# A process that receives this writes the stacks of all its threads. Real-time signals have no other users: schedulers
+# send SIGUSR1 and SIGUSR2 to announce that a job ends.
+STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
+
+# A mark: how many marks were written, the update under way (-1: none yet), and the name of the call, padded with zeros.
+_MARK = struct.Struct("<qq64s")
+_NO_STEP = -1
+# Marks up to here come from the start of the process, before the script says anything.
+_OPENING_MARKS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The last sign of a process.
+
+    Attributes:
+        count: marks written so far; it stands still when the process does.
+        step: the update under way, counted from 0; None before the first.
+        call: what it was about to do: "backward", "save", "gather objects", ...
+    """
+
+    count: int
+    step: int | None
+    call: str
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the process has started and said nothing since: it may be a script that writes no marks."""
+        return self.count <= _OPENING_MARKS
+
+
+class Beacon:
+    """Takes marks. This one leaves them nowhere: the normal case, a process without a launcher that watches."""
+
+    def step(self, number: int) -> None:
+        """Update `number` begins."""
+
+    def call(self, name: str) -> None:
+        """What is about to be done, in at most 64 bytes of UTF-8; the rest is cut off."""
+
+
+class LitBeacon(Beacon):
+    """Leaves marks in the file of its rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._count = 0
+        self._step = _NO_STEP
+        self._call = b""
+        with path.open("w+b") as file:
+            file.truncate(_MARK.size)
+            self._map = mmap.mmap(file.fileno(), _MARK.size)
+        self.call("start")
+
+    def step(self, number: int) -> None:
+        self._step = number
+        self._write()
+
+    def call(self, name: str) -> None:
+        self._call = name.encode()
+        self._write()
+
+    def _write(self) -> None:
+        self._count += 1
+        _MARK.pack_into(self._map, 0, self._count, self._step, self._call)
+
+
+def light(environ: Mapping[str, str]) -> Beacon:
+    """The beacon that the launcher asked for in `environ`; one that leaves no marks where there is none.
+
+    Also prepares this process to write the stacks of its threads when the launcher asks for them.
+    """
+    folder, rank = environ.get(FOLDER_VARIABLE), environ.get("RANK")
+    if not folder or rank is None or not os.path.isdir(folder):
+        return Beacon()
+    # The file stays open for as long as the process lives: the signal may come at any time.
+    stacks = stacks_path(Path(folder), int(rank)).open("w")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    return LitBeacon(mark_path(Path(folder), int(rank)))
+
+
+@cache
+def beacon() -> Beacon:
+    """The beacon of this process."""
+    return light(os.environ)
+
+
+def mark_path(folder: Path, rank: int) -> Path:
+    """The file with the marks of global rank `rank`."""
+    return folder / f"rank-{rank:05d}.mark"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """The file into which global rank `rank` writes its stacks."""
+    return folder / f"rank-{rank:05d}.stacks"
+
+
+def read_mark(folder: Path, rank: int) -> Mark | None:
+    """The last mark of a rank; None where it has left none, as a program does that is not Python."""
+    try:
+        content = mark_path(folder, rank).read_bytes()
+    except OSError:
+        return None
+    if len(content) != _MARK.size:
+        return None
+    count, step, call = _MARK.unpack(content)
+    return Mark(count, None if step == _NO_STEP else step, call.rstrip(b"\0").decode(errors="replace"))
