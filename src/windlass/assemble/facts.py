@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windlass.assemble.batch import UpdateSize
 from windlass.core.world import World
 
 
@@ -31,6 +32,7 @@ class Facts:
         has_evaluation_data: there is at least one evaluation set (or an overridden loader).
         overridden: names of Trainer methods that the subclass replaced.
         resumed: what was done before updates changed their size; None where they did not.
+        saved_size: the size of updates in the checkpoint that is continued.
     """
 
     world: World
@@ -39,3 +41,4 @@ class Facts:
     has_evaluation_data: bool = True
     overridden: frozenset[str] = frozenset()
     resumed: Progress | None = None
+    saved_size: UpdateSize | None = None

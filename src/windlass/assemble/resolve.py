@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from windlass.assemble import batch
+from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts
 from windlass.config.plan import (
     BatchPlan,
@@ -159,6 +161,10 @@ def _uses_one_graph(args: Any, facts: Facts) -> Iterator[Problem]:
         yield Problem("ddp_find_unused_parameters", True, fix)
 
 
+def _divides_the_update(args: Any, facts: Facts) -> Iterator[Problem]:
+    yield from batch.objections(args, facts.world.size)
+
+
 RULES: tuple[Rule, ...] = (
     _needs_training_data,
     _needs_evaluation_data,
@@ -167,6 +173,7 @@ RULES: tuple[Rule, ...] = (
     _keeps_the_loop,
     _keeps_the_weights,
     _uses_one_graph,
+    _divides_the_update,
 )
 
 
@@ -176,7 +183,7 @@ RULES: tuple[Rule, ...] = (
 def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
     return BatchPlan(
         micro=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=update_size(args, facts.world.size, facts.saved_size)[0].accumulation,
         world=facts.world.size,
         rank=facts.world.rank,
         eval=args.per_device_eval_batch_size,

@@ -31,7 +31,7 @@ dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_orde
 remove_unused_columns label_names train_sampling_strategy length_column_name
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 skip_memory_metrics do_train do_eval do_predict
-nonfinite_policy
+nonfinite_policy global_batch_size
 """
 
 MAPPED = {

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.assemble.batch import UpdateSize
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState
@@ -64,6 +65,7 @@ class TrainerBase:
     _normaliser: Normaliser
     _loss_probed: bool
     _strategy: Strategy
+    _update_size: UpdateSize
     _signature_columns: list[str] | None
 
     @property

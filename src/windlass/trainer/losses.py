@@ -242,7 +242,8 @@ class LossMixin(TrainerBase):
         else:
             meaning = hook_meaning(probe, prepared, loss, targets, 2.0 * max(targets, 1.0), self._gang.size)
         self._plain_mean_unsaid = (
-            meaning is Meaning.MICRO_MEAN and self.args.gradient_accumulation_steps * self._gang.size > 1
+            meaning is Meaning.MICRO_MEAN
+            and self.accelerator.gradient_accumulation_steps * self._gang.size > 1
         )
         return meaning
 

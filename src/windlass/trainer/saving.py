@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
@@ -104,6 +105,7 @@ class SavingMixin(TrainerBase):
             meta={
                 "windlass": "checkpoint",
                 "epoch": self.state.epoch,
+                "update_size": self._update_size.to_dict(),
                 "best_metric": _plain(self.state.best_metric),
             },
             best=Path(best) if best else None,
@@ -192,7 +194,7 @@ class SavingMixin(TrainerBase):
         """What was done before an update changed its size (batch, accumulation, ranks); None where it did not."""
         if checkpoint is None or not checkpoint.has("loop"):
             return None
-        accumulation, loop = self.args.gradient_accumulation_steps, checkpoint.shared("loop")
+        accumulation, loop = self._update_size.accumulation, checkpoint.shared("loop")
         per_epoch, position = source.groups_per_epoch(accumulation), loop["position"]
         if per_epoch is None or per_epoch == loop["updates_per_epoch"]:
             return None
@@ -346,6 +348,12 @@ def find_metric(metrics: Mapping[str, float], name: str) -> float:
         fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
         raise ConfigError(Problem("metric_for_best_model", name, fix))
     return float(metrics[key])
+
+
+def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
+    """What the updates of a checkpoint's run were made of; None where it does not say."""
+    saved = checkpoint.meta.get("update_size")
+    return None if saved is None else UpdateSize(**saved)
 
 
 def merged_ledger(ledgers: list[State], mine: bool) -> State:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.assemble.batch import UpdateSize, update_size
 from windlass.assemble.build import build
 from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_precision
@@ -49,7 +50,7 @@ from windlass.trainer.interrupt import stopping_on_interrupt
 from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.run import TrainingRun, announce
-from windlass.trainer.saving import find_metric
+from windlass.trainer.saving import find_metric, saved_update_size
 from windlass.transforms.alone import Alone
 
 logger = get_logger(__name__)
@@ -295,8 +296,14 @@ class Trainer(TrainerParts):
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
         self._source_samples = getattr(source, "num_samples", None)
-        per_epoch = source.groups_per_epoch(self.args.gradient_accumulation_steps)
-        plan = resolve(self.args, self._facts(per_epoch, self._resumed_progress(checkpoint, source)))
+        saved_size = None if checkpoint is None else saved_update_size(checkpoint)
+        self._update_size, note = update_size(self.args, self._gang.size, saved_size)
+        per_epoch = source.groups_per_epoch(self._update_size.accumulation)
+        resumed = self._resumed_progress(checkpoint, source)
+        plan = resolve(self.args, self._facts(per_epoch, resumed, saved_size))
+        if note is not None:
+            logger.warning(note)
+        self.accelerator.gradient_accumulation_steps = plan.batch.accumulation
         self._fill_state(plan)
         self._build(plan, source)
         if checkpoint is not None:
@@ -308,7 +315,12 @@ class Trainer(TrainerParts):
         self._check_metric(plan)
         return plan
 
-    def _facts(self, groups_per_epoch: int | None, resumed: Progress | None = None) -> Facts:
+    def _facts(
+        self,
+        groups_per_epoch: int | None,
+        resumed: Progress | None = None,
+        saved_size: UpdateSize | None = None,
+    ) -> Facts:
         own_eval = "get_eval_dataloader" in self._overridden or "evaluate" in self._overridden
         return Facts(
             self._world,
@@ -317,6 +329,7 @@ class Trainer(TrainerParts):
             has_evaluation_data=self.eval_dataset is not None or own_eval,
             overridden=self._overridden,
             resumed=resumed,
+            saved_size=saved_size,
         )
 
     def _fill_state(self, plan: RunPlan) -> None:
@@ -411,11 +424,12 @@ class Trainer(TrainerParts):
             (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
             micro-batches per epoch, updates of the run)
         """
-        per_epoch = self._group_source(dataloader).groups_per_epoch(args.gradient_accumulation_steps)
+        accumulation = update_size(args, self._gang.size)[0].accumulation
+        per_epoch = self._group_source(dataloader).groups_per_epoch(accumulation)
         duration = resolve(args, self._facts(per_epoch)).duration
         update, steps = self.get_total_train_batch_size(args), duration.steps
         if per_epoch is None:
-            batches = steps * args.gradient_accumulation_steps
+            batches = steps * accumulation
             return duration.epochs, steps, update * steps, update * steps, update, batches, steps
         examples = self.num_examples(dataloader)
         seen = update * steps if args.max_steps > 0 else examples * args.num_train_epochs

@@ -91,3 +91,6 @@ class WindlassSection:
     nonfinite_policy: str = setting(
         "raise", "What a NaN or infinite loss or gradient norm does.", choices=("raise", "skip", "rollback")
     )
+    global_batch_size: int | None = setting(
+        None, "Samples of an update over all processes; accumulation follows from it."
+    )

@@ -1,0 +1,55 @@
+"""The size of an update: what the arguments say, what a checkpoint had, and what divides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.assemble.batch import UpdateSize, objections, update_size
+
+SMALL = st.integers(1, 6)
+
+
+def args(micro: int = 4, accumulation: int = 1, samples: int | None = None) -> Any:
+    return SimpleNamespace(
+        per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, global_batch_size=samples
+    )
+
+
+@given(micro=SMALL, asked=SMALL, worlds=st.lists(SMALL, min_size=1, max_size=5))
+def test_samples_are_kept_through_any_number_of_worlds_or_the_reason_is_given(
+    micro: int, asked: int, worlds: list[int]
+) -> None:
+    size: UpdateSize | None = None
+    for world in worlds:
+        fresh, note = update_size(args(micro, asked), world, size)
+        assert (fresh.micro, fresh.world, fresh.asked) == (micro, world, asked)
+        if size is not None and size.samples % (micro * world) == 0:
+            assert fresh.samples == size.samples
+        elif size is not None:
+            assert note is not None
+            assert "no multiple" in note
+        size = fresh
+
+
+@given(micro=SMALL, asked=SMALL, world=SMALL)
+def test_a_fresh_run_is_what_its_arguments_say(micro: int, asked: int, world: int) -> None:
+    assert update_size(args(micro, asked), world) == (UpdateSize(micro, asked, world, asked), None)
+
+
+def test_a_new_size_in_the_arguments_wins() -> None:
+    saved = UpdateSize(4, 2, 2, 2)
+    assert update_size(args(8, 2), 1, saved)[0].samples == 16
+    assert update_size(args(4, 1), 1, saved)[0].samples == 4
+    assert update_size(args(4, 2), 1, saved)[0].samples == 16, "as before: the update is kept"
+
+
+@pytest.mark.parametrize(("samples", "wrong"), [(None, 0), (16, 0), (24, 0), (12, 1), (0, 1), (-8, 1)])
+def test_what_a_global_batch_size_may_be(samples: int | None, wrong: int) -> None:
+    assert len(objections(args(samples=samples), world=2)) == wrong
+    if samples and not wrong:
+        assert update_size(args(samples=samples), 2)[0].samples == samples
