@@ -1,0 +1,76 @@
+"""What the configuration objects of a user-owned loop share."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.errors import Problem
+
+
+class KwargsHandler:
+    """A group of options that knows which of them differ from the defaults."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, as copies."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options that differ from the defaults."""
+        defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+
+    def objections(self) -> Iterator[Problem]:
+        """What of these options cannot be honoured. Asked when they are used, not when they are written down."""
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A field that has one value Windlass can honour; every other is refused with the reason."""
+
+    field: str
+    honoured: Any
+    reason: str
+
+
+def refused(options: Any, refusals: tuple[Refusal, ...]) -> Iterator[Problem]:
+    """A problem for each field of `options` whose value cannot be honoured."""
+    for refusal in refusals:
+        value = getattr(options, refusal.field)
+        if value != refusal.honoured:
+            yield Problem(f"{type(options).__name__}.{refusal.field}", value, refusal.reason)
+
+
+def flag_problems(options: Any, names: tuple[str, ...]) -> Iterator[Problem]:
+    """A problem for each of the named fields that is neither true nor false nor unsaid."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, bool):
+            yield Problem(f"{type(options).__name__}.{name}", value, "must be True or False")
+
+
+def count_problems(options: Any, names: tuple[str, ...], least: int = 1) -> Iterator[Problem]:
+    """A problem for each of the named fields that is said and no whole number of at least `least`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            continue
+        yield Problem(
+            f"{type(options).__name__}.{name}", value, f"must be a whole number of at least {least}"
+        )
+
+
+def stated(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass whose values differ from the defaults, which is what its author said."""
+    said = {}
+    for spec in dataclasses.fields(options):
+        made = spec.default_factory
+        default = spec.default if made is dataclasses.MISSING else made()
+        value = getattr(options, spec.name)
+        if value != default:
+            said[spec.name] = value
+    return said

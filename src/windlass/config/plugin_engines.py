@@ -1,0 +1,95 @@
+"""Engines and number formats that scripts can ask for and Windlass does not run: named, and refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windlass.core.errors import ConfigError, Problem
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """DeepSpeed's ZeRO, as scripts configure it. It can be written down; using it is refused.
+
+    Attributes:
+        hf_ds_config: a DeepSpeed configuration, as a dict or a file.
+        gradient_accumulation_steps, gradient_clipping: how updates are made.
+        zero_stage: 0 to 3.
+        is_train_batch_min: which loader decides the batch size.
+        offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme".
+        offload_optimizer_nvme_path, offload_param_nvme_path: where to on a disk.
+        zero3_init_flag, zero3_save_16bit_model: how models of stage 3 are made and saved.
+        transformer_moe_cls_names: classes of expert layers.
+        enable_msamp, msamp_opt_level: eight-bit training.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+
+    def objections(self) -> Iterator[Problem]:
+        """That it is used at all."""
+        fix = "DeepSpeed is not built; FullyShardedDataParallelPlugin shards as its stages 2 and 3 do"
+        yield Problem("deepspeed_plugin", f"DeepSpeedPlugin(zero_stage={self.zero_stage})", fix)
+
+
+class _Refused:
+    """A configuration object that cannot be made: nothing here would read it."""
+
+    reason = ""
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        said = ", ".join([*map(repr, values), *(f"{key}={value!r}" for key, value in options.items())])
+        raise ConfigError(Problem(type(self).__name__, f"({said})", self.reason))
+
+
+class MegatronLMPlugin(_Refused):
+    """Megatron-LM's engine; refused."""
+
+    reason = "Megatron-LM is not built; shard the model with FullyShardedDataParallelPlugin"
+
+
+_NO_FP8 = "eight-bit training is not built; use mixed_precision='bf16'"
+
+
+class TERecipeKwargs(_Refused):
+    """Eight-bit training with Transformer Engine; refused."""
+
+    reason = _NO_FP8
+
+
+class MSAMPRecipeKwargs(_Refused):
+    """Eight-bit training with MS-AMP; refused."""
+
+    reason = _NO_FP8
+
+
+class AORecipeKwargs(_Refused):
+    """Eight-bit training with torchao; refused."""
+
+    reason = _NO_FP8
+
+
+class FP8RecipeKwargs(_Refused):
+    """Eight-bit training, as older scripts ask for it; refused."""
+
+    reason = _NO_FP8
+
+
+class BnbQuantizationConfig(_Refused):
+    """Loading weights in four or eight bits; refused."""
+
+    reason = "quantised loading is not built; load the model in bf16"

@@ -1,0 +1,371 @@
+"""Configuration objects of a user-owned loop, under the names and with the defaults that scripts know.
+
+They are data: making one reads no environment variable and touches no device. What an object asks for and Windlass
+cannot do is found by `objections()` when the object is used, and raised together with everything else that is wrong.
+`tests/config/test_plugins.py` holds their names and defaults against those that scripts were written for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from windlass.config.plugin_base import (
+    KwargsHandler,
+    Refusal,
+    count_problems,
+    flag_problems,
+    refused,
+)
+from windlass.config.plugin_engines import (
+    AORecipeKwargs,
+    BnbQuantizationConfig,
+    DeepSpeedPlugin,
+    FP8RecipeKwargs,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.plugin_parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from windlass.config.plugin_words import DDPCommunicationHookType, DynamoBackend
+from windlass.core.errors import Problem
+
+__all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "BnbQuantizationConfig",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
+    "DistributedDataParallelKwargs",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
+    "ParallelismConfig",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TERecipeKwargs",
+    "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+]
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How forward passes are run in mixed precision.
+
+    Attributes:
+        enabled: False runs them in the weights' own type.
+        cache_enabled: whether a weight that was cast is kept until the context ends; None leaves it to PyTorch.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def objections(self) -> Iterator[Problem]:
+        yield from flag_problems(self, ("enabled", "cache_enabled"))
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """The loss scale of fp16.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor, backoff_factor: what multiplies it after a run of good updates, and after an overflow.
+        growth_interval: how many good updates make such a run.
+        enabled: False scales nothing.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def objections(self) -> Iterator[Problem]:
+        yield from flag_problems(self, ("enabled",))
+        yield from count_problems(self, ("growth_interval",))
+        if not self.init_scale > 0:
+            yield Problem("GradScalerKwargs.init_scale", self.init_scale, "must be above 0")
+        if not self.growth_factor > 1:
+            yield Problem("GradScalerKwargs.growth_factor", self.growth_factor, "must be above 1")
+        if not 0 < self.backoff_factor < 1:
+            yield Problem("GradScalerKwargs.backoff_factor", self.backoff_factor, "must lie between 0 and 1")
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the processes of a job meet.
+
+    Attributes:
+        backend: the library that carries tensors. The default means the one that fits the device (gloo on a CPU).
+        init_method: address of the meeting point; None reads `MASTER_ADDR` and `MASTER_PORT`, as launchers set them.
+        timeout: how long a process waits for the others; None is ten minutes on nccl and thirty elsewhere.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
+
+    def objections(self) -> Iterator[Problem]:
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            fix = "must be a datetime.timedelta above zero"
+            yield Problem("InitProcessGroupKwargs.timeout", self.timeout, fix)
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `accelerator.profile()` records.
+
+    Attributes:
+        activities: kinds of work to record, of "cpu", "cuda", "xpu", "mtia" and "hpu"; None records what there is.
+        schedule_option: `wait`, `warmup`, `active`, `repeat` and `skip_first`, in calls of the profiler's `step`.
+        on_trace_ready: called with the profiler whenever a cycle of the schedule ends.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: what is noted of each operation.
+        output_trace_dir: folder for one Chrome trace per process; None writes none.
+    """
+
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def objections(self) -> Iterator[Problem]:
+        known = ("cpu", "xpu", "mtia", "cuda", "hpu")
+        for activity in self.activities or ():
+            if activity not in known:
+                yield Problem("ProfileKwargs.activities", activity, f"must be of {', '.join(known)}")
+        for key in self.schedule_option or {}:
+            if key not in ("wait", "warmup", "active", "repeat", "skip_first"):
+                fix = "is no option of a schedule: wait, warmup, active, repeat, skip_first"
+                yield Problem("ProfileKwargs.schedule_option", key, fix)
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How a model is replicated.
+
+    Attributes:
+        dim: the axis of the batch (0: the only one that processes share).
+        broadcast_buffers: whether each forward pass starts from the first process's buffers.
+        bucket_cap_mb: how many megabytes of gradients are reduced at once.
+        find_unused_parameters: allow parameters that an update does not use; costs a walk of the graph per update.
+        check_reduction: has had no effect in PyTorch for long, and is refused.
+        gradient_as_bucket_view: gradients live where they are reduced, which saves a copy; always so, and both values
+            mean that.
+        static_graph: the same parameters are used in every update.
+        comm_hook: how gradients are compressed on their way.
+        comm_wrapper: casts to a shorter type around `comm_hook`.
+        comm_state_option: options of PowerSGD (`matrix_approximation_rank`, `start_powerSGD_iter`, ...).
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
+        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+
+    def plan_fields(self) -> dict[str, Any]:
+        """What of this a `DistPlan` carries, under its names."""
+        return {
+            "find_unused_parameters": self.find_unused_parameters,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "broadcast_buffers": self.broadcast_buffers,
+            "static_graph": self.static_graph,
+            "comm_hook": str(self.comm_hook),
+            "comm_wrapper": str(self.comm_wrapper),
+            "comm_options": dict(self.comm_state_option),
+        }
+
+    def objections(self) -> Iterator[Problem]:
+        yield from refused(
+            self,
+            (
+                Refusal("dim", 0, "a batch is shared out along its first axis; leave it at 0"),
+                Refusal("check_reduction", False, "has had no effect in PyTorch for long; leave it out"),
+            ),
+        )
+        yield from flag_problems(
+            self, ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        )
+        yield from count_problems(self, ("bucket_cap_mb",))
+        if self.comm_wrapper not in ("no", "fp16", "bf16"):
+            fix = "must be no, fp16 or bf16: a wrapper only casts"
+            yield Problem("DistributedDataParallelKwargs.comm_wrapper", str(self.comm_wrapper), fix)
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How batches reach the processes.
+
+    Attributes:
+        split_batches: the loader's batch is that of all processes together, instead of each one's.
+        dispatch_batches: the main process alone reads, and sends the others their share. None: each reads its own.
+        even_batches: pad the last batch by repeating samples. Windlass shares the last batch out as it is, so that no
+            sample counts twice; both values mean that.
+        use_seedable_sampler: the order of samples follows from a seed; always so, and both values mean that.
+        data_seed: the seed of that order; None draws one from torch's generator when the loader is prepared.
+        non_blocking: batches are copied to the device without waiting; always so from pinned memory.
+        use_stateful_dataloader: the loader's place is part of its `state_dict`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def objections(self) -> Iterator[Problem]:
+        """What of these options has the wrong type."""
+        yield from flag_problems(
+            self,
+            (
+                "split_batches",
+                "dispatch_batches",
+                "even_batches",
+                "use_seedable_sampler",
+                "non_blocking",
+                "use_stateful_dataloader",
+            ),
+        )
+        yield from count_problems(self, ("data_seed",), least=0)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project's files lie.
+
+    Attributes:
+        project_dir: folder of the project.
+        logging_dir: folder of trackers that write files; the project's own by default.
+        automatic_checkpoint_naming: `save_state()` without a folder writes `checkpoints/checkpoint_N`.
+        total_limit: how many of those are kept.
+        iteration: N of the next one.
+        save_on_each_node: every machine keeps files of its own, instead of the first one's.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Put the project into `project_dir`, and its logs as well unless they have a place of their own."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+    def objections(self) -> Iterator[Problem]:
+        """What of these options has the wrong type."""
+        yield from flag_problems(self, ("automatic_checkpoint_naming", "save_on_each_node"))
+        yield from count_problems(self, ("total_limit",))
+        yield from count_problems(self, ("iteration",), least=0)
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How many micro-batches make one update.
+
+    Attributes:
+        num_steps: that number.
+        adjust_scheduler: a prepared schedule counts micro-batches, as one built for the plain loop does.
+        sync_with_dataloader: the end of a loader ends an update.
+        sync_each_batch: reduce gradients after every micro-batch, which saves memory and costs time.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def objections(self) -> Iterator[Problem]:
+        yield from count_problems(self, ("num_steps",))
+        yield from flag_problems(self, ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"))
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How the model is compiled.
+
+    Attributes:
+        backend: compiler, by name in any case; None and "no" compile nothing.
+        mode: "default", "reduce-overhead", "max-autotune" or None.
+        fullgraph: an operation that cannot be compiled is an error instead of a break in the graph.
+        dynamic: whether shapes may vary; None lets the compiler find out.
+        options: passed on to the backend.
+        disable: compile nothing, for tests.
+        use_regional_compilation: compile repeated blocks, one by one, which starts faster.
+    """
+
+    backend: DynamoBackend | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.backend = DynamoBackend(str(self.backend or "no").upper())
+        self.mode = self.mode or "default"
+        self.fullgraph = False if self.fullgraph is None else self.fullgraph
+        regional = self.use_regional_compilation
+        self.use_regional_compilation = False if regional is None else regional
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options, the backend as the compiler spells it."""
+        return {**super().to_dict(), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options of `torch.compile` that differ from the defaults."""
+        changed = super().to_kwargs()
+        changed.pop("use_regional_compilation", None)
+        return changed
+
+    def objections(self) -> Iterator[Problem]:
+        yield from flag_problems(self, ("fullgraph", "dynamic", "disable", "use_regional_compilation"))
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        if self.mode not in modes:
+            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(modes)}")

@@ -1,0 +1,251 @@
+"""Configuration objects of a user-owned loop: the names and defaults scripts know, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from windlass.config import plugin_words, plugins
+from windlass.config.plugins import (
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from windlass.core.errors import ConfigError
+
+peers = pytest.importorskip("accelerate.utils.dataclasses")
+from accelerate import ParallelismConfig as PeerParallelism  # noqa: E402
+
+WORDS = [
+    "ComputeEnvironment",
+    "CustomDtype",
+    "DDPCommunicationHookType",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8BackendType",
+    "LoggerType",
+    "PrecisionType",
+    "RNGType",
+    "SageMakerDistributedType",
+]
+OBJECTS = [
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig",
+    "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+]
+REFUSED = [
+    "AORecipeKwargs",
+    "BnbQuantizationConfig",
+    "FP8RecipeKwargs",
+    "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
+    "TERecipeKwargs",
+]
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Fields and defaults of a dataclass; words by their value, since the enumerations are different classes."""
+
+    def plain(spec: dataclasses.Field[Any]) -> Any:
+        made = spec.default_factory
+        value = made() if made is not dataclasses.MISSING else spec.default
+        return value.value if isinstance(value, enum.Enum) else value
+
+    return {spec.name: plain(spec) for spec in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_those_of_scripts(name: str) -> None:
+    ours, theirs = getattr(plugin_words, name), getattr(peers, name)
+    assert {m.name: m.value for m in ours} == {m.name: m.value for m in theirs}
+    first = next(iter(ours))
+    assert first.value in ours
+    assert "nothing of the kind" not in ours
+    assert first in ours.list()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_fields_and_defaults_are_those_of_scripts(name: str) -> None:
+    assert defaults(getattr(plugins, name)) == defaults(getattr(peers, name))
+
+
+def test_parallelism_has_the_peers_fields_and_axes() -> None:
+    assert defaults(ParallelismConfig) == defaults(PeerParallelism)
+    names = {n for n, v in vars(PeerParallelism).items() if isinstance(v, property)}
+    for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 3, "cp_size": 2}):
+        ours, theirs = ParallelismConfig(**sizes), PeerParallelism(**sizes)
+        assert {n: getattr(ours, n) for n in names} == {n: getattr(theirs, n) for n in names}
+
+
+def test_every_object_of_the_peer_is_named() -> None:
+    theirs = {n for n, v in vars(peers).items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
+    assert theirs - {"TensorInformation"} <= {*OBJECTS, *REFUSED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_cannot_be_made(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*not built"):
+        getattr(plugins, name)(1, width=8)
+
+
+def test_only_what_differs_is_passed_on() -> None:
+    assert GradScalerKwargs(init_scale=8.0).to_kwargs() == {"init_scale": 8.0}
+    assert GradientAccumulationPlugin(num_steps=3).to_kwargs() == {"num_steps": 3}
+    assert InitProcessGroupKwargs().to_kwargs() == {}
+    assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {
+        "timeout": timedelta(seconds=5)
+    }
+    assert TorchDynamoPlugin(backend="inductor", use_regional_compilation=True).to_kwargs() == {
+        "backend": "inductor"
+    }
+
+
+def test_timeouts_are_the_peers() -> None:
+    for backend in ("nccl", "gloo"):
+        assert (
+            InitProcessGroupKwargs(backend=backend).timeout
+            == peers.InitProcessGroupKwargs(backend=backend).timeout
+        )
+
+
+def test_logs_lie_in_the_project() -> None:
+    assert ProjectConfiguration("p").logging_dir == "p"
+    assert ProjectConfiguration("p", logging_dir="l").logging_dir == "l"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (DistributedDataParallelKwargs(dim=1), "dim"),
+        (DistributedDataParallelKwargs(check_reduction=True), "check_reduction"),
+        (DistributedDataParallelKwargs(comm_wrapper="power_sgd"), "comm_wrapper"),
+        (GradScalerKwargs(growth_factor=1.0), "growth_factor"),
+        (GradScalerKwargs(init_scale=float("nan")), "init_scale"),
+        (GradientAccumulationPlugin(num_steps=0), "num_steps"),
+        (DataLoaderConfiguration(split_batches="yes"), "split_batches"),
+        (DataLoaderConfiguration(data_seed=-1), "data_seed"),
+        (ProfileKwargs(activities=["gpu"]), "activities"),
+        (ProfileKwargs(schedule_option={"waits": 1}), "schedule_option"),
+        (ProjectConfiguration(total_limit=0), "total_limit"),
+        (TorchDynamoPlugin(mode="fast"), "mode"),
+        (TorchDynamoPlugin(fullgraph="yes"), "fullgraph"),
+        (TorchTensorParallelPlugin(tp_size=2), "tp_size"),
+        (ParallelismConfig(tp_size=2), "tp_size"),
+        (DeepSpeedPlugin(zero_stage=2), "deepspeed_plugin"),
+        (FullyShardedDataParallelPlugin(fsdp_version=3), "fsdp_version"),
+        (FullyShardedDataParallelPlugin(param_init_fn=print), "param_init_fn"),
+        (FullyShardedDataParallelPlugin(state_dict_type="LOCAL_STATE_DICT"), "state_dict_type"),
+        (FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: True), "auto_wrap_policy"),
+        (FullyShardedDataParallelPlugin(mixed_precision_policy={"weights": "bf16"}), "mixed_precision_policy"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_named(options: Any, field: str) -> None:
+    (problem,) = options.objections()
+    assert field in problem.field
+
+
+def test_defaults_have_nothing_against_them() -> None:
+    for name in OBJECTS:
+        made = getattr(plugins, name)()
+        if name != "DeepSpeedPlugin" and hasattr(made, "objections"):
+            assert not list(made.objections()), name
+
+
+def test_contradictory_axes_are_all_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelismConfig(cp_size=2, sp_size=2, dp_replicate_size=2)
+    assert {p.field for p in caught.value.problems} == {
+        "ParallelismConfig.sp_size",
+        "ParallelismConfig.dp_replicate_size",
+    }
+    assert len(list(ParallelismConfig(dp_shard_size=4).objections(processes=2))) == 1
+
+
+def test_sharding_in_words_numbers_and_enumerations() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    for said in ("full_shard", 1, "1", fsdp.ShardingStrategy.FULL_SHARD):
+        assert FullyShardedDataParallelPlugin(sharding_strategy=said).settings() == {
+            "sharding_strategy": "FULL_SHARD"
+        }
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward="false",
+        backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST,
+        cpu_offload=fsdp.CPUOffloadPolicy(),
+        state_dict_type=fsdp.StateDictType.SHARDED_STATE_DICT,
+        transformer_cls_names_to_wrap="BertLayer, BertPooler",
+    )
+    assert plugin.settings() == {
+        "fsdp_version": 2,
+        "reshard_after_forward": False,
+        "backward_prefetch": "BACKWARD_POST",
+        "cpu_offload": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "transformer_cls_names_to_wrap": ["BertLayer", "BertPooler"],
+    }
+    plugin.set_state_dict_type("full_state_dict")
+    assert plugin.settings()["state_dict_type"] == "FULL_STATE_DICT"
+
+
+def test_sharding_with_pytorchs_own_objects() -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed.fsdp import FullStateDictConfig, MixedPrecisionPolicy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.Linear})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=layers, mixed_precision_policy=policy)
+    assert plugin.settings() == {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_cls_names_to_wrap": ["Linear"],
+        "mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+    }
+    sized = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
+    assert FullyShardedDataParallelPlugin(auto_wrap_policy=sized).settings()["min_num_params"] == 10
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
+    with pytest.raises(ConfigError, match=r"state_dict_config\.rank0_only"):
+        FullyShardedDataParallelPlugin(state_dict_config=config).settings()
+
+
+def test_ignored_modules_get_their_names() -> None:
+    nn = pytest.importorskip("torch").nn
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=[model[1]])
+    assert plugin.ignored_names(model.named_modules()) == ("1",)
+    assert plugin.settings() == {}
+
+
+def test_replication_becomes_a_plan() -> None:
+    from windlass.config.plan import DistPlan
+
+    options = DistributedDataParallelKwargs(
+        comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2}
+    )
+    plan = dataclasses.replace(DistPlan(), **options.plan_fields())
+    assert (plan.comm_hook, plan.comm_options) == ("power_sgd", {"start_powerSGD_iter": 2})
