@@ -75,12 +75,17 @@ class StabilityPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
+    """How data is read. `worker_init` is called in each worker with its number; a worker that gives nothing for
+    `worker_timeout` seconds is an error (0: never)."""
+
     workers: int = 0
     pin_memory: bool = True
     persistent_workers: bool = False
     prefetch_factor: int | None = None
-    multiprocessing_context: str | None = None
+    multiprocessing_context: Any = None
     in_order: bool = True
+    worker_init: Any = None
+    worker_timeout: float = 0
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"

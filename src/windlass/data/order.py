@@ -139,20 +139,14 @@ class SamplerOrder(Order):
                 "Windlass deals samples to ranks itself. Return a sampler over the whole dataset."
             )
         self.sampler = sampler
-        self._first_seed = first_seed(getattr(sampler, "generator", None))
+        self._generators = own_generators(sampler)
         super().__init__(0, seed)
 
     def __len__(self) -> int:
         return len(self.of(self.epoch))
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        rewind(getattr(self.sampler, "generator", None), self._first_seed, epoch)
-        sandbox = Sandbox()
-        with sandbox:
-            sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
-            positions = list(self.sampler)
+        positions = run_sampler(self.sampler, self.seed, epoch, self._generators)
         if any(isinstance(p, (list, tuple)) for p in positions[:1]):
             fix = "return a plain Sampler; batches are cut from its order with per_device_train_batch_size"
             raise DataError(
@@ -165,6 +159,30 @@ class SamplerOrder(Order):
             raise DataError(
                 f"the sampler {name} yields {kind}; it must yield positions (whole numbers)."
             ) from None
+
+
+Generators = list[tuple[Any, int | None]]
+
+
+def own_generators(*parts: Any) -> Generators:
+    """The generators that samplers (or loaders) bring along, each with the seed it was given first."""
+    generators = [getattr(part, "generator", None) for part in parts]
+    return [(generator, first_seed(generator)) for generator in generators if generator is not None]
+
+
+def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> list[Any]:
+    """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws
+    from the default generators, or from the `generators` that it brings along.
+    """
+    for part in (getattr(sampler, "sampler", None), sampler):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)  # type: ignore[union-attr]
+    for generator, first in generators:
+        rewind(generator, first, epoch)
+    sandbox = Sandbox()
+    with sandbox:
+        sandbox.seed(derive_seed(STREAM_ORDER, seed, epoch))
+        return list(sampler)
 
 
 def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = None) -> Order:

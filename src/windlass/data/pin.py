@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from windlass.data.nested import map_leaves
 
 
 def wants_pinning(asked: bool) -> bool:
@@ -18,26 +19,10 @@ def wants_pinning(asked: bool) -> bool:
 
 def pin(batch: Any) -> Any:
     """The same batch with its CPU tensors page-locked; containers are rebuilt, everything else is handed through."""
-    if isinstance(batch, torch.Tensor):
-        return batch.pin_memory() if batch.device.type == "cpu" else batch
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
-    if isinstance(batch, dict):
-        return _like(batch, {name: pin(value) for name, value in batch.items()})
-    if isinstance(batch, Mapping):
-        return {name: pin(value) for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        items = [pin(value) for value in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if isinstance(batch, list):
-        return [pin(value) for value in batch]
-    return batch
+    return map_leaves(batch, _pinned, "pin_memory")
 
 
-def _like(batch: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Keep the type of dict subclasses: user code may read their attributes."""
-    if type(batch) is dict:
-        return items
-    clone = batch.copy()
-    clone.update(items)
-    return clone
+def _pinned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value
+    return value.pin_memory()

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
-from windlass.data.cut import Cut
 from windlass.data.fetch import Fetch
 from windlass.data.pin import pin, wants_pinning
 
 Task = list[int]
+
+
+class Tasks(Protocol):
+    """Whatever says which samples make which batches."""
+
+    @property
+    def batches(self) -> list[Task]: ...
+
+
+TasksT = TypeVar("TasksT", bound=Tasks)
 
 
 class Source:
@@ -26,8 +35,8 @@ class Source:
         self._pool: WorkerPool | None = None
 
     def batches(
-        self, epoch: int, cuts: Iterator[Cut], private: bool, resumed: bool = False
-    ) -> Iterator[tuple[Cut, list[Any]]]:
+        self, epoch: int, cuts: Iterator[TasksT], private: bool, resumed: bool = False
+    ) -> Iterator[tuple[TasksT, list[Any]]]:
         """Each of `cuts` with its batches.
 
         Args:
@@ -46,14 +55,18 @@ class Source:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
         return self._pool.run(epoch, cuts)
 
+    @property
+    def has_workers(self) -> bool:
+        return self._plan.workers > 0
+
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are let go."""
         self.fetch.reseed(seed)
         self._pool = None
 
     def _in_process(
-        self, epoch: int, cuts: Iterator[Cut], private: bool, resumed: bool
-    ) -> Iterator[tuple[Cut, list[Any]]]:
+        self, epoch: int, cuts: Iterator[TasksT], private: bool, resumed: bool
+    ) -> Iterator[tuple[TasksT, list[Any]]]:
         fetch, pinned, isolate = self.fetch, wants_pinning(self._plan.pin_memory), private or resumed
         for cut in cuts:
             batches = [fetch(epoch, ids, isolate) for ids in cut.batches]
@@ -70,8 +83,8 @@ class WorkerPool:
             _Tasks(fetch), sampler=self._queue, **worker_options(plan, persistent)
         )
 
-    def run(self, epoch: int, cuts: Iterator[Cut]) -> Iterator[tuple[Cut, list[Any]]]:
-        waiting: deque[Cut] = deque()
+    def run(self, epoch: int, cuts: Iterator[TasksT]) -> Iterator[tuple[TasksT, list[Any]]]:
+        waiting: deque[TasksT] = deque()
 
         def tasks() -> Iterator[tuple[int, int, Task]]:
             number = 0
@@ -98,6 +111,8 @@ def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
         "persistent_workers": persistent,
         "multiprocessing_context": plan.multiprocessing_context,
         "in_order": plan.in_order,
+        "worker_init_fn": plan.worker_init,
+        "timeout": plan.worker_timeout,
         # Its own, because otherwise every pass would draw from the program's default generator.
         "generator": torch.Generator().manual_seed(plan.seed),
     }

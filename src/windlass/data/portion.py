@@ -1,0 +1,63 @@
+"""What a prepared loader hands to a user's loop, and what the sources behind it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from windlass.data.cut import share
+
+
+@dataclass(slots=True)
+class Portion:
+    """One batch of this rank, as a part of the batch that all ranks hold together.
+
+    Attributes:
+        batch: what the collator made, in host memory; where this rank has no sample left, some earlier or other
+            sample, which must weigh nothing.
+        shares: samples of each rank in this batch, in rank order.
+        end: position of the pass once this batch is done, in the reader's unit.
+        last: no batch follows in this pass, on any rank.
+    """
+
+    batch: Any
+    shares: tuple[int, ...]
+    end: int
+    last: bool
+
+
+class Reader(Protocol):
+    """A source of portions. All ranks get the same number of them."""
+
+    @property
+    def unit(self) -> str:
+        """What positions count ("samples", "batches")."""
+        ...
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples that a whole batch of all ranks holds; None where that varies."""
+        ...
+
+    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+        """The batches of a pass from position `start` on."""
+        ...
+
+    def batches(self, epoch: int) -> int | None:
+        """Batches of a whole pass on each rank; None where only reading tells."""
+        ...
+
+    def position(self, epoch: int, batches: int) -> int:
+        """Where batch number `batches` of a pass begins."""
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """Go on with another seed."""
+        ...
+
+
+def shares_of(count: int, world: int) -> tuple[int, ...]:
+    """How many of `count` samples each rank gets, when they are shared out evenly."""
+    bounds = (share(count, world, rank) for rank in range(world))
+    return tuple(high - low for low, high in bounds)

@@ -1,0 +1,260 @@
+"""The loader of a user's own loop: this rank's batches, on the device, and what is known about each of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from windlass.core.logs import get_logger
+from windlass.core.types import State
+from windlass.data.nested import move
+from windlass.data.portion import Portion, Reader
+
+logger = get_logger(__name__)
+
+
+class Follower(Protocol):
+    """Whoever must know which loader a script is in: the accelerator, which accumulates to the end of a pass."""
+
+    def begin(self, loader: PreparedLoader) -> None: ...
+
+    def end(self, loader: PreparedLoader) -> None: ...
+
+
+class Nobody:
+    """The follower of a loader that nobody follows."""
+
+    def begin(self, loader: PreparedLoader) -> None:
+        pass
+
+    def end(self, loader: PreparedLoader) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a loader stands: shared by it and its views that skip batches.
+
+    Attributes:
+        epoch: the pass that runs, or the coming one.
+        consumed: position in it, in the reader's unit.
+        resume: where the coming pass begins, once; 0 after that.
+    """
+
+    seed: int
+    epoch: int = 0
+    consumed: int = 0
+    resume: int = 0
+
+
+class PreparedLoader(DataLoader[Any]):
+    """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
+    same number of batches.
+
+    The tail of a pass is shared out evenly. A rank for which no sample is left gets a *filler*: a batch to run along
+    with, so that collectives meet, and which must weigh nothing.
+
+    Iterating makes one pass, and the next iteration the next pass. Leaving a pass early begins it anew the next time.
+
+    Attributes:
+        dataset, batch_size, sampler, collate_fn, num_workers, pin_memory, drop_last: as for any `DataLoader`;
+            `batch_size` is that of one rank, None where it varies.
+        iteration: number of the pass that runs, or of the coming one.
+        end_of_dataloader: the batch that was handed out last is the last of its pass.
+        remainder: samples over all ranks that the last, short batch will hold; 0 where it is whole; -1 where
+            that is not known.
+        shares: samples of the current batch on each rank, in rank order.
+        device: where batches are put; None leaves them where the collator made them.
+        follower: is told where passes begin and end.
+
+    Args:
+        loader: the user's.
+        reader: gives the portions.
+        rank, world: this rank's place among those that have data of their own.
+        restores_position: `load_state_dict` goes back into the middle of a pass; otherwise to its start.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        reader: Reader,
+        *,
+        seed: int,
+        rank: int,
+        world: int,
+        device: torch.device | None,
+        non_blocking: bool = False,
+        restores_position: bool = False,
+    ) -> None:
+        super().__init__(loader.dataset, **_options(loader, reader, world))
+        self.loader, self.device = loader, device
+        self.follower: Follower = Nobody()
+        self._reader, self._rank, self._world = reader, rank, world
+        self._non_blocking, self._restores_position = non_blocking, restores_position
+        self._place, self._skip = _Place(seed), 0
+        self._enter()
+
+    @property
+    def iteration(self) -> int:
+        return self._place.epoch
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a whole batch over all ranks; None where batches differ in size."""
+        return self._reader.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset.
+
+        Raises:
+            TypeError: a stream, whose length nobody knows.
+        """
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def samples_here(self) -> int:
+        """Samples of this rank in the current batch; 0 in a filler."""
+        return self.shares[self._rank]
+
+    @property
+    def samples_everywhere(self) -> int:
+        """Samples of all ranks in the current batch."""
+        return sum(self.shares)
+
+    @property
+    def is_filler(self) -> bool:
+        """The current batch is none of this rank's, and must weigh nothing."""
+        return self.samples_here == 0
+
+    def __len__(self) -> int:
+        """Batches of a pass, on each rank alike.
+
+        Raises:
+            TypeError: a stream, whose length nobody knows.
+        """
+        count = self._reader.batches(self._place.epoch)
+        if count is None:
+            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
+        return max(count - self._skip, 0)
+
+    def __iter__(self) -> Any:
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        place, start = self._place, self._start()
+        epoch = place.epoch
+        self._enter()
+        self.follower.begin(self)
+        try:
+            for portion in self._reader.portions(epoch, start):
+                self._take(portion, epoch)
+                yield portion.batch if self.device is None else self._moved(portion.batch)
+            if place.epoch == epoch:  # there was no batch
+                place.epoch, place.consumed = epoch + 1, 0
+        finally:
+            self.follower.end(self)
+
+    def _moved(self, batch: Any) -> Any:
+        assert self.device is not None
+        return move(batch, self.device, self._non_blocking)
+
+    def _start(self) -> int:
+        start, self._place.resume = self._place.resume, 0
+        if self._skip:  # counts from the beginning of the pass, wherever a checkpoint was taken
+            start = self._reader.position(self._place.epoch, self._skip)
+        self._place.consumed = start
+        return start
+
+    def _enter(self) -> None:
+        self.end_of_dataloader = False
+        self.shares: tuple[int, ...] = (0,) * self._world
+        self.remainder = self._known_remainder()
+
+    def _known_remainder(self) -> int:
+        if self.drop_last or not self.total_batch_size or not hasattr(self.dataset, "__len__"):
+            return -1
+        return self.total_dataset_length % self.total_batch_size
+
+    def _take(self, portion: Portion, epoch: int) -> None:
+        self.shares, self.end_of_dataloader = portion.shares, portion.last
+        place = self._place
+        place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
+        if portion.last and not self.drop_last and self.total_batch_size:
+            self.remainder = self.samples_everywhere % self.total_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` the coming pass; a no-op where it is that already, so that a restored position is kept."""
+        if epoch != self._place.epoch:
+            self._place.epoch, self._place.consumed, self._place.resume = epoch, 0, 0
+
+    def skipping(self, batches: int) -> PreparedLoader:
+        """A view of this loader whose pass begins behind its first `batches`; epochs are counted together."""
+        view = copy.copy(self)
+        view._skip = self._skip + batches
+        view._enter()
+        return view
+
+    def state_dict(self) -> State:
+        """Where the batch after the one handed out last begins. O(1) in size and time."""
+        place = self._place
+        return {
+            "seed": place.seed,
+            "epoch": place.epoch,
+            "consumed": place.consumed,
+            "unit": self._reader.unit,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go back to where `state` was taken: to the position itself, or else to the start of its pass."""
+        place, consumed = self._place, int(state["consumed"])
+        if int(state["seed"]) != place.seed:
+            place.seed = int(state["seed"])
+            self._reader.reseed(place.seed)
+        place.epoch = int(state["epoch"])
+        place.resume = place.consumed = self._position_to_resume(consumed, state["unit"])
+
+    def _position_to_resume(self, consumed: int, unit: str) -> int:
+        if not consumed:
+            return 0
+        if self._restores_position and unit == self._reader.unit:
+            return consumed
+        reason = (
+            f"positions are counted in {self._reader.unit} here"
+            if self._restores_position
+            else "set use_stateful_dataloader=True to continue there, or call skip_first_batches"
+        )
+        logger.warning(
+            f"the state was taken {consumed} {unit} into a pass, and the loader begins that pass anew: {reason}"
+        )
+        return 0
+
+
+def _options(loader: DataLoader[Any], reader: Reader, world: int) -> dict[str, Any]:
+    """What a `DataLoader` shows of itself, as the user's says it, with the batch size of one rank."""
+    total = reader.total_batch_size
+    options: dict[str, Any] = {
+        "batch_size": None if total is None else max(total // world, 1),
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "drop_last": bool(total) and _drops_last(loader),
+        "generator": loader.generator,
+        "worker_init_fn": loader.worker_init_fn,
+    }
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+        options["timeout"] = loader.timeout
+    return options
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
