@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from windlass.core import host
 from windlass.core.types import State
 from windlass.data.group import Group
+from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepHooks, StepRequest, StepResult
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.strategy import Strategy
@@ -47,6 +48,7 @@ class NativeExecutor:
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
+        self._beacon = beacon()
 
     @property
     def model(self) -> nn.Module:
@@ -80,12 +82,36 @@ class NativeExecutor:
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         self._apart = {}
 
-    def clip(self, max_norm: float | None, rescale: Tensor | None = None) -> Tensor:
-        """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`)."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, once per update; `clip` does it too."""
+        if self._scaler.active and self._overflow is None:
+            found = self._scaler.unscale_(self._local_gradients())
+            # A copy: a scaler that several executors share has one flag.
+            self._overflow = self.strategy.agree(found.clone())
+
+    def follow_scale(self, factor: Tensor) -> None:
+        """The loss scale was multiplied by `factor` while gradients that carry the old one lie here."""
+        gradients = self._local_gradients() if self._overflow is None else []
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _local_gradients(self) -> list[Tensor]:
+        return self.strategy.local([p.grad for p in self._parameters if p.grad is not None])
+
+    def clip(
+        self,
+        max_norm: float | None,
+        rescale: Tensor | None = None,
+        parameters: list[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`).
+
+        Args:
+            parameters: clip these instead of all that are trained here; a loop of the user's own may ask so.
+        """
+        self.unscale()
+        gradients = [p.grad for p in parameters or self._parameters if p.grad is not None]
         local = self.strategy.local(gradients)
-        if self._scaler.active:
-            self._overflow = self.strategy.agree(self._scaler.unscale_(local))
         if rescale is not None and local:
             # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
             torch._foreach_mul_(local, rescale.to(torch.promote_types(local[0].dtype, torch.float32)))
@@ -137,6 +163,7 @@ class NativeExecutor:
         """Gradients of every micro-batch, one norm, one update."""
         loss: Tensor | None = None
         last = len(group.batches) - 1
+        self._beacon.call("forward and backward")
         for index, batch in enumerate(group.batches):
             with self.micro(last=index == last):
                 share = hooks.micro_step(batch, index, request)
@@ -145,13 +172,15 @@ class NativeExecutor:
                 hooks.substep_end()
         assert loss is not None, "a group holds at least one micro-batch"
         self.strategy.check_reached()
+        self._beacon.call("norm and update")
         rescale = hooks.rescale(request)
         if rescale is not None:
             loss = loss * rescale
         norm = self.clip(request.max_norm, rescale)
-        if request.guard:
+        self._skip = request.empty and rescale is None
+        if request.guard and not math.isfinite(float(norm)):
             # Ranks agree without talking: the norm is the same on all of them. The one read that this policy costs.
-            self._skip = not math.isfinite(float(norm))
+            self._skip = True
         hooks.pre_optimizer_step()
         applied = self.step()
         hooks.optimizer_step()
