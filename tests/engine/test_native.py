@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,3 +194,17 @@ def test_evaluating_switches_and_restores() -> None:
         assert (module.training, optimizer.mode) == (False, "eval")
         raise KeyError
     assert (module.training, optimizer.mode) == (True, "train")
+
+
+def test_an_update_without_targets_leaves_weights_and_optimizer_alone() -> None:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    executor = NativeExecutor(Alone(module), optimizer, CPU)
+    executor.run_step(group(1), request(), Hooks(executor))  # momentum is there now
+    before = [p.clone() for p in module.parameters()]
+    empty = replace(request(), empty=True)
+    assert not executor.run_step(group(1), empty, Hooks(executor, factor=0.0)).applied
+    assert all(map(torch.equal, module.parameters(), before))
+    assert executor.run_step(group(1), request(), Hooks(executor)).applied, "the next one is made"
+    # The loss brought its own weight, of which the count of targets knows nothing.
+    assert executor.run_step(group(1), empty, Hooks(executor, weight=0.5)).applied

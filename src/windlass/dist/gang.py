@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.world import World
+from windlass.dist.beacon import beacon
 from windlass.dist.exchange import gather_json
 
 
@@ -103,6 +104,7 @@ class ProcessGang(Gang):
         self._host = None
 
     def sum(self, value: Tensor) -> Tensor:
+        beacon().call("sum over ranks (host)")
         dist.all_reduce(value, group=self._host)
         return value
 
@@ -110,20 +112,26 @@ class ProcessGang(Gang):
         return _InFlight(values, self._host)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
+        beacon().call("sum over ranks (device)")
         dist.all_reduce(value)
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
+        beacon().call("gather objects")
         return gather_json(value, self._host)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        self.sum(torch.zeros(1))
+        beacon().call("barrier")
+        dist.all_reduce(torch.zeros(1), group=self._host)
 
     def vote(self, ok: bool) -> bool:
-        return int(self.sum(torch.tensor([0 if ok else 1]))) == 0
+        beacon().call("vote")
+        no_votes = torch.tensor([0 if ok else 1])
+        dist.all_reduce(no_votes, group=self._host)
+        return int(no_votes) == 0
 
 
 _joined: ProcessGang | None = None
@@ -154,7 +162,7 @@ def join(world: World, device: torch.device, timeout_seconds: int = 1800, backen
 def leave() -> None:
     """Close the process group, if one is open. Also done when the process ends.
 
-    While anything holds the group its threads run on, and one that is still there when the interpreter shuts down aborts
+    While anything holds the group its threads run on, and one that is there when the interpreter shuts down aborts
     the process, after a run that went well. Replicated models hold it from within reference cycles.
     """
     global _joined

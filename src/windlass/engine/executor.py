@@ -27,6 +27,8 @@ class StepRequest:
         total_samples: number of samples of the update over all ranks.
         max_norm: gradients are scaled down to this global L2 norm; None leaves them.
         guard: wait for the norm before the update, and skip the update where it is not finite.
+        empty: no target was counted on any rank. Such an update is skipped: momentum and weight decay would move
+            weights that no data speaks for. Losses that bring their own weight (`LossTerms`) are beyond this count.
     """
 
     denominator: float
@@ -35,6 +37,7 @@ class StepRequest:
     total_samples: float
     max_norm: float | None
     guard: bool
+    empty: bool = False
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
+from windlass.dist.beacon import beacon
 from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
 from windlass.engine.feed import Feed, Portion
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -83,6 +84,7 @@ class Loop:
         self._executor, self._feed, self._hooks = executor, feed, hooks
         self._state, self._ledger, self._watch, self._seed_step = state, ledger, watch, seed_step
         self._options = options
+        self._beacon = beacon()
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
@@ -110,6 +112,7 @@ class Loop:
             self._hooks.epoch_begin()
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
+        self._beacon.call("read data")
         for portion in () if self._ends_at_once else self._feed.epoch(self._epoch):
             self._update(portion)
             if self._leaves_epoch():
@@ -136,6 +139,7 @@ class Loop:
         state, hooks = self._state, self._hooks
         hooks.control.new_step()
         self._seed_step(state.global_step)
+        self._beacon.step(state.global_step)
         hooks.set_learning_rate(state.global_step)
         hooks.step_begin()
         result = self._executor.run_step(portion.group, self._request(portion), hooks)
@@ -159,6 +163,7 @@ class Loop:
             portion.total_samples,
             options.max_grad_norm,
             options.guard,
+            empty=portion.denominator == 0,
         )
 
     def _advance(self, portion: Portion) -> None:
@@ -206,6 +211,11 @@ class Loop:
     def _rolled_back(self, portion: Portion, result: StepResult) -> bool:
         """Look whether the update was finite; gives whether it was not, and the run went back for it."""
         tag = (self._state.global_step, portion.group.ids)
+        if portion.denominator == 0 and not result.applied:
+            warn_once(
+                logger, "updates whose data holds no target on any rank are skipped, and counted as skipped"
+            )
+            return False
         if self._options.guard:
             if result.applied or not self._hooks.update_refused(self._describe(tag)):
                 return False

@@ -16,6 +16,7 @@ from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.rng import StepSeeder
 from windlass.data.group import Group
+from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepRequest
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions
@@ -45,6 +46,7 @@ class TrainingRun:
         self._flops_per_position = 6 * trainer._parameter_count
         self._empty_cache_every = trainer.args.torch_empty_cache_steps
         self._started = time.time()
+        self._beacon = beacon()
         self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
         accumulation = plan.batch.accumulation
         self._division_watch = (
@@ -248,12 +250,15 @@ class TrainingRun:
         """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""
         control = self._trainer.control
         if control.should_log:
+            self._beacon.call("log")
             self.log_progress()
             self._agree_on_flags()
         if self._trainer.control.should_evaluate:
+            self._beacon.call("evaluate")
             self._evaluate()
             self._agree_on_flags()
         if self._trainer.control.should_save or self._trainer._interrupted:
+            self._beacon.call("save")
             self._save()
             self._agree_on_flags()
 
