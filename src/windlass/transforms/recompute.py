@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +22,9 @@ _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
 
 
-def apply_recompute(model: nn.Module, options: Mapping[str, Any] | None = None) -> nn.Module:
+def apply_recompute(
+    model: nn.Module, options: Mapping[str, Any] | None = None, blocks: Sequence[nn.Module] = ()
+) -> nn.Module:
     """Turn recomputation on in `model`, in place.
 
     A model that brings its own switch (`activation_checkpointing_enable` or `gradient_checkpointing_enable`, as
@@ -32,6 +34,7 @@ def apply_recompute(model: nn.Module, options: Mapping[str, Any] | None = None) 
     Args:
         options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep what is saved in host
             memory), and arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False unless said.
+        blocks: what to recompute in a module without a switch of its own; none: its repeated blocks.
 
     Raises:
         ConfigError: the model does not support it, has no repeated blocks, or an option is not known.
@@ -43,7 +46,7 @@ def apply_recompute(model: nn.Module, options: Mapping[str, Any] | None = None) 
     if switch is not None:
         _use_own_switch(model, switch, chosen, every, offload)
     else:
-        _wrap_blocks(model, chosen, every, offload)
+        _wrap_blocks(model, blocks, chosen, every, offload)
     return model
 
 
@@ -89,9 +92,11 @@ def _takes(function: Any, name: str) -> bool:
 # Plain modules
 
 
-def _wrap_blocks(model: nn.Module, chosen: dict[str, Any], every: int, offload: bool) -> None:
+def _wrap_blocks(
+    model: nn.Module, given: Sequence[nn.Module], chosen: dict[str, Any], every: int, offload: bool
+) -> None:
     _check_plain_options(chosen)
-    blocks = list(repeated_blocks(model))
+    blocks = list(given or repeated_blocks(model))
     if not blocks:
         fix = (
             f"{type(model).__name__} has no repeated blocks to recompute: no ModuleList or Sequential holds several "

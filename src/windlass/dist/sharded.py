@@ -1,0 +1,147 @@
+"""Tensors of which each rank holds a part, and the plain ones beside them, through one set of functions.
+
+A sharded tensor is a `DTensor`: split over some axes of a device mesh, the same on the others. For a plain tensor
+every function here is the identity, so that whoever saves, loads or measures need not know which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a rank's part lies in the whole tensor: its first index and its length along every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of `whole`, as a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether `tensor` is spread over a mesh (even one on which each rank happens to hold all of it)."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part as a plain tensor, in the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`local` of each: for kernels over lists of tensors, which cost far less on plain ones."""
+    return [local(tensor) for tensor in tensors]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of `tensor` on every rank, where the collectives of its mesh run. Collective for a sharded tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    _check_placements(tensor)
+    with torch.no_grad():
+        return _on_mesh_device(tensor).full_tensor()
+
+
+def whole_on_first(tensor: Tensor) -> Tensor | None:
+    """All of a sharded tensor in host memory on rank 0, None on other ranks; a plain tensor as it is, everywhere.
+
+    Collective for a sharded tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered = whole(tensor)
+    return gathered.cpu() if torch.distributed.get_rank() == 0 else None
+
+
+def copies(tensor: Tensor) -> int:
+    """How many ranks of the tensor's mesh hold each of its elements; 1 for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    _check_placements(tensor)
+    mesh = tensor.device_mesh
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        count *= 1 if isinstance(placement, Shard) else mesh.size(axis)
+    return count
+
+
+def part(tensor: Tensor) -> Part:
+    """Where this rank's part of `tensor` lies in the whole one."""
+    if not isinstance(tensor, DTensor):
+        return Part((0,) * tensor.dim(), tuple(tensor.shape))
+    _check_placements(tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the tensor's mesh, so it holds nothing of it")
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            dim, ranks = placement.dim, tensor.device_mesh.size(axis)
+            # Chunks are as long as the first; the last ones may be shorter or empty.
+            chunk = -(-sizes[dim] // ranks)
+            start = min(coordinate[axis] * chunk, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+    return Part(tuple(offsets), tuple(sizes))
+
+
+def copy_whole_(target: Tensor, source: Tensor) -> None:
+    """Take this rank's part of the whole tensor `source` into `target`, in place. No communication.
+
+    Args:
+        source: has `target`'s global shape; any device and dtype.
+    """
+    if target.shape != source.shape:
+        raise ValueError(f"a tensor of shape {list(source.shape)} cannot fill one of {list(target.shape)}")
+    with torch.no_grad():
+        local(target).copy_(part(target).of(source))
+
+
+def shard_like(source: Tensor, like: Tensor) -> Tensor:
+    """A copy of the whole tensor `source`, spread as `like` is and where it lies, in `source`'s dtype.
+
+    No communication.
+    """
+    mine = part(like).of(source)
+    copied = mine.to(local(like).device, copy=True).contiguous()
+    if not isinstance(like, DTensor):
+        return copied
+    return DTensor.from_local(
+        copied, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _on_mesh_device(tensor: DTensor) -> DTensor:
+    """`tensor` where the collectives of its mesh run: parameters that are offloaded lie on the host."""
+    part_here, device_type = tensor.to_local(), tensor.device_mesh.device_type
+    if part_here.device.type == device_type:
+        return tensor
+    return DTensor.from_local(
+        part_here.to(device_type),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _check_placements(tensor: DTensor) -> None:
+    for placement in tensor.placements:
+        # An exact match: strided shards, which derive from `Shard`, are cut otherwise.
+        if type(placement) is not Shard and not placement.is_replicate():
+            raise ValueError(f"tensors placed as {placement} can be neither cut nor put together here")

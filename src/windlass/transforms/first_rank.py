@@ -1,0 +1,106 @@
+"""Bringing rank 0's weights to every rank, unit by unit, so that none needs room for more than one unit whole.
+
+Ranks other than the first may hold a module without memory (on the meta device), which is how a large model is
+loaded with one copy of it in the host memory of a machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.dist.gang import Gang
+
+# A table of a module's parameters or buffers, and a name in it.
+_Slot = tuple[dict[str, Any], str]
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """Give back the memory of every parameter and buffer, in place; tied ones stay tied."""
+    for places in _slots(module).values():
+        table, name = places[0]
+        _fill(places, _like(table[name], torch.device("meta")))
+    return module
+
+
+def check_same_structure(module: nn.Module, gang: Gang) -> None:
+    """Refuse modules that differ between ranks: sharding them together would wait for ever.
+
+    Raises:
+        ModelError: names, shapes, types or ties of parameters or buffers differ.
+    """
+    seen: dict[int, int] = {}
+    lines = [
+        f"{name} {list(tensor.shape)} {tensor.dtype} {seen.setdefault(id(tensor), len(seen))}"
+        for named in (module.named_parameters, module.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    ]
+    on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    found = gang.gather_objects([hashlib.sha256("\n".join(lines).encode()).hexdigest(), on_meta])
+    other = [str(rank) for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
+    if other:
+        raise ModelError(
+            f"the model of rank(s) {', '.join(other)} differs from rank 0's in the names, shapes, types or ties of its "
+            "parameters or buffers; every rank must build the same model"
+        )
+    if found[0][1]:
+        raise ModelError("rank 0's model is on the meta device: there are no weights for the ranks to take")
+
+
+class FirstRank:
+    """Moves tensors of a module onto a device, with rank 0's values.
+
+    Args:
+        module: the whole model, in which replaced tensors stay tied.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:
+        self._device, self._alone = device, gang.size == 1
+        self._slots = _slots(module)
+
+    def place(self, tensors: Iterable[Tensor]) -> None:
+        """Collective, but in a world of one."""
+        for tensor in list(tensors):
+            self._place(tensor)
+
+    def _place(self, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            places, tensor = self._slots[id(tensor)], _like(tensor, self._device)
+            _fill(places, tensor)
+        else:
+            tensor.data = tensor.data.to(self._device).contiguous()
+        if not self._alone:
+            dist.broadcast(tensor.detach(), 0)
+
+
+def _slots(module: nn.Module) -> dict[int, list[_Slot]]:
+    """id of each parameter and buffer -> all the places where it stands."""
+    found: dict[int, list[_Slot]] = {}
+    for member in module.modules():
+        tables: tuple[dict[str, Any], ...] = (member._parameters, member._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((table, name))
+    return found
+
+
+def _fill(places: list[_Slot], tensor: Tensor) -> None:
+    for table, name in places:
+        table[name] = tensor
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like this one on `device`: a parameter stays one, with the attributes set on it."""
+    empty = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter

@@ -1,0 +1,325 @@
+"""Fully sharded data parallelism (FSDP2; arXiv:2304.11277): every rank holds its part of parameters, gradients and
+optimizer state; a unit's parameters are gathered for its forward and its backward, and freed in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from windlass.config.plan import DistPlan, ShardPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.dist.gang import Gang
+from windlass.dist.mesh import data_mesh
+from windlass.dist.sharded import copies, copy_whole_, is_sharded, locals_of, whole_on_first
+from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.transforms.first_rank import FirstRank, check_same_structure
+from windlass.transforms.recompute import apply_recompute
+from windlass.transforms.strategy import device_of
+from windlass.transforms.wrapping import ignored_parameters, units_of
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+
+
+class FullyShardedModel:
+    """Implements `Strategy`: the module itself, its parameters replaced by sharded ones in place.
+
+    A module that was sharded before is taken as it is.
+
+    Args:
+        module: the same on every rank, with rank 0's weights decisive; ranks other than the first may hold it on the
+            meta device.
+        plan: `plan.shard` says how; left out, every rank holds a part of everything.
+        device: where it trains; None: where it lies.
+
+    Raises:
+        ConfigError: the plan asks for what this module or world cannot do. ModelError: the module cannot be sharded.
+    """
+
+    sharded = True
+
+    def __init__(
+        self, module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device | None = None
+    ) -> None:
+        self._module, self._gang = module, gang
+        self._device = device or device_of(module)
+        self._plan = plan.shard or ShardPlan()
+        if not isinstance(module, FSDPModule):
+            shard_(module, self._device, plan, gang)
+        self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self._plain = _PlainGradients(module, gang)
+        # Gradients that are kept on the host are measured there.
+        self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
+        self._forwards = self._seen = 0
+        self._counting = module.register_forward_pre_hook(self._count)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._module
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def _count(self, module: nn.Module, arguments: Any) -> None:
+        self._forwards += 1
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def micro(self, last: bool) -> Iterator[None]:
+        if not last:
+            self._reduce(False)
+        try:
+            yield
+        except BaseException:
+            self._root.reset_iter_state()
+            raise
+        finally:
+            if not last:
+                self._reduce(True)
+
+    @property
+    def _root(self) -> FSDPModule:
+        return self._units[0]
+
+    def _reduce(self, yes: bool) -> None:
+        """Whether the next backward reduces gradients over ranks, or only adds them up where they are whole."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(yes, recurse=False)
+        self._root.set_is_last_backward(yes)
+        self._plain.reducing = yes
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Every element counts once: what several ranks hold is divided by how many they are."""
+        squares: list[Tensor] = []
+        for count, members in self._by_copies(gradients).items():
+            norms = torch._foreach_norm(locals_of(members))
+            squares.append(torch.linalg.vector_norm(torch.stack(norms)).double().square() / count)
+        if not squares:
+            return torch.zeros((), device="cpu" if self._on_host else self._device)
+        total = torch.stack(squares).sum()
+        total = self._gang.sum(total) if self._on_host else self._gang.sum_on_device(total)
+        return total.sqrt().to(gradients[0].dtype)
+
+    def _by_copies(self, gradients: list[Tensor]) -> dict[int, list[Tensor]]:
+        """Gradients by the number of ranks that hold each of their elements."""
+        found: dict[int, list[Tensor]] = {}
+        for gradient in gradients:
+            count = copies(gradient) if is_sharded(gradient) else self._gang.size
+            found.setdefault(count, []).append(gradient)
+        return found
+
+    def local(self, gradients: list[Tensor]) -> list[Tensor]:
+        return locals_of(gradients)
+
+    def agree(self, flag: Tensor) -> Tensor:
+        if self._gang.size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
+
+    def check_reached(self) -> None:
+        if self._forwards == self._seen:
+            raise ModelError(
+                "the forward of this step went past the sharded model, so its gradients were not reduced over ranks. "
+                "Call the `model` that `compute_loss` or `training_step` receives (in a loop of your own, the one that "
+                "`prepare` returned), and call it as `model(...)`: `model.forward(...)` gathers no parameters"
+            )
+        self._seen = self._forwards
+
+    def settle(self, backward: Callable[[], Tensor]) -> None:
+        """Sums over ranks have one order from the first update on."""
+
+    # --- buffers and weights ----------------------------------------------------------------------------------------
+
+    def share_buffers(self) -> None:
+        if self._gang.size > 1:
+            share_buffers(self._module)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """All of them: nothing shares buffers between ranks in a forward."""
+        if self._gang.size == 1:
+            return {}
+        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
+
+    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
+        return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """One tensor at a time: no device holds more than one whole, and rank 0's host all. Others give none."""
+        state: dict[str, Tensor] = {}
+        gathered: dict[int, Tensor | None] = {}
+        for name, tensor in self._module.state_dict(keep_vars=True).items():
+            if id(tensor) not in gathered:
+                gathered[id(tensor)] = whole_on_first(tensor.detach())
+            found = gathered[id(tensor)]
+            if found is not None and self._gang.rank == 0:
+                state[name] = found
+        return state
+
+    def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
+        targets = self._module.state_dict(keep_vars=True)
+        problems = [f"{name} is missing" for name in targets if name not in state]
+        problems += [f"{name} is not in the model" for name in state if name not in targets]
+        problems += [
+            f"{name} is {list(state[name].shape)} and {list(target.shape)} in the model"
+            for name, target in targets.items()
+            if name in state and state[name].shape != target.shape
+        ]
+        if problems:
+            raise ModelError(f"this state does not fit the model: {'; '.join(problems[:10])}")
+        for name, target in targets.items():
+            copy_whole_(target, state[name])
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """In the dtype that forwards compute in (`param_dtype`); changes to parameters are lost.
+
+        Forwards inside communicate nothing, so that ranks may make different numbers of them, but where parameters
+        are resharded to a smaller group of ranks (a whole number for `reshard`).
+        """
+        for unit in self._units:
+            unit.unshard()
+        self._free_after_forward(False)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+            self._free_after_forward(True)
+
+    def _free_after_forward(self, yes: bool) -> None:
+        if self._plan.reshard is True:
+            for unit in self._units[1:]:
+                unit.set_reshard_after_forward(yes, recurse=False)
+
+    def release(self) -> None:
+        """The module stays sharded: whole, it may not fit."""
+        self._counting.remove()
+        self._plain.release()
+
+
+def shard(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> FullyShardedModel:
+    """`module` spread over the ranks of `gang`, on `device` (see `FullyShardedModel`). Collective."""
+    return FullyShardedModel(module, plan, gang, device)
+
+
+def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> None:
+    """Replace the module's parameters by sharded ones that hold rank 0's values, from the inside out. Collective."""
+    chosen = plan.shard or ShardPlan()
+    _check(plan, device)
+    mesh = data_mesh(device, gang, chosen.replicas)
+    check_same_structure(module, gang)
+    first = FirstRank(module, device, gang)
+    first.place((*module.buffers(), *ignored_parameters(module, chosen.ignored)))
+    ignored = ignored_parameters(module, chosen.ignored)
+    units = units_of(module, chosen, ignored)
+    if chosen.recompute:
+        apply_recompute(module, blocks=units)
+    for unit in (*reversed(units), module):
+        first.place(p for p in unit.parameters() if p not in ignored and not is_sharded(p))
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=_frees(chosen, root=unit is module),
+            mp_policy=_precision(chosen),
+            offload_policy=_offload(chosen, device),
+            ignored_params=ignored,
+        )
+    _set_order([m for m in module.modules() if isinstance(m, FSDPModule)], plan, chosen)
+
+
+def _check(plan: DistPlan, device: torch.device) -> None:
+    only_ddp = "has a meaning under replicated data parallelism only; leave it out, or shard nothing"
+    defaults = DistPlan()
+    names = {
+        "bucket_cap_mb": "ddp_bucket_cap_mb",
+        "static_graph": "ddp_static_graph",
+        "comm_hook": "comm_hook",
+    }
+    names |= {"broadcast_buffers": "ddp_broadcast_buffers", "comm_wrapper": "comm_wrapper"}
+    problems = [
+        Problem(said, getattr(plan, name), only_ddp)
+        for name, said in names.items()
+        if getattr(plan, name) != getattr(defaults, name)
+    ]
+    if device.type == "mps":
+        problems.append(
+            Problem("fsdp", True, "PyTorch has no collectives on mps; train there with one process")
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _frees(plan: ShardPlan, root: bool) -> bool | int:
+    """What happens to gathered parameters after a forward. The root's are the first that the backward needs."""
+    return False if root else plan.reshard
+
+
+def _precision(plan: ShardPlan) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES[plan.param_dtype],
+        reduce_dtype=_DTYPES[plan.reduce_dtype],
+        output_dtype=_DTYPES[plan.output_dtype],
+    )
+
+
+def _offload(plan: ShardPlan, device: torch.device) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if plan.cpu_offload else OffloadPolicy()
+
+
+def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> None:
+    """Explicit prefetching follows the order in which modules were defined, the root being the first."""
+    for index, unit in enumerate(units):
+        unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
+        if chosen.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 :][: chosen.forward_prefetch])
+        if chosen.backward_prefetch:
+            # The backward of the root begins with the last unit.
+            before = units[:0:-1] if index == 0 else units[index - 1 : 0 : -1]
+            unit.set_modules_to_backward_prefetch(before[: chosen.backward_prefetch])
+
+
+class _PlainGradients:
+    """Averages over ranks the gradients of trained parameters that are not sharded, at the end of a backward.
+
+    Zeros stand for parameters that this rank's backward did not reach; a backward that
+    reaches none of them on one rank must reach none on the others.
+    """
+
+    def __init__(self, module: nn.Module, gang: Gang) -> None:
+        plain = [p for p in module.parameters() if not is_sharded(p) and p.requires_grad]
+        self.reducing, self._queued = True, False
+        self._gang, self._parameters = gang, plain if gang.size > 1 else []
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[no-untyped-call]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if self.reducing and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._queued = False
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            dist.all_reduce(gradient)
+            gradient.div_(self._gang.size)
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,142 @@
+"""Which submodules are sharded as units of their own: gathered together before their forward, and freed after it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from windlass.config.plan import ShardPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+
+_LAYERS = "fsdp_config.transformer_layer_cls_to_wrap"
+_IGNORED = "fsdp_config.ignored_modules"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward around which to gather
+_logger = get_logger(__name__)
+
+
+def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The units inside `module`, which is one itself and not listed; inner ones after those that hold them.
+
+    Raises:
+        ConfigError: no module is of the wanted classes; those that there are get listed.
+    """
+    if plan.wrap == "transformer":
+        chosen = _of_classes(module, plan.layers or _own_classes(module))
+    elif plan.wrap == "size":
+        chosen = _of_size(module, plan.min_parameters, ignored)
+    else:
+        chosen = []
+    units = [unit for unit in chosen if any(p not in ignored for p in unit.parameters())]
+    return _without_split_ties(module, units)
+
+
+def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None) -> set[nn.Parameter]:
+    """What stays whole on every rank: parameters of the modules that are named, and scalars, which have no rows.
+
+    Args:
+        ignored: names of modules, or a regular expression that a module's name must match as a whole.
+
+    Raises:
+        ConfigError: no module has such a name.
+    """
+    found = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    names = dict(module.named_modules())
+    if isinstance(ignored, str):
+        members = [member for name, member in names.items() if re.fullmatch(ignored, name)]
+        missing: list[str] = [] if members else [ignored]
+    else:
+        members = [names[name] for name in ignored or () if name in names]
+        missing = [name for name in ignored or () if name not in names]
+    if missing:
+        fix = f"no such module; there are: {_listed(name for name in names if name)}"
+        raise ConfigError(Problem(_IGNORED, ", ".join(missing), fix))
+    for member in members:
+        found.update(member.parameters())
+    return found
+
+
+def _own_classes(module: nn.Module) -> tuple[str, ...]:
+    """The classes that a model (or the one it wraps) says must not be split, as Hugging Face's models do."""
+    said = {
+        name for member in module.modules() for name in (getattr(member, "_no_split_modules", None) or ())
+    }
+    if not said:
+        fix = f"{type(module).__name__} does not say which layers it repeats: name their class. {_there_are(module)}"
+        raise ConfigError(Problem(_LAYERS, None, fix))
+    here = {type(member).__name__ for member in module.modules()}
+    return tuple(sorted(said & here)) or tuple(sorted(said))
+
+
+def _of_classes(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    wanted = set(names)
+    found = [m for m in module.modules() if m is not module and type(m).__name__ in wanted]
+    missing = sorted(wanted - {type(member).__name__ for member in (*found, module)})
+    if missing:
+        fix = f"{type(module).__name__} has no module of this class. {_there_are(module)}"
+        raise ConfigError([Problem(_LAYERS, name, fix) for name in missing])
+    return found
+
+
+def _there_are(module: nn.Module) -> str:
+    counts = Counter(type(m).__name__ for m in module.modules() if next(m.parameters(), None) is not None)
+    return f"Classes with parameters: {_listed(name for name, _ in counts.most_common())}"
+
+
+def _listed(names: Iterable[str], limit: int = 20) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return (", ".join(listed[:limit]) or "none") + more
+
+
+def _of_size(module: nn.Module, least: int, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """From the leaves up: a module becomes a unit when `least` parameters in it are in no inner unit yet."""
+    chosen: set[nn.Module] = set()
+
+    def remaining(member: nn.Module) -> set[nn.Parameter]:
+        left = {p for p in member.parameters(recurse=False) if p not in ignored}
+        for child in member.children():
+            left |= remaining(child)
+        size = sum(parameter.numel() for parameter in left)
+        if member is module or isinstance(member, _CONTAINERS) or size < least:
+            return left
+        chosen.add(member)
+        return set()
+
+    remaining(module)
+    return [member for member in module.modules() if member in chosen]
+
+
+def _without_split_ties(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """A parameter that modules of several units share belongs to what holds them all, so those units are none."""
+    kept = list(units)
+    while split := _units_of_split_ties(module, set(kept)):
+        kept = [unit for unit in kept if unit not in split]
+    if len(kept) < len(units):
+        _logger.warning(
+            "%d of %d modules are not sharded on their own, because they share weights with others",
+            len(units) - len(kept),
+            len(units),
+        )
+    return kept
+
+
+def _units_of_split_ties(module: nn.Module, units: set[nn.Module]) -> set[nn.Module]:
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for unit, member in _with_units(module, module, units):
+        for parameter in member.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit)
+    return {unit for shared in owners.values() if len(shared) > 1 for unit in shared} & units
+
+
+def _with_units(
+    member: nn.Module, unit: nn.Module, units: set[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Every module below `member`, with the innermost unit that holds it."""
+    unit = member if member in units else unit
+    yield unit, member
+    for child in member.children():
+        yield from _with_units(child, unit, units)
