@@ -65,7 +65,7 @@ class FirstRank:
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:
-        """Collective, but in a world of one."""
+        """Collective; in the same order on every rank."""
         for tensor in list(tensors):
             self._place(tensor)
 

@@ -86,7 +86,8 @@ class FullyShardedModel:
         try:
             yield
         except BaseException:
-            self._root.reset_iter_state()
+            if self._forwards:  # what it left half gathered or half reduced would spoil the next one
+                self._root.reset_iter_state()
             raise
         finally:
             if not last:
@@ -224,7 +225,10 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     mesh = data_mesh(device, gang, chosen.replicas)
     check_same_structure(module, gang)
     first = FirstRank(module, device, gang)
-    first.place((*module.buffers(), *ignored_parameters(module, chosen.ignored)))
+    first.place(module.buffers())
+    ignored = ignored_parameters(module, chosen.ignored)
+    # In the module's order: a set's would be another one on every rank.
+    first.place(parameter for parameter in module.parameters() if parameter in ignored)
     ignored = ignored_parameters(module, chosen.ignored)
     units = units_of(module, chosen, ignored)
     if chosen.recompute:
