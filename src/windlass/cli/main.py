@@ -39,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["launch"]:
+        # Its last words belong to the script, so it reads all of them itself.
+        from windlass.cli.launch import launch_command
+
+        return launch_command(arguments[1:])
     parser, train = _parsers()
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-")]
@@ -92,6 +97,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         action="store_true",
         help="build everything, run two steps, an evaluation, a save and a load, and say what the full run takes",
     )
+    commands.add_parser("launch", help="start a script in many processes", add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")
     return parser, train

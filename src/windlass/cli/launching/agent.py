@@ -1,0 +1,157 @@
+"""Torch's elastic agent, which starts the processes of one machine, with an eye on why they end and when they stall."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+from windlass.cli.launching.report import Incident, describe
+from windlass.cli.launching.watch import Watch, Watched
+from windlass.dist.beacon import FOLDER_VARIABLE
+
+# The processes that are left have this long to end by themselves when another has failed.
+STOP_SECONDS = 5
+# How often the launchers of a job look at what the others have written, and how long one that has only lost its peers
+# waits to hear from the machine where it began.
+_LOOK_SECONDS = 1.0
+_HEAR_SECONDS = 5.0
+_GAVE_UP = "windlass/gave-up"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long things may take.
+
+    Attributes:
+        stall: seconds without a mark after which a process counts as stalled; None never.
+        grace: seconds that processes have to end when the launcher itself is told to stop.
+    """
+
+    stall: float | None = None
+    grace: int = 30
+
+
+class WatchingAgent(LocalElasticAgent):
+    """Starts processes anew after a failure, as torch's agent does, and keeps an account of every failure.
+
+    Attributes:
+        incidents: one for each attempt that did not end well, in order.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, patience: Patience, prefix: str | None
+    ) -> None:
+        super().__init__(spec, logs_specs, shutdown_timeout=patience.grace, log_line_prefix_template=prefix)
+        self.incidents: list[Incident] = []
+        self._folder = folder
+        self._patience = patience
+        self._attempt = 0
+        self._watch: Watch | None = None
+        self._looked = 0.0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        marks = self._folder / f"attempt-{self._attempt}"
+        marks.mkdir(parents=True)
+        os.environ[FOLDER_VARIABLE] = str(marks)
+        pids: dict[int, int] = super()._start_workers(worker_group)
+        self._watch = Watch(marks, worker_group.group_rank or 0, self._watched(worker_group, pids))
+        return pids
+
+    def _watched(self, group: WorkerGroup, pids: dict[int, int]) -> list[Watched]:
+        context: Any = self._pcontext
+        return [
+            Watched(
+                worker.global_rank,
+                pids[worker.local_rank],
+                context.subprocess_handlers[worker.local_rank].proc.poll,
+                context.error_files[worker.local_rank],
+            )
+            for worker in group.workers
+        ]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        watch = self._watch
+        if watch is not None:
+            kind = self._trouble(watch, worker_group)
+            if kind is not None:
+                self._watch = None  # its account is taken
+                incident = watch.incident(kind)
+                self._tell(incident, worker_group)
+                self._stop_the_rest()
+                incident = self._with_others(incident, worker_group)
+                self.incidents.append(incident)
+                self._report(incident, worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _trouble(self, watch: Watch, group: WorkerGroup) -> str | None:
+        if watch.failed():
+            return "failed"
+        if self._patience.stall is not None and watch.stalled(self._patience.stall, time.monotonic()):
+            return "stalled"
+        now = time.monotonic()
+        if _machines(group) > 1 and now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            store: Any = group.store
+            if store.check([_GAVE_UP]):
+                self._remaining_restarts = 0
+                return "abandoned"
+        return None
+
+    def _tell(self, incident: Incident, group: WorkerGroup) -> None:
+        """Let the launchers of the other machines know what happened on this one."""
+        if _machines(group) > 1:
+            store: Any = group.store
+            store.set(_told_by(group.group_rank), json.dumps(incident.to_json()))
+            if self._remaining_restarts == 0:
+                store.set(_GAVE_UP, str(group.group_rank))
+
+    def _with_others(self, incident: Incident, group: WorkerGroup) -> Incident:
+        """With the ranks of machines that have reported too; waits a little where its own do not tell the cause."""
+        store: Any = group.store
+        waiting = [rank for rank in range(_machines(group)) if rank != group.group_rank]
+        deadline = time.monotonic() + _HEAR_SECONDS
+        while waiting and time.monotonic() < deadline:
+            for rank in [rank for rank in waiting if store.check([_told_by(rank)])]:
+                theirs = Incident.from_json(json.loads(store.get(_told_by(rank))))
+                kind = theirs.kind if incident.kind == "abandoned" else incident.kind
+                incident = Incident(kind, [*incident.ranks, *theirs.ranks])
+                waiting.remove(rank)
+            if incident.knows_its_cause:
+                break
+            time.sleep(0.1)
+        return incident
+
+    def _report(self, incident: Incident, group: WorkerGroup) -> None:
+        folder = self._folder / f"attempt-{self._attempt}"
+        world = group.workers[0].world_size
+        text = describe(incident, world, str(folder.parent))
+        (folder / "report.txt").write_text(text + "\n", "utf-8")
+        print(f"windlass launch: {text}", file=sys.stderr)
+        if self._remaining_restarts > 0:
+            done = group.spec.max_restarts - self._remaining_restarts + 1
+            print(f"windlass launch: restart {done} of {group.spec.max_restarts}", file=sys.stderr)
+        sys.stderr.flush()
+
+    def _stop_the_rest(self) -> None:
+        context: Any = self._pcontext
+        context._close(death_sig=signal.SIGTERM, timeout=STOP_SECONDS)
+
+
+def _machines(group: WorkerGroup) -> int:
+    return group.group_world_size or 1
+
+
+def _told_by(machine: int | None) -> str:
+    return f"windlass/incident/{machine}"

@@ -1,0 +1,137 @@
+"""The local engine: the processes of this machine, under torch's elastic agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
+
+from windlass.cli.launching.agent import Patience, WatchingAgent
+from windlass.cli.launching.environment import worker_environment
+from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
+from windlass.cli.launching.report import exit_code
+
+if TYPE_CHECKING:
+    from windlass.cli.launching.plan import LaunchPlan
+
+# What sysexits.h calls "service unavailable": the machines did not find each other.
+EXIT_UNREACHABLE = 69
+_LOCALHOST = "127.0.0.1"
+
+
+def run_local(plan: LaunchPlan) -> int:
+    """Start the processes of this machine and stay until they, and those of the other machines, have ended.
+
+    Returns:
+        0 when every process ended well; else the exit code of the rank that failed first (128 + signal when it was
+        killed), 124 when the job stood still, 69 when the machines did not meet.
+    """
+    _quiet_torch()
+    folder = _folder(plan)
+    os.environ.update(worker_environment(plan))
+    meeting = _meeting(plan)
+    try:
+        agent = _agent(plan, meet(meeting), folder)
+    except (UnreachableError, RendezvousError) as error:
+        return _unreachable(error, meeting)
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
+        return 128 + stop.sigval
+    except (UnreachableError, RendezvousError) as error:
+        return _unreachable(error, meeting)
+    finally:
+        _close(agent)
+    return _code(agent, result)
+
+
+def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> WatchingAgent:
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=plan.processes // plan.machines,
+        entrypoint=command(plan)[0],
+        args=tuple(command(plan)[1:]),
+        rdzv_handler=handler,
+        max_restarts=plan.max_restarts,
+        monitor_interval=plan.monitor_interval,
+    )
+    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
+    return WatchingAgent(spec, logs, folder, Patience(plan.stall_timeout), "[rank ${rank}]: ")
+
+
+def command(plan: LaunchPlan) -> list[str]:
+    """What each process runs."""
+    if plan.no_python:
+        return [plan.script, *plan.arguments]
+    how = ["-m"] if plan.module else []
+    return [sys.executable, "-u", "-m", "windlass.cli.launching.worker", *how, plan.script, *plan.arguments]
+
+
+def _meeting(plan: LaunchPlan) -> Meeting:
+    options = dict(plan.rendezvous_options)
+    run_id, wait = str(options.pop("id", "windlass")), int(options.pop("timeout", DEFAULT_WAIT_SECONDS))
+    if plan.machines == 1:
+        port = plan.main_port or 0
+        return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait, options)
+    address, port = plan.main_address or _LOCALHOST, plan.main_port or 29500
+    rank = plan.machine_rank if plan.rendezvous == "static" else None
+    return Meeting(address, port, plan.machines, rank, plan.machine_rank == 0, run_id, wait, options)
+
+
+def _folder(plan: LaunchPlan) -> Path:
+    if plan.log_dir is None:
+        return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    path = Path(plan.log_dir) / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _unreachable(error: Exception, meeting: Meeting) -> int:
+    where = f"{meeting.address}:{meeting.port}"
+    text = str(error) if isinstance(error, UnreachableError) else _why(error, meeting)
+    print(f"windlass launch: no job over {where}: {text}", file=sys.stderr)
+    return EXIT_UNREACHABLE
+
+
+def _why(error: Exception, meeting: Meeting) -> str:
+    return (
+        f"{type(error).__name__}: {error or 'the machines did not meet'}. {meeting.machines} machines must start "
+        f"`windlass launch` with the same address and port within {meeting.wait_seconds} s"
+    )
+
+
+def _code(agent: WatchingAgent, result: RunResult | None) -> int:
+    if result is None or result.is_failed():
+        return exit_code(agent.incidents[-1]) if agent.incidents else 1
+    return 0
+
+
+def _close(agent: WatchingAgent) -> None:
+    with contextlib.suppress(
+        Exception
+    ):  # the store may be gone with the main machine: there is nothing left to close
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+
+def _quiet_torch() -> None:
+    """Torch's agent tells a failure in its own words and several times over; here it is told once."""
+    for name in _elastic_loggers():
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _elastic_loggers() -> Iterator[str]:
+    known = list(logging.root.manager.loggerDict)
+    yield from (name for name in known if name.startswith("torch.distributed.elastic"))

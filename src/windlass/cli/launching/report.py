@@ -1,0 +1,188 @@
+"""What each process of a job was doing when it failed or stood still, and the text that says so."""
+
+from __future__ import annotations
+
+import re
+import signal
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+# What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
+_LOST_PEERS = re.compile(
+    r"connection (reset|closed|refused)|closed by peer|broken pipe|remote process|socket closed|"
+    r"recvvalue failed|failed to recv|timed out waiting|wait timeout|store.*(closed|timeout)|ncclRemoteError|collective operation timeout",
+    re.IGNORECASE,
+)
+# The most that one line of the list of ranks quotes of a message.
+_LINE = 160
+Ending = Literal["running", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One process, as it was found.
+
+    Attributes:
+        rank, machine: global rank and rank of its machine.
+        ending: "running" when it was alive and was stopped, "done" when it had ended well, "failed" otherwise.
+        exit_code: negative for the signal that killed it, as `subprocess` has it; None while running.
+        step, call: its last mark; None where it left none.
+        message, traceback: the exception it ended with, empty where there was none to read.
+        time: seconds since the epoch at which the exception was raised; 0 where not known.
+        stacks: the stacks of its threads, empty where it could not be asked.
+        idle: seconds without a mark; 0 where this was not watched.
+    """
+
+    rank: int
+    machine: int
+    ending: Ending
+    exit_code: int | None = None
+    step: int | None = None
+    call: str | None = None
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+    stacks: str = ""
+    idle: float = 0.0
+
+    @property
+    def lost_its_peers(self) -> bool:
+        """Whether it failed only because another rank had gone."""
+        return bool(self.message) and _LOST_PEERS.search(self.message) is not None
+
+
+@dataclass(slots=True)
+class Incident:
+    """One attempt that did not end well: all ranks that are known of."""
+
+    kind: Literal["failed", "stalled", "abandoned"]
+    ranks: list[RankFacts] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranks": [asdict(rank) for rank in self.ranks]}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Incident:
+        return cls(content["kind"], [RankFacts(**rank) for rank in content["ranks"]])
+
+    @property
+    def culprit(self) -> RankFacts | None:
+        """The rank to look at first.
+
+        Of ranks that failed, the first that did not merely lose its peers; a process that was killed said nothing and
+        comes before those that did. Where all lost their peers it is one that had ended early. Of ranks that stand
+        still, the one with the oldest step that is not waiting in an exchange with the others.
+        """
+        if self.kind == "stalled":
+            return min(self.ranks, key=_lag, default=None)
+        failed = [rank for rank in self.ranks if rank.ending == "failed"]
+        causes = [rank for rank in failed if not rank.lost_its_peers]
+        if causes:
+            return min(causes, key=lambda rank: (rank.time, rank.rank))
+        gone = [rank for rank in self.ranks if rank.ending == "done"]
+        return min(gone or failed, key=lambda rank: (rank.time, rank.rank), default=None)
+
+    @property
+    def knows_its_cause(self) -> bool:
+        """Whether the culprit is among these ranks for certain: others cannot have failed before it."""
+        culprit = self.culprit
+        certain = culprit is not None and culprit.ending == "failed" and not culprit.lost_its_peers
+        return self.kind == "failed" and certain
+
+
+# Calls in which a rank waits for the others; it stands still there because another rank does not come.
+_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange")
+
+
+def _lag(rank: RankFacts) -> tuple[int, bool, float, int]:
+    waits = rank.call is not None and rank.call.startswith(_EXCHANGES)
+    return (rank.step if rank.step is not None else -1, waits, -rank.idle, rank.rank)
+
+
+def exit_code(incident: Incident) -> int:
+    """What the launcher ends with: the culprit's own code, 128 + signal for one that was killed, 124 for a stall."""
+    if incident.kind == "stalled":
+        return EXIT_STALLED
+    code = incident.culprit.exit_code if incident.culprit else None
+    if not code:
+        return 1
+    return code if code > 0 else 128 - code
+
+
+EXIT_STALLED = 124
+
+
+def describe(incident: Incident, world: int, logs: str) -> str:
+    """The report of an incident: the first lines tell the cause, the rest what every rank was doing.
+
+    Args:
+        world: number of ranks of the job; those not in `incident` are on machines that have not reported.
+        logs: folder where the processes' files lie.
+    """
+    culprit = incident.culprit
+    lines = [_headline(incident, culprit)]
+    if culprit is not None and culprit.traceback:
+        lines += ["", f"Traceback of rank {culprit.rank}:", _indented(culprit.traceback)]
+    lines += ["", "Every rank when it happened:"]
+    for rank in sorted(incident.ranks, key=lambda rank: rank.rank):
+        lines.append(f"  rank {rank.rank} (machine {rank.machine}): {_state(rank)}{_place(rank)}")
+    missing = world - len(incident.ranks)
+    if missing > 0:
+        lines.append(f"  {missing} more on machines that have not reported; see what their launchers say")
+    for rank in sorted(incident.ranks, key=lambda rank: rank.rank):
+        if rank.stacks:
+            lines += ["", f"Stacks of rank {rank.rank}, innermost call first:", _indented(rank.stacks)]
+    lines += ["", f"Files of this attempt: {logs}"]
+    return "\n".join(lines)
+
+
+def _headline(incident: Incident, culprit: RankFacts | None) -> str:
+    if culprit is None:
+        return "the job was given up on another machine; its launcher says why"
+    if incident.kind == "stalled":
+        return f"the job stands still: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{_place(culprit)}"
+    if culprit.ending == "done":
+        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.ending == "failed")
+        return (
+            f"rank {culprit.rank} ended while others still waited for it{_place(culprit)}; "
+            f"rank {others} then failed. Every rank must make the same collective calls"
+        )
+    return f"the job failed: rank {culprit.rank} {_cause(culprit)}{_place(culprit)}"
+
+
+def _cause(rank: RankFacts) -> str:
+    if rank.message:
+        return f"raised {rank.message.strip()}"
+    if rank.exit_code is not None and rank.exit_code < 0:
+        name = _signal_name(-rank.exit_code)
+        hint = " (often the machine ran out of memory)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return f"ended with exit code {rank.exit_code}"
+
+
+def _state(rank: RankFacts) -> str:
+    if rank.ending == "running":
+        return "was running, and was stopped"
+    if rank.ending == "done":
+        return "had ended well"
+    said = f"lost its peers: {rank.message.strip()}" if rank.lost_its_peers else _cause(rank)
+    return textwrap.shorten(said.splitlines()[0], _LINE, placeholder=" ...")
+
+
+def _place(rank: RankFacts) -> str:
+    if rank.call is None:
+        return ""
+    where = f"in '{rank.call}'"
+    return f" [step {rank.step}, {where}]" if rank.step is not None else f" [before the first step, {where}]"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())

@@ -1,0 +1,117 @@
+"""Which processes of this machine live, which have ended and how, and which stand still."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.launching.report import Incident, RankFacts
+from windlass.dist.beacon import STACKS_SIGNAL, Mark, read_mark, stacks_path
+
+# How long the stacks of all ranks may take to arrive: a share of the ten seconds in which a job is stopped.
+_STACKS_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One process: its global rank, its id, how to ask for its exit code, and the file of its exception."""
+
+    rank: int
+    pid: int
+    poll: Callable[[], int | None]
+    error_file: str
+
+
+class Watch:
+    """The processes of one attempt on one machine."""
+
+    def __init__(self, folder: Path, machine: int, processes: list[Watched]) -> None:
+        self._folder = folder
+        self._machine = machine
+        self._processes = processes
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def failed(self) -> bool:
+        """Whether a process has ended badly."""
+        return any(process.poll() not in (None, 0) for process in self._processes)
+
+    def stalled(self, limit: float, now: float) -> bool:
+        """Whether some process that runs has left no mark for `limit` seconds.
+
+        Nobody is watched before the first of them has said anything: the script may be one that leaves no marks.
+        """
+        idle = self._idle(now)
+        marks = [read_mark(self._folder, process.rank) for process in self._processes]
+        if all(mark is None or mark.is_opening for mark in marks):
+            return False
+        return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
+
+    def incident(self, kind: Any) -> Incident:
+        """What every process does right now; those that run are asked for their stacks."""
+        running = [process for process in self._processes if process.poll() is None]
+        self._ask_for_stacks(running)
+        idle = self._idle(time.monotonic())
+        return Incident(kind, [self._facts(process, idle[process.rank]) for process in self._processes])
+
+    def _idle(self, now: float) -> dict[int, float]:
+        """Seconds since the mark of each rank changed, as far as this watch has seen it."""
+        for process in self._processes:
+            mark = read_mark(self._folder, process.rank)
+            count = mark.count if mark else 0
+            if self._seen.get(process.rank, (None, 0.0))[0] != count:
+                self._seen[process.rank] = (count, now)
+        return {process.rank: now - self._seen[process.rank][1] for process in self._processes}
+
+    def _ask_for_stacks(self, running: list[Watched]) -> None:
+        # Only a process that left a mark is known to handle the signal; it would end any other.
+        asked = [process for process in running if read_mark(self._folder, process.rank) is not None]
+        for process in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_SECONDS
+        sizes: list[int] = []
+        while time.monotonic() < deadline:
+            before, sizes = sizes, [self._stacks_size(process) for process in asked]
+            if all(sizes) and sizes == before:
+                return
+            time.sleep(0.05)
+
+    def _stacks_size(self, process: Watched) -> int:
+        path = stacks_path(self._folder, process.rank)
+        return path.stat().st_size if path.exists() else 0
+
+    def _facts(self, process: Watched, idle: float) -> RankFacts:
+        code = process.poll()
+        mark = read_mark(self._folder, process.rank) or Mark(0, None, "")
+        path = stacks_path(self._folder, process.rank)
+        said = _said(process.error_file) if code != 0 else {}
+        extra = said.get("extraInfo") or {}
+        return RankFacts(
+            rank=process.rank,
+            machine=self._machine,
+            # One that has written its exception is on its way out: what its threads do now tells nothing.
+            ending="done" if code == 0 else "failed" if code or said else "running",
+            exit_code=code,
+            step=extra.get("step", mark.step),
+            call=extra.get("call") or mark.call or None,
+            message=said.get("message", ""),
+            traceback=extra.get("py_callstack", ""),
+            time=float(extra.get("time") or extra.get("timestamp") or 0),
+            stacks=path.read_text("utf-8", "replace") if code is None and not said and path.exists() else "",
+            idle=idle,
+        )
+
+
+def _said(error_file: str) -> dict[str, Any]:
+    """The exception that a process wrote before it ended; empty where it wrote none, or not all of it."""
+    try:
+        message = json.loads(Path(error_file).read_text("utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return message if isinstance(message, dict) else {"message": str(message)}

@@ -1,0 +1,93 @@
+"""What the launcher starts in place of `python script.py`: it runs the script, and says why it failed.
+
+    python -m windlass.cli.launching.worker [-m] SCRIPT [ARGUMENT ...]
+
+The script finds itself as Python would have started it: as `__main__`, with its own folder first on the path. Before
+that the process binds itself to its cores and lights its beacon; after an exception it writes the traceback, with the
+step and the call, into the file where torch's launcher looks for it. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from windlass.dist.beacon import FOLDER_VARIABLE, beacon, read_mark
+
+# Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
+BIND_VARIABLE = "WINDLASS_BIND_CORES"
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the script named in `words`, with the words behind it as its arguments."""
+    if os.environ.get(BIND_VARIABLE) == "1":
+        bind_cores(os.environ)
+    beacon()
+    as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
+    sys.argv[:] = words[1:] if as_module else words[:]
+    try:
+        if as_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        error.__traceback__ = of_the_script(error.__traceback__)
+        record(error, os.environ)
+        # The hook prints, as after any uncaught exception; torch puts the rank before each line.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    beacon().call("end")
+
+
+def of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the script, without the calls that brought it to run."""
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        rest = rest.tb_next
+    return rest or trace
+
+
+def cores_of(local_rank: int, local_size: int, cores: Sequence[int]) -> list[int]:
+    """The share of one process in the cores of its machine, neighbours together; all of them when there are too few."""
+    each = len(cores) // local_size
+    return list(cores[local_rank * each : (local_rank + 1) * each]) if each else list(cores)
+
+
+def bind_cores(environ: Mapping[str, str]) -> None:
+    """Keep this process, and those that it will start, to its share of the cores. Only Linux can."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        mine = cores_of(int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"]), cores)
+        os.sched_setaffinity(0, mine)
+
+
+def record(error: Exception, environ: Mapping[str, str]) -> None:
+    """Write what happened where the launcher looks for it, in the form that torch's own error files have."""
+    path = environ.get(_ERROR_FILE_VARIABLE)
+    if not path:
+        return
+    folder, rank = environ.get(FOLDER_VARIABLE), environ.get("RANK")
+    mark = read_mark(Path(folder), int(rank)) if folder and rank else None
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),  # torch reads whole seconds
+        "time": time.time(),
+        "step": mark.step if mark else None,
+        "call": mark.call if mark else None,
+    }
+    message = f"{type(error).__name__}: {error}"
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
