@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.device import backend_for
-from windlass.core.world import World
+from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import beacon
 from windlass.dist.exchange import gather_json
 
@@ -137,10 +137,22 @@ class ProcessGang(Gang):
 _joined: ProcessGang | None = None
 
 
-def join(world: World, device: torch.device, timeout_seconds: int = 1800, backend: str | None = None) -> Gang:
+def join(
+    world: World,
+    device: torch.device,
+    timeout_seconds: float = 1800,
+    backend: str | None = None,
+    init_method: str | None = None,
+) -> Gang:
     """Meet the other processes of the job; a world of one has nobody to meet.
 
     A process group that the script opened itself is used as it is.
+
+    Args:
+        world: who we are among them.
+        device: where gradients lie; decides the backend unless `backend` does.
+        timeout_seconds: how long a collective waits for the others.
+        init_method: address of the meeting point, if it is not `MASTER_ADDR` and `MASTER_PORT`.
     """
     global _joined
     if not world.is_distributed:
@@ -148,7 +160,11 @@ def join(world: World, device: torch.device, timeout_seconds: int = 1800, backen
     if _joined is None or not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
-            dist.init_process_group(backend or backend_for(device), timeout=timeout)
+            # A meeting point of its own does not say who we are; the variables of the launcher say both.
+            who = {} if init_method is None else {"rank": world.rank, "world_size": world.size}
+            dist.init_process_group(
+                backend or backend_for(device), init_method=init_method, timeout=timeout, **who
+            )
         host = (
             dist.group.WORLD
             if dist.get_backend() == "gloo"
@@ -157,6 +173,20 @@ def join(world: World, device: torch.device, timeout_seconds: int = 1800, backen
         _joined = ProcessGang(world, host)
         atexit.register(leave)
     return _joined
+
+
+def current() -> Gang:
+    """The processes that this one has joined; itself alone before `join` and after `leave`."""
+    if not dist.is_initialized():
+        return Gang()
+    return _joined or join(_world_of_group(), torch.device("cpu"))
+
+
+def _world_of_group() -> World:
+    """Who we are in a process group that the script opened itself, with or without a launcher."""
+    world = world_from_environment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return world if world.size == size else World(rank, size, rank, size)
 
 
 def leave() -> None:

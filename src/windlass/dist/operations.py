@@ -1,0 +1,317 @@
+"""What the processes of a job do together with nests of tensors, under the names that scripts know.
+
+Each call is collective: every process makes it, in the same order. A world of one has nothing to exchange. Tensors in
+host memory travel over the host's process group and others over their device's, whatever the main backend is. What
+needs to be known of shapes is exchanged on the host, so that no call waits for a device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.device import choose_device
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.trees import (
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    honor_type,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    is_namedtuple,
+    is_tensor_information,
+    is_torch_tensor,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+    tensors_of,
+    with_tensors,
+)
+from windlass.dist.gang import Gang, current
+from windlass.dist.objects import collect, hand_out
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "DistributedOperationException",
+    "broadcast",
+    "broadcast_object_list",
+    "check_operations",
+    "concatenate",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
+
+_REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+Kind = tuple[str, list[int]]
+"""Type and shape of a tensor, as they travel."""
+
+_checking = False
+
+
+class DistributedOperationException(DataError):  # noqa: N818 (the name that scripts catch)
+    """Processes called the same operation with tensors that do not fit together."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor is left as it is, because its rows have lengths of their own."""
+
+
+def check_operations(on: bool) -> None:
+    """Compare shapes over all processes before `reduce` and `broadcast` too, which costs an exchange on the host."""
+    global _checking
+    _checking = on
+
+
+def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
+    """The same nest with every process's tensors joined along the first axis, in rank order.
+
+    Args:
+        tensor: a nest of tensors. First axes may differ between processes; scalars become vectors of one.
+
+    Raises:
+        DistributedOperationException: the tensors of two processes differ in type or in another axis.
+        TypeError: a leaf is no tensor.
+    """
+    gang = gang or current()
+    own = [_at_least_a_vector(t) for t in tensors_of(tensor, "gather")]
+    if gang.size == 1:
+        return tensor
+    kinds = _kinds_everywhere(own, gang, "gather", free_axis=0)
+    return with_tensors(tensor, [_gather_one(t, [k[i] for k in kinds], gang) for i, t in enumerate(own)])
+
+
+def gather_object(object: Any, *, gang: Gang | None = None) -> Any:
+    """The lists of all processes, joined in rank order. With one process, the object itself.
+
+    Raises:
+        DataError: a value that only this process could read (see `dist/objects.py`), or something that is no list.
+    """
+    gang = gang or current()
+    if gang.size == 1:
+        return object
+    if not isinstance(object, list | tuple):
+        raise DataError(
+            f"gather_object joins lists; it was given a {type(object).__name__}: wrap it in a list"
+        )
+    return [item for part in collect(object, gang) for item in part]
+
+
+def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -> Any:
+    """Write the tensors of process `from_process` into those of all others, in place, and give the nest back."""
+    gang = gang or current()
+    own = tensors_of(tensor, "broadcast")
+    if gang.size == 1:
+        return tensor
+    if not 0 <= from_process < gang.size:
+        raise DataError(f"broadcast: there is no process {from_process}; there are {gang.size}, from 0 on")
+    if _checking:
+        _kinds_everywhere(own, gang, "broadcast")
+    for part in own:
+        whole = part.detach().contiguous()
+        dist.broadcast(whole, group=_group(part, gang), group_src=from_process)
+        if whole.data_ptr() != part.data_ptr():
+            part.detach().copy_(whole)
+    return tensor
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, gang: Gang | None = None
+) -> list[Any]:
+    """Replace the items of the list, in place, by those of process `from_process`.
+
+    Raises:
+        DataError: a value that only that process could read, named (see `dist/objects.py`).
+    """
+    object_list[:] = hand_out(list(object_list), from_process, gang or current())
+    return object_list
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, gang: Gang | None = None) -> Any:
+    """The same nest with the mean, sum or maximum over processes in place of each tensor, as new tensors.
+
+    What comes out is a value to report: no gradient flows back through it.
+
+    Args:
+        reduction: "mean", "sum" or "max".
+        scale: multiplies the result.
+    """
+    gang = gang or current()
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(Problem("reduce.reduction", reduction, f"must be one of {', '.join(_REDUCTIONS)}"))
+    own = tensors_of(tensor, "reduce")
+    if _checking and gang.size > 1:
+        _kinds_everywhere(own, gang, "reduce")
+    return with_tensors(tensor, [_reduce_one(part, reduction, scale, gang) for part in own])
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: int | float = 0,
+    pad_first: bool = False,
+    *,
+    gang: Gang | None = None,
+) -> Any:
+    """The same nest with axis `dim` of each tensor lengthened to that of the longest on any process.
+
+    Args:
+        dim: the axis; tensors that lack it stay as they are.
+        pad_index: what fills the new places.
+        pad_first: put them before the old ones.
+    """
+    gang = gang or current()
+    own = tensors_of(tensor, "pad_across_processes")
+    if gang.size == 1:
+        return tensor
+    kinds = _kinds_everywhere(own, gang, "pad_across_processes", free_axis=None)
+    padded = []
+    for index, part in enumerate(own):
+        shapes = [kind[index][1] for kind in kinds]
+        padded.append(
+            _pad_one(part, dim, [s[dim] for s in shapes if _has_axis(s, dim)], pad_index, pad_first)
+        )
+    return with_tensors(tensor, padded)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = None) -> Tensor:
+    """A tensor that one process has, on every process's own device. The others call with None.
+
+    Raises:
+        DataError: no process has one, or several have.
+    """
+    gang = gang or current()
+    said = collect(None if tensor is None else [*_kind(tensor), tensor.device.type], gang)
+    owners = [rank for rank, kind in enumerate(said) if kind is not None]
+    if len(owners) != 1:
+        raise DataError(
+            f"copy_tensor_to_devices copies one process's tensor; {len(owners)} processes gave one"
+        )
+    if tensor is None:
+        dtype, shape, device = said[owners[0]]
+        place = choose_device(use_cpu=device == "cpu", local_rank=gang.world.local_rank)
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+    copied: Tensor = broadcast(tensor, owners[0], gang=gang)
+    return copied
+
+
+def _group(tensor: Tensor, gang: Gang) -> Any:
+    """The process group that carries this tensor: the host's for host memory, else the main one."""
+    return gang.host_group if tensor.device.type == "cpu" else None
+
+
+def _at_least_a_vector(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _kind(tensor: Tensor) -> Kind:
+    # The rows of a nested tensor have lengths of their own: it has no shape to speak of.
+    return str(tensor.dtype).removeprefix("torch."), [] if tensor.is_nested else list(tensor.shape)
+
+
+def _kinds_everywhere(
+    own: Sequence[Tensor], gang: Gang, operation: str, free_axis: int | None = -1
+) -> list[list[Kind]]:
+    """Types and shapes of every process's tensors, in rank order, checked to fit together.
+
+    `free_axis` may differ between processes: 0 is the first, None stands for any, and -1 for none.
+    """
+    kinds: list[list[Kind]] = gang.gather_objects([_kind(tensor) for tensor in own])
+    comparable = [[_comparable(kind, free_axis) for kind in part] for part in kinds]
+    if any(part != comparable[0] for part in comparable):
+        lines = "".join(f"\n  - process {rank}: {_described(part)}" for rank, part in enumerate(kinds))
+        raise DistributedOperationException(
+            f"{operation} was called with tensors that do not fit together:{lines}\n"
+            "pad_across_processes makes shapes equal along one axis"
+        )
+    return kinds
+
+
+def _comparable(kind: Kind, free_axis: int | None) -> tuple[str, tuple[int, ...] | int]:
+    dtype, shape = kind
+    if free_axis is None:
+        return dtype, len(shape)
+    return dtype, tuple(shape[1:]) if free_axis == 0 else tuple(shape)
+
+
+def _described(kinds: Sequence[Kind]) -> str:
+    return ", ".join(f"{dtype} of shape {shape}" for dtype, shape in kinds) or "no tensors"
+
+
+def _gather_one(tensor: Tensor, kinds: Sequence[Kind], gang: Gang) -> Tensor:
+    """Tensors travel as bytes of equal number: every type does, and lengths may differ."""
+    rows = [shape[0] for _, shape in kinds]
+    row_bytes = tensor.dtype.itemsize * int(torch.Size(tensor.shape[1:]).numel())
+    sent = tensor.new_zeros(max(rows) * row_bytes, dtype=torch.uint8)
+    sent[: tensor.shape[0] * row_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+    received = [torch.empty_like(sent) for _ in rows]
+    dist.all_gather(received, sent, group=_group(tensor, gang))
+    parts = [
+        got[: count * row_bytes].view(tensor.dtype).reshape(count, *tensor.shape[1:])
+        for got, count in zip(received, rows, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _reduce_one(tensor: Tensor, reduction: str, scale: float, gang: Gang) -> Tensor:
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if reduction == "mean" and not (whole.is_floating_point() or whole.is_complex()):
+        raise DataError(
+            f"reduce: there is no mean of {whole.dtype} over processes; reduce its sum, or .float()"
+        )
+    if gang.size > 1:
+        dist.all_reduce(whole, _REDUCTIONS[reduction], group=_group(tensor, gang))
+    if reduction == "mean":
+        whole /= gang.size
+    return whole if scale == 1.0 else whole * scale
+
+
+def _has_axis(shape: Sequence[int], dim: int) -> bool:
+    return -len(shape) <= dim < len(shape)
+
+
+def _pad_one(tensor: Tensor, dim: int, sizes: list[int], filler: int | float, first: bool) -> Tensor:
+    if tensor.is_nested:
+        warnings.warn(
+            "pad_across_processes leaves a nested tensor as it is: its rows have lengths of their own",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        return tensor
+    if not _has_axis(tensor.shape, dim) or max(sizes) == tensor.shape[dim]:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = max(sizes) - tensor.shape[dim]
+    gap = tensor.new_full(shape, filler)
+    return torch.cat([gap, tensor] if first else [tensor, gap], dim=dim)
