@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
+from windlass.dist.sharded import copy_whole_, is_sharded, shard_like, whole_on_first
 
 # How an update is computed, not what it computes: these stay as this machine's optimizer has them.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """The state of `optimizer` under canonical parameter names.
+    """The state of `optimizer` under canonical parameter names. Collective where parameters are sharded.
 
     Returns:
         `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
         a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not copies.
+        Sharded ones are gathered one at a time and whole on rank 0's host; `state` is empty on other ranks then.
 
     Raises:
         CheckpointError: the optimizer updates a parameter that the model does not have.
@@ -35,16 +37,34 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
         for group in optimizer.param_groups
     ]
     parameters = list(_parameters(optimizer))
+    kept = not any(is_sharded(parameter) for parameter in parameters) or torch.distributed.get_rank() == 0
+    state = {}
+    for parameter in parameters:
+        if optimizer.state.get(parameter):
+            entry = _gathered(optimizer.state[parameter])
+            if kept:
+                state[names[id(parameter)]] = entry
     return {
         "shapes": {names[id(parameter)]: list(parameter.shape) for parameter in parameters},
-        "state": {names[id(p)]: dict(optimizer.state[p]) for p in parameters if optimizer.state.get(p)},
+        "state": state,
         "groups": groups,
     }
 
 
+def _gathered(value: Any) -> Any:
+    """`value` with whole tensors in the place of sharded ones, which only rank 0 keeps."""
+    if isinstance(value, Tensor):
+        return whole_on_first(value)
+    if isinstance(value, dict):
+        return {key: _gathered(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_gathered(item) for item in value)
+    return value
+
+
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
     """Put `state` back into `optimizer`, in place: the object, its parameters and tensors of equal shape keep
-    their identity.
+    their identity. Every rank has all of `state`; of what belongs to a sharded parameter it takes its part.
 
     Tensors come onto their parameter's device and keep their saved dtype. Options of a group (learning rate,
     betas, ...) are the saved ones, but for those that choose an implementation (`fused`, `foreach`, ...).
@@ -57,11 +77,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     by_name = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
     _check_shapes(by_name, state)
     _check_state(state)
+    _check_spread(optimizer, by_name, state["state"])
     options = _match_groups(optimizer, names, state)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             if key not in _IMPLEMENTATION:
-                group[key] = _placed(value, group.get(key), None)
+                group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
@@ -152,7 +173,7 @@ def _load_parameter(
         return
     live = optimizer.state[parameter]
     values = {
-        key: _placed(value, live.get(key), _device_for(group, parameter, key, value))
+        key: _placed(value, live.get(key), _device_for(group, parameter, key, value), parameter)
         for key, value in saved.items()
     }
     live.clear()
@@ -167,18 +188,42 @@ def _device_for(group: dict[str, Any], parameter: Tensor, key: str, value: Any) 
     return parameter.device
 
 
-def _placed(value: Any, live: Any, device: torch.device | None) -> Any:
+def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tensor | None) -> Any:
     """`value` where it belongs: in the live tensor if that has its shape and dtype, else on `device` (None: as
-    it came).
+    it came), and spread as `parameter` is.
     """
     if isinstance(value, Tensor):
         if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
-            with torch.no_grad():
-                return live.copy_(value)
+            copy_whole_(live, value)
+            return live
+        if parameter is not None and _is_spread(value, parameter):
+            return shard_like(value, parameter)
         return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, dict):
         known = live if isinstance(live, dict) else {}
-        return {key: _placed(item, known.get(key), device) for key, item in value.items()}
+        return {key: _placed(item, known.get(key), device, parameter) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_placed(item, None, device) for item in value)
+        return type(value)(_placed(item, None, device, parameter) for item in value)
     return value
+
+
+def _is_spread(value: Tensor, parameter: Tensor) -> bool:
+    """Whether the optimizer would keep this tensor in parts beside a sharded parameter; counters it keeps whole."""
+    return is_sharded(parameter) and value.numel() > 1
+
+
+def _check_spread(
+    optimizer: torch.optim.Optimizer, by_name: dict[str, Tensor], entries: dict[str, Any]
+) -> None:
+    """How a tensor of another shape than its parameter's is spread over ranks only its optimizer knows."""
+    for name, parameter in by_name.items():
+        live = optimizer.state.get(parameter, {})
+        for key, value in entries.get(name, {}).items():
+            if not isinstance(value, Tensor) or not _is_spread(value, parameter):
+                continue
+            if value.shape not in (parameter.shape, getattr(live.get(key), "shape", None)):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {list(value.shape)} for {name!r} of shape "
+                    f"{list(parameter.shape)}: how that is spread over ranks is not known, so it cannot be loaded into "
+                    "a sharded model; use an optimizer whose state has its parameters' shapes, such as adamw_torch"
+                )

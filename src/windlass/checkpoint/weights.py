@@ -22,6 +22,7 @@ from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.tensor_file import TensorFile, nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
+from windlass.dist.sharded import copy_whole_, is_sharded
 
 WEIGHTS_NAME = "model.safetensors"
 ALIASES_KEY = "windlass.aliases"  # metadata: JSON map of tied name -> name it is stored under
@@ -83,6 +84,8 @@ def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def _memory_key(tensor: Tensor, name: str) -> Any:
     """Equal for two tensors exactly when they are the same memory, seen the same way."""
+    if is_sharded(tensor):
+        return id(tensor)  # a rank's part may be empty, and then lies nowhere
     if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
         return name  # no memory to share; what cannot be saved is refused later, by name
     return (
@@ -108,7 +111,7 @@ def _canonical_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) -> None:
     """Copy the weights of a file (or of `source/model.safetensors`) into `model`, in place, so that ties and
-    devices stay.
+    devices stay. Of a sharded parameter every rank takes its part.
 
     Everything is checked before anything is written. A dtype that differs is converted, with a warning.
 
@@ -193,6 +196,5 @@ def _copy(file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str,
     changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
     if changed:
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
-    with torch.no_grad():
-        for name, tensor in stored.items():
-            tensor.copy_(file.read(sources[name]))
+    for name, tensor in stored.items():
+        copy_whole_(tensor, file.read(sources[name]))
