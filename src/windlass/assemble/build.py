@@ -18,8 +18,8 @@ from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
 from windlass.transforms.apply import apply_transforms
+from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategies import spread
-from windlass.transforms.strategy import Strategy
 
 OptimizerFactory = Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
 
@@ -38,14 +38,14 @@ def build(
     plan: RunPlan,
     device: torch.device,
     gang: Gang,
-    earlier: Strategy | None = None,
+    early: torch.optim.Optimizer | None = None,
 ) -> Built:
     """Model, transforms, optimizer, executor: in this order. Loading a checkpoint comes after.
 
     Args:
         model: the bare module, on its device; changed in place.
         create: number of updates -> optimizer and scheduler; a user's own objects keep their identity.
-        earlier: how the model was spread by an earlier run; where it was sharded, it still is.
+        early: an optimizer that was made before: it stays the same object, with what sharding makes of its parameters.
 
     Raises:
         ConfigError: the plan asks for what this model or device cannot do, or `create` made no optimizer.
@@ -53,7 +53,10 @@ def build(
     check_precision(plan.precision, device, model)
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms)
-    strategy = earlier if earlier is not None and earlier.sharded else spread(model, plan.dist, gang)
+    names = names_of(model)
+    strategy = spread(model, plan.dist, gang, device)
+    if early is not None and strategy.sharded:
+        rebind(early, names, model)
     optimizer, scheduler = create(plan.duration.steps)
     if optimizer is None or scheduler is None:
         name = "optimizer" if optimizer is None else "lr_scheduler"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core import host
+from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
@@ -68,6 +69,11 @@ class NativeExecutor:
         """Gradients of `loss` on this rank alone, kept apart until `join_apart`. The graph stays for a `backward`."""
         if not loss.requires_grad:
             return
+        if self.strategy.sharded:
+            raise ModelError(
+                "LossTerms(aux=...) under gradient accumulation needs gradients that are kept apart, which a sharded "
+                "model does not have: set gradient_accumulation_steps=1, or put the auxiliary terms into the sum"
+            )
         trained = [p for p in self._parameters if p.requires_grad]
         found = torch.autograd.grad(self._scaler.scale(loss), trained, retain_graph=True, allow_unused=True)
         for parameter, gradient in zip(trained, found, strict=True):

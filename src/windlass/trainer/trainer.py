@@ -20,6 +20,7 @@ from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.tracking import TrackingCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.device import choose_device
@@ -209,6 +210,8 @@ class Trainer(TrainerParts):
     def _start_callbacks(self, callbacks: list[Any]) -> None:
         plain = self.args.disable_tqdm
         defaults = [DefaultFlowCallback, MetricsLogCallback(self.output_folder)]
+        if self.args.report_to:
+            callbacks = [TrackingCallback(self.args.report_to), *callbacks]
         self.callback_handler = CallbackHandler(
             [*defaults, *callbacks], self.model, self.processing_class, self.optimizer, self.lr_scheduler
         )
@@ -341,7 +344,7 @@ class Trainer(TrainerParts):
     def _build(self, plan: RunPlan, source: Any) -> None:
         align_special_tokens(self.model, self.processing_class)
         built = build(
-            self.model, self._created_optimizer_and_scheduler, plan, self._device, self._gang, self._strategy
+            self.model, self._created_optimizer_and_scheduler, plan, self._device, self._gang, self.optimizer
         )
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy

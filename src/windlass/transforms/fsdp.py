@@ -64,7 +64,11 @@ class FullyShardedModel:
         # Gradients that are kept on the host are measured there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._forwards = self._seen = 0
-        self._counting = module.register_forward_pre_hook(self._count)
+        self._is_gathered = False
+        self._hooks = (
+            module.register_forward_pre_hook(self._count),
+            module.register_forward_hook(self._free_root),
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -76,6 +80,13 @@ class FullyShardedModel:
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
         self._forwards += 1
+
+    def _free_root(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """The root's parameters stay whole for the backward; after an evaluation none comes that would free them, and
+        whoever looks at the parameters then must find the sharded ones.
+        """
+        if not torch.is_grad_enabled() and not self._is_gathered:
+            self._root.reshard()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -195,9 +206,11 @@ class FullyShardedModel:
         for unit in self._units:
             unit.unshard()
         self._free_after_forward(False)
+        self._is_gathered = True
         try:
             yield
         finally:
+            self._is_gathered = False
             for unit in self._units:
                 unit.reshard()
             self._free_after_forward(True)
@@ -209,7 +222,8 @@ class FullyShardedModel:
 
     def release(self) -> None:
         """The module stays sharded: whole, it may not fit."""
-        self._counting.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._plain.release()
 
 

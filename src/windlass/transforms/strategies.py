@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from windlass.config.plan import DistPlan
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import is_sharded
 from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
 
-def spread(module: nn.Module, plan: DistPlan, gang: Gang) -> Strategy:
-    """Spread `module`, on its device already, over the ranks of `gang` as the plan says. Collective.
+def spread(module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device) -> Strategy:
+    """Spread `module` over the ranks of `gang` as the plan says. Collective.
+
+    Args:
+        module: on `device` already, but for what sharding brings there itself.
 
     Raises:
         ConfigError: the plan asks for what this module or world cannot do.
     """
     if plan.strategy == "fsdp":
-        from windlass.transforms.fsdp import FullyShardedModel
+        from windlass.transforms.fsdp import shard
 
-        return FullyShardedModel(module, plan, gang)
+        return shard(module, device, plan, gang)
+    if any(map(is_sharded, module.parameters())):
+        fix = "this model was sharded before and stays so; keep the setting, or make the model anew"
+        raise ConfigError(Problem("fsdp", None, fix))
     if gang.size == 1:
         return Alone(module)
     from windlass.transforms.ddp import DataParallel
