@@ -11,6 +11,8 @@ from windlass.core.optional import require
 def launch_command(words: list[str]) -> int:
     """Launch what `words` say; returns the exit code."""
     options = _parser().parse_args(words)
+    # Torch's store warns in C++ stack traces when another machine has gone; the report says it in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     require("torch", "launch")
     from windlass.cli.launching.local import run_local
 

@@ -15,16 +15,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from windlass.cli.launching.report import Incident, describe
+from windlass.cli.launching.report import Incident, Kind, describe
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.dist.beacon import FOLDER_VARIABLE
 
 # The processes that are left have this long to end by themselves when another has failed.
 STOP_SECONDS = 5
-# How often the launchers of a job look at what the others have written, and how long one that has only lost its peers
-# waits to hear from the machine where it began.
+# How often the launchers of a job look at what the others have written; how long they wait for the others' accounts, and
+# how long where their own processes only lost their peers and the cause lies with another machine.
 _LOOK_SECONDS = 1.0
-_HEAR_SECONDS = 5.0
+_LISTEN_SECONDS = 2.0
+_FIND_OUT_SECONDS = 6.0
 _GAVE_UP = "windlass/gave-up"
 
 
@@ -95,7 +96,7 @@ class WatchingAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
-    def _trouble(self, watch: Watch, group: WorkerGroup) -> str | None:
+    def _trouble(self, watch: Watch, group: WorkerGroup) -> Kind | None:
         if watch.failed():
             return "failed"
         if self._patience.stall is not None and watch.stalled(self._patience.stall, time.monotonic()):
@@ -118,17 +119,17 @@ class WatchingAgent(LocalElasticAgent):
                 store.set(_GAVE_UP, str(group.group_rank))
 
     def _with_others(self, incident: Incident, group: WorkerGroup) -> Incident:
-        """With the ranks of machines that have reported too; waits a little where its own do not tell the cause."""
+        """With the ranks of machines that report soon after; waits longer where its own do not tell the cause."""
         store: Any = group.store
         waiting = [rank for rank in range(_machines(group)) if rank != group.group_rank]
-        deadline = time.monotonic() + _HEAR_SECONDS
-        while waiting and time.monotonic() < deadline:
+        start = time.monotonic()
+        while waiting:
             for rank in [rank for rank in waiting if store.check([_told_by(rank)])]:
                 theirs = Incident.from_json(json.loads(store.get(_told_by(rank))))
-                kind = theirs.kind if incident.kind == "abandoned" else incident.kind
-                incident = Incident(kind, [*incident.ranks, *theirs.ranks])
+                incident = incident.joined_with(theirs)
                 waiting.remove(rank)
-            if incident.knows_its_cause:
+            patience = _LISTEN_SECONDS if incident.knows_its_cause else _FIND_OUT_SECONDS
+            if time.monotonic() - start > patience:
                 break
             time.sleep(0.1)
         return incident

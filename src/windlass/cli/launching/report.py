@@ -11,12 +11,16 @@ from typing import Any, Literal
 # What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
 _LOST_PEERS = re.compile(
     r"connection (reset|closed|refused)|closed by peer|broken pipe|remote process|socket closed|"
-    r"recvvalue failed|failed to recv|timed out waiting|wait timeout|store.*(closed|timeout)|ncclRemoteError|collective operation timeout",
+    r"recvvalue failed|failed to recv|timed out waiting|wait timeout|store.*(closed|timeout)|"
+    r"ncclRemoteError|collective operation timeout",
     re.IGNORECASE,
 )
+_STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching/worker\.py)"')
 # The most that one line of the list of ranks quotes of a message.
 _LINE = 160
 Ending = Literal["running", "done", "failed"]
+# "abandoned": nothing was wrong on this machine, and the launcher of another gave the job up.
+Kind = Literal["failed", "stalled", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class RankFacts:
 class Incident:
     """One attempt that did not end well: all ranks that are known of."""
 
-    kind: Literal["failed", "stalled", "abandoned"]
+    kind: Kind
     ranks: list[RankFacts] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +69,12 @@ class Incident:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Incident:
         return cls(content["kind"], [RankFacts(**rank) for rank in content["ranks"]])
+
+    def joined_with(self, other: Incident) -> Incident:
+        """The same incident with the ranks of another machine. One that stopped for the sake of others knows less."""
+        kinds = {self.kind, other.kind}
+        kind: Kind = "stalled" if "stalled" in kinds else "failed" if "failed" in kinds else "abandoned"
+        return Incident(kind, [*self.ranks, *other.ranks])
 
     @property
     def culprit(self) -> RankFacts | None:
@@ -132,7 +142,11 @@ def describe(incident: Incident, world: int, logs: str) -> str:
         lines.append(f"  {missing} more on machines that have not reported; see what their launchers say")
     for rank in sorted(incident.ranks, key=lambda rank: rank.rank):
         if rank.stacks:
-            lines += ["", f"Stacks of rank {rank.rank}, innermost call first:", _indented(rank.stacks)]
+            lines += [
+                "",
+                f"Stacks of rank {rank.rank}, innermost call first:",
+                _indented(_script_frames(rank.stacks)),
+            ]
     lines += ["", f"Files of this attempt: {logs}"]
     return "\n".join(lines)
 
@@ -182,6 +196,11 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _script_frames(stacks: str) -> str:
+    """Without the calls that brought the script to run, which every stack begins with."""
+    return "".join(line for line in stacks.splitlines(True) if not _STARTING_FRAME.search(line))
 
 
 def _indented(text: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.launching.report import Incident, RankFacts
+from windlass.cli.launching.report import Incident, Kind, RankFacts
 from windlass.dist.beacon import STACKS_SIGNAL, Mark, read_mark, stacks_path
 
 # How long the stacks of all ranks may take to arrive: a share of the ten seconds in which a job is stopped.
@@ -52,7 +52,7 @@ class Watch:
             return False
         return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
 
-    def incident(self, kind: Any) -> Incident:
+    def incident(self, kind: Kind) -> Incident:
         """What every process does right now; those that run are asked for their stacks."""
         running = [process for process in self._processes if process.poll() is None]
         self._ask_for_stacks(running)
