@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from windlass.cli.launching.plan import LaunchPlan
 from windlass.core.optional import require

@@ -21,7 +21,7 @@ from windlass.dist.beacon import FOLDER_VARIABLE
 
 # The processes that are left have this long to end by themselves when another has failed.
 STOP_SECONDS = 5
-# How often the launchers of a job look at what the others have written; how long they wait for the others' accounts, and
+# How often launchers look at what the others have written; how long they wait for the accounts of other machines, and
 # how long where their own processes only lost their peers and the cause lies with another machine.
 _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 2.0
