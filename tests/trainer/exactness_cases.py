@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windlass import LossTerms, Trainer, TrainingArguments
+from windlass.dist.sharded import whole
 
 VOCABULARY, WIDTH = 17, 12
 EPOCHS, UPDATE, LEARNING_RATE, MAX_NORM = 2, 12, 1e-2, 0.3
@@ -189,7 +190,7 @@ TRAIN, EVAL = samples(25), samples(13)
 Outcome = dict[str, list[float]]
 
 
-def train(kind: Kind, micro: int, accumulation: int) -> Outcome:
+def train(kind: Kind, micro: int, accumulation: int, **arguments: Any) -> Outcome:
     """The run by Windlass, in this process's world."""
     torch.manual_seed(0)
     model = kind.model()
@@ -211,6 +212,7 @@ def train(kind: Kind, micro: int, accumulation: int) -> Outcome:
             use_cpu=True,
             ddp_timeout=60,
             **(kind.arguments or {}),
+            **arguments,
         )
         trainer = kind.trainer(
             model,
@@ -255,4 +257,4 @@ def train_by_hand(kind: Kind) -> Outcome:
 
 
 def _flat(model: nn.Module) -> list[float]:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return torch.cat([whole(parameter).detach().flatten() for parameter in model.parameters()]).tolist()

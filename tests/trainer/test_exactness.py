@@ -16,14 +16,18 @@ HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
 
 
-@pytest.fixture(scope="module", params=sorted(SPLITS), ids=lambda world: f"{world} ranks")
+WORLDS = [*((world, "replicated") for world in sorted(SPLITS)), (2, "sharded")]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks, {world[1]}")
 def outcomes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What each rank of one world came to: kind -> split -> outcome."""
     folder = tmp_path_factory.mktemp("exact")
-    launch(request.param, HERE / "exactness_ranks.py", folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+    world, strategy = request.param
+    launch(world, HERE / "exactness_ranks.py", folder, strategy)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.saving import find_metric, saved_update_size
+from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.alone import Alone
 
 logger = get_logger(__name__)
@@ -278,7 +280,7 @@ class Trainer(TrainerParts):
         try:
             checkpoint = self._resume_point(resume)
             plan = self._prepare_run(checkpoint)
-            with stopping_on_interrupt(self._stop_and_save):
+            with stopping_on_interrupt(self._stop_and_save), self._telling_where():
                 self._run_training(plan)
             return self._finish_training(plan, started)
         finally:
@@ -289,6 +291,9 @@ class Trainer(TrainerParts):
                 self._executor.release()
                 self._executor = None
             self._close_displays()
+
+    def _telling_where(self) -> AbstractContextManager[None]:
+        return telling_where(self._world, lambda: self.state.global_step)
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""

@@ -1,0 +1,97 @@
+"""Run by `torch.distributed.run`: sharded runs that are stopped and continued, on the same strategy and on another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.elastic_ranks import SAMPLES, stretch
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.dist.sharded import is_sharded, whole
+
+SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
+RANK = int(os.environ["RANK"])
+
+
+def resumed_runs(folder: Path) -> dict[str, Any]:
+    clean = stretch(folder / "clean", 12, False, **SHARDED)
+    assert all(is_sharded(p) for p in clean.model.parameters())
+    stretch(folder / "stopped", 5, False, **SHARDED)
+    if RANK == 0:
+        for name in ("replicated", "alone"):
+            shutil.copytree(folder / "stopped", folder / name)
+    torch.distributed.barrier()
+    stretch(folder / "stopped", 12, True, **SHARDED)
+    stretch(folder / "replicated", 12, True)
+    return {name: digest(folder / name / "checkpoint-12") for name in ("clean", "stopped")}
+
+
+def digest(checkpoint: Path) -> dict[str, str]:
+    """Weights and optimizer; what else is in the folder has times and paths in it."""
+    files = [checkpoint / "model.safetensors", *sorted(checkpoint.glob("optimizer*"))]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def after_training(folder: Path) -> dict[str, Any]:
+    """Evaluation of uneven shares, predictions, saving, and a second run, on the model that stays sharded."""
+    data = [{**row, "x": row["x"].double()} for row in rows(SAMPLES)]
+    args = arguments(folder / "after", max_steps=3, num_train_epochs=1, **SHARDED)
+    trainer = Trainer(Net().double(), args, train_dataset=data, eval_dataset=data[:7])
+    trainer.train()
+    trainer.train()
+    trainer.save_model()
+    predicted = trainer.predict(data[:3])
+    streamed = trainer.evaluate(iter_of(data[:5]))
+    return {
+        "eval": trainer.evaluate()["eval_loss"],
+        "streamed": streamed["eval_loss"],
+        "predictions": predicted.predictions.tolist(),
+        "weights": [whole(p).flatten().tolist() for p in trainer.model.parameters()],
+    }
+
+
+def iter_of(data: list[Any]) -> Any:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    return Stream()
+
+
+def own_optimizer(folder: Path) -> list[list[float]]:
+    """An optimizer and a schedule that were made before the model was sharded stay the same objects."""
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    group = optimizer.param_groups[0]
+    args = arguments(folder / "own", max_steps=4, **SHARDED)
+    data = [{**row, "x": row["x"].double()} for row in rows(SAMPLES)]
+    trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, scheduler))
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert optimizer.param_groups[0] is group
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert group["lr"] == 0.1 * 0.1**2
+    return [whole(p).flatten().tolist() for p in model.parameters()]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    said = {
+        "resumed": resumed_runs(folder),
+        "after": after_training(folder),
+        "own": own_optimizer(folder),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

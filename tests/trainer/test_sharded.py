@@ -1,0 +1,84 @@
+"""The Trainer on a model that is sharded over two ranks: the same run, and checkpoints that fit every strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.trainer.elastic_ranks import SAMPLES, stretch
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer, load_weights
+
+SCRIPT = Path(__file__).parent / "sharded_ranks.py"
+TOLERANCE = 1e-12
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("sharded")
+    launch(2, SCRIPT, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, Any]:
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second, "ranks disagree"
+    return first  # type: ignore[no-any-return]
+
+
+def data() -> list[dict[str, Any]]:
+    return [{**row, "x": row["x"].double()} for row in rows(SAMPLES)]
+
+
+def test_a_stopped_run_ends_with_the_same_bits(said: dict[str, Any]) -> None:
+    assert said["resumed"]["stopped"] == said["resumed"]["clean"]
+    assert len(said["resumed"]["clean"]) >= 2, "weights and optimizer"
+
+
+def test_a_checkpoint_goes_on_replicated_and_alone(folder: Path) -> None:
+    alone = stretch(folder / "alone", 12, True)
+    assert alone.accelerator.gradient_accumulation_steps == 2
+    expected = Net().double()
+    load_weights(folder / "clean" / "checkpoint-12", expected)
+    replicated = Net().double()
+    load_weights(folder / "replicated" / "checkpoint-12", replicated)
+    for model in (alone.model, replicated):
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_a_model_that_stays_sharded_evaluates_predicts_saves_and_trains_on(
+    said: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2)
+    trainer = Trainer(Net().double(), args, train_dataset=data(), eval_dataset=data()[:7])
+    trainer.train()
+    trainer.train()
+    after = said["after"]
+    for ours, theirs in zip(after["weights"], trainer.model.parameters(), strict=True):
+        assert ours == pytest.approx(theirs.flatten().tolist(), abs=TOLERANCE)
+    assert after["eval"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=TOLERANCE)
+    assert after["streamed"] == pytest.approx(trainer.evaluate(data()[:5])["eval_loss"], abs=TOLERANCE)
+    predictions = trainer.predict(data()[:3]).predictions
+    assert after["predictions"] == pytest.approx(predictions, abs=TOLERANCE)
+    saved = Net().double()
+    load_weights(folder / "after", saved)
+    assert [p.flatten().tolist() for p in saved.parameters()] == after["weights"]
+
+
+def test_an_optimizer_that_was_there_before_follows(said: dict[str, Any], tmp_path: Path) -> None:
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    Trainer(model, args, train_dataset=data(), optimizers=(optimizer, scheduler)).train()
+    for ours, theirs in zip(said["own"], model.parameters(), strict=True):
+        assert ours == pytest.approx(theirs.flatten().tolist(), abs=TOLERANCE)
