@@ -1,0 +1,17 @@
+"""One resolver for how training is spread over processes, whoever says it: arguments, files, flags, variables."""
+
+from windlass.config.parallel.arguments import from_arguments
+from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
+from windlass.config.parallel.files import from_document, from_file, from_recipe
+from windlass.config.parallel.flags import from_flags
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.plan import Parallel, plan_parallel
+from windlass.config.parallel.plugins import from_plugins
+from windlass.config.parallel.settings import Setting, Settings, merge
+from windlass.config.parallel.table import KEYS
+
+__all__ = [
+    "KEYS", "OWN_VARIABLE", "Key", "Parallel", "Setting", "Settings", "from_arguments", "from_document",
+    "from_environment", "from_file", "from_flags", "from_plugins", "from_recipe", "merge", "plan_parallel",
+    "to_environment",
+]  # fmt: skip

@@ -1,0 +1,128 @@
+"""Settings out of `TrainingArguments`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.table import SECTIONS
+from windlass.core.errors import Problem
+
+_OPTIONS = (
+    "full_shard",
+    "shard_grad_op",
+    "no_shard",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+    "offload",
+    "auto_wrap",
+)
+_PLAIN = (
+    (rows.DDP_FIND_UNUSED, "ddp_find_unused_parameters"),
+    (rows.DDP_BUCKET, "ddp_bucket_cap_mb"),
+    (rows.DDP_BUFFERS, "ddp_broadcast_buffers"),
+    (rows.DDP_STATIC, "ddp_static_graph"),
+    (rows.DDP_TIMEOUT, "ddp_timeout"),
+)
+_XLA = "needs PyTorch/XLA, which is not built yet"
+
+
+def from_arguments(args: Any) -> Settings:
+    """What a script's arguments say; a field at its default says nothing, but for the accumulation."""
+    settings = Settings()
+    _precision(settings, args)
+    _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
+    # The loop counts by the arguments alone, so a launcher that says otherwise must be answered.
+    _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
+    for key, field in _PLAIN:
+        settings.say(key, getattr(args, field), f"TrainingArguments.{field}", "script")
+    if args.torch_compile:
+        _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
+        _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
+    _sharding(settings, args)
+    read_section(
+        settings, args.parallelism_config, "parallelism_config", "TrainingArguments.parallelism_config"
+    )
+    return settings
+
+
+def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
+    settings.say(key, raw, f"TrainingArguments.{field}", "script", weak=False)
+
+
+def _precision(settings: Settings, args: Any) -> None:
+    for field in ("bf16", "fp16"):
+        if getattr(args, field):
+            _say(settings, rows.PRECISION, field, field)
+
+
+def _sharding(settings: Settings, args: Any) -> None:
+    options = shard_options(args.fsdp)
+    if options is not None:
+        _say(settings, rows.STRATEGY, "fsdp", "fsdp")
+        # Scripts that say nothing about wrapping get the model's own layers.
+        default = "the default of TrainingArguments.fsdp"
+        settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", weak=True))
+        for option in options:
+            _option(settings, option)
+    read_section(
+        settings, _without_xla(settings, args.fsdp_config), "fsdp_config", "TrainingArguments.fsdp_config"
+    )
+    if args.activation_checkpointing and settings.meant(rows.FSDP_RECOMPUTE.name):
+        fix = "recomputes every layer twice with activation_checkpointing=True; set one of the two"
+        settings.problems.append(Problem("TrainingArguments.fsdp_config.activation_checkpointing", True, fix))
+
+
+def shard_options(fsdp: Any) -> list[str] | None:
+    """The words of `fsdp=`; an empty list for a plain True, None when it is off."""
+    if fsdp is True:
+        return []
+    words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else list(fsdp or [])
+    words = [str(getattr(word, "value", word)).lower() for word in words]
+    if not words or words in (["false"], ["no"], ["0"]):
+        return None
+    return [] if words in (["true"], ["yes"], ["1"]) else words
+
+
+def _option(settings: Settings, option: str) -> None:
+    if option == "offload":
+        _say(settings, rows.FSDP_OFFLOAD, True, "fsdp")
+    elif option in _OPTIONS:
+        if option != "auto_wrap":  # what it asks for is the default
+            _say(settings, rows.FSDP_SHARDING, option, "fsdp")
+    else:
+        fix = f"{option!r} is no option; known: {', '.join(_OPTIONS)}{did_you_mean(option, _OPTIONS)}"
+        settings.problems.append(Problem("TrainingArguments.fsdp", option, fix))
+
+
+def _without_xla(settings: Settings, config: Any) -> Any:
+    if not isinstance(config, Mapping):
+        return config
+    for word, value in config.items():
+        if str(word).startswith("xla") and value:
+            settings.problems.append(Problem(f"TrainingArguments.fsdp_config.{word}", value, _XLA))
+    return {word: value for word, value in config.items() if not str(word).startswith("xla")}
+
+
+def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
+    """Read a script's mapping or dataclass whose fields are those of a launch file's section; None says nothing."""
+    if given is None or given == "":
+        return
+    # Of a mapping every item was written by hand; an object also holds what nobody said.
+    weak = False if isinstance(given, Mapping) else None
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
+    if not isinstance(given, Mapping):
+        settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
+        return
+    known = SECTIONS[section]
+    for word, raw in given.items():
+        if word in known:
+            settings.say(known[word], raw, f"{origin}.{word}", "script", weak)
+        else:
+            fix = f"there is no such option{did_you_mean(str(word), known)}"
+            settings.problems.append(Problem(f"{origin}.{word}", raw, fix))

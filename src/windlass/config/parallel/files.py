@@ -1,0 +1,126 @@
+"""Settings out of files: the launch file (Windlass's own and those that `accelerate config` wrote), and recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT
+from windlass.core.errors import Problem
+
+_UNBUILT_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config")
+_NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselves, with LOCAL_MACHINE"
+
+
+def from_file(path: str | Path) -> Settings:
+    """What a launch file says (YAML, or JSON); what is wrong with it becomes problems, unknown keys notes."""
+    settings = Settings()
+    try:
+        document = _parse(Path(path).expanduser())
+    except OSError as error:
+        fix = f"cannot be read ({error.strerror}); `windlass config` writes one"
+        settings.problems.append(Problem("--config_file", str(path), fix))
+        return settings
+    except ValueError as error:
+        settings.problems.append(Problem("--config_file", str(path), f"is not valid: {error}"))
+        return settings
+    return from_document(document, str(path))
+
+
+def _parse(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    text = path.read_text(encoding="utf-8")
+    try:
+        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ValueError(f"it must be a mapping of keys to values, and is {type(document).__name__}")
+    return document
+
+
+def from_document(document: Mapping[str, Any], name: str) -> Settings:
+    """What the parsed launch file `name` says."""
+    settings = Settings()
+    for word, value in document.items():
+        _top_level(settings, str(word), value, name)
+    return settings
+
+
+def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
+    origin = f"{word} in {name}"
+    if word == "compute_environment":
+        if value not in ("LOCAL_MACHINE", 0, None):
+            settings.problems.append(Problem(origin, value, _NO_SAGEMAKER))
+    elif word == "fp16":  # how files said it before `mixed_precision`
+        settings.say(KEYS["precision"], "fp16" if value is True else None, origin, "file")
+    elif word == "parallel":
+        _nested(settings, value, origin)
+    elif word == "mpirun_config":
+        _section(settings, value, origin, {w: FLAGS[w] for w in ("mpirun_hostfile", "mpirun_ccl")}, name)
+    elif word in _UNBUILT_SECTIONS:
+        if value:
+            settings.notes.append(f"{origin} is not used: what it configures is not built yet")
+    elif word in SECTIONS:
+        _section(settings, value, origin, SECTIONS[word], name)
+    elif key := (TOP_LEVEL.get(word) or FLAGS.get(word)):
+        settings.say(key, value, origin, "file")
+    else:
+        hint = did_you_mean(word, [*TOP_LEVEL, *SECTIONS])
+        settings.notes.append(f"{name} has a key {word!r} that means nothing here{hint}")
+
+
+def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Key], name: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        settings.problems.append(Problem(origin, value, "must be a section of keys and values"))
+        return
+    section = origin.partition(" ")[0]
+    for word, raw in value.items():
+        if word in words:
+            settings.say(words[word], raw, f"{section}.{word} in {name}", "file")
+        else:
+            hint = did_you_mean(str(word), words)
+            settings.notes.append(f"{name} has a key '{section}.{word}' that means nothing here{hint}")
+
+
+def from_recipe(section: Any, name: str) -> Settings:
+    """What the `parallel:` section of recipe `name` says, in canonical names: `fsdp: {cpu_offload: true}`."""
+    settings = Settings()
+    _nested(settings, section, f"parallel in {name}")
+    return settings
+
+
+def _nested(settings: Settings, section: Any, origin: str) -> None:
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        settings.problems.append(Problem(origin, section, "must be a section of keys and values"))
+        return
+    _, _, name = origin.partition(" in ")
+    built = [key for key in KEYS if KEYS[key] not in UNBUILT and not KEYS[key].refused]
+    for word, raw in _flat(section):
+        where = f"parallel.{word} in {name}"
+        if word in KEYS:
+            settings.say(KEYS[word], raw, where, "file", weak=False)
+        else:
+            hint = did_you_mean(word, built) or f"; known keys: {', '.join(built)}"
+            settings.problems.append(Problem(where, raw, f"there is no such setting{hint}"))
+
+
+def _flat(section: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for word, value in section.items():
+        path = f"{before}{word}"
+        if isinstance(value, Mapping) and path not in KEYS:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value

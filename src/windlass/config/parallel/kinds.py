@@ -1,0 +1,140 @@
+"""Readers of values: each takes what a file, a flag, a variable or a script said and gives the one canonical form.
+
+A reader raises `ValueError` with the end of a sentence ("must be ...") when it cannot, gives None for what leaves the
+setting unsaid, and accepts its own results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+Reader = Callable[[Any], Any]
+_TRUE = ("true", "yes", "y", "t", "on", "1")
+_FALSE = ("false", "no", "n", "f", "off", "0")
+
+
+def flag(raw: Any) -> bool:
+    word = str(raw).strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("must be true or false")
+
+
+def whole(raw: Any) -> int:
+    if not isinstance(raw, bool) and isinstance(raw, int | str):
+        try:
+            return int(raw)
+        except ValueError:
+            pass
+    raise ValueError("must be a whole number")
+
+
+def positive(raw: Any) -> int:
+    number = whole(raw)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def natural(raw: Any) -> int:
+    number = whole(raw)
+    if number < 0:
+        raise ValueError("must not be negative")
+    return number
+
+
+def port(raw: Any) -> int:
+    number = whole(raw)
+    if not 0 <= number <= 65535:
+        raise ValueError("must be a port between 0 (choose a free one) and 65535")
+    return number
+
+
+def number(raw: Any) -> float:
+    if not isinstance(raw, bool) and isinstance(raw, int | float | str):
+        try:
+            return float(raw)
+        except ValueError:
+            pass
+    raise ValueError("must be a number")
+
+
+def text(raw: Any) -> str:
+    if isinstance(raw, str | int | float) and not isinstance(raw, bool):
+        return str(raw)
+    raise ValueError("must be text")
+
+
+def anything(raw: Any) -> Any:
+    return raw
+
+
+def words(raw: Any) -> tuple[str, ...]:
+    """Names: a list of them, or text with commas between them."""
+    if isinstance(raw, str):
+        return tuple(word.strip() for word in raw.split(",") if word.strip())
+    if isinstance(raw, list | tuple | set | frozenset) and all(isinstance(item, str) for item in raw):
+        return tuple(raw)
+    raise ValueError("must be a list of names, or names with commas between them")
+
+
+def names_or_pattern(raw: Any) -> str | tuple[str, ...]:
+    """A regular expression as text, or a list of names."""
+    return raw if isinstance(raw, str) else words(raw)
+
+
+def options(raw: Any) -> dict[str, Any]:
+    """A mapping, or text such as `timeout=60,join_timeout=30`."""
+    if isinstance(raw, Mapping):
+        return {str(key): value for key, value in raw.items()}
+    if not isinstance(raw, str):
+        raise ValueError("must be a mapping, or text such as key=value,key=value")
+    found = {}
+    for pair in filter(None, (part.strip() for part in raw.split(","))):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"must be key=value pairs with commas between them, and {pair!r} is none")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def choice(
+    *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
+) -> Reader:
+    """One word out of `allowed`, whatever its case.
+
+    Args:
+        also: other spellings (in lower case), and the canonical value of each.
+        refused: words that are known and cannot be had, with the end of a sentence that says why.
+    """
+    table: dict[str, Any] = {word.lower(): word for word in allowed} | dict(also or {})
+
+    def read(raw: Any) -> Any:
+        # Torch's enums carry the word as their name and a number as their value, those of arguments the reverse.
+        spellings = (raw.name, raw.value) if isinstance(raw, Enum) else (raw,)
+        for word in (str(spelling).strip().lower() for spelling in spellings):
+            if word in table:
+                return table[word]
+            if refused and word in refused:
+                raise ValueError(refused[word])
+        raise ValueError(f"must be one of {', '.join(allowed)}")
+
+    return read
+
+
+def either(*readers: Reader, says: str) -> Reader:
+    """What the first of `readers` that can reads."""
+
+    def read(raw: Any) -> Any:
+        for reader in readers:
+            try:
+                return reader(raw)
+            except ValueError:
+                continue
+        raise ValueError(says)
+
+    return read

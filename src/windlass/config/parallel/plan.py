@@ -1,0 +1,241 @@
+"""From settings to the plans that floors below read, with everything checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.settings import Settings, contradiction, meant_among
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.world import World
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """What the settings come to.
+
+    Attributes:
+        accumulation: micro-batches of an update; None when nobody said.
+        use_cpu: leave accelerators alone.
+        compile_backend: a backend of torch.compile; None does not compile.
+        debug: check shapes before collective operations.
+        settings: where each value came from.
+    """
+
+    dist: DistPlan
+    precision: PrecisionPlan
+    accumulation: int | None
+    use_cpu: bool
+    compile_backend: str | None
+    compile_mode: str | None
+    debug: bool
+    settings: Settings
+
+
+def plan_parallel(settings: Settings, world: World) -> Parallel:
+    """The plans for `world`; what is accepted and changes nothing is said once.
+
+    Raises:
+        ConfigError: every problem met while reading, merging and planning.
+    """
+    problems = [*settings.problems, *_objections(settings, world)]
+    if problems:
+        raise ConfigError(problems)
+    for note in [*settings.notes, *_remarks(settings, world)]:
+        warn_once(logger, note)
+    backend = settings.value(rows.COMPILE_BACKEND)
+    mode = settings.value(rows.COMPILE_MODE)
+    return Parallel(
+        dist=_dist(settings, world),
+        precision=PrecisionPlan(_compute(settings)),
+        accumulation=settings.value(rows.ACCUMULATION),
+        use_cpu=settings.value(rows.CPU),
+        compile_backend=None if backend == "no" else backend,
+        compile_mode=None if backend == "no" or mode == "default" else mode,
+        debug=settings.value(rows.DEBUG),
+        settings=settings,
+    )
+
+
+def is_sharded(settings: Settings) -> bool:
+    """Whether the strategy is FSDP: named so, or a mesh with shards."""
+    return bool(settings.value(rows.STRATEGY) == "fsdp" or settings.value(rows.MESH_SHARDS) > 1)
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def _objections(settings: Settings, world: World) -> Iterator[Problem]:
+    if not is_sharded(settings):
+        yield from _sharding_that_is_off(settings)
+        yield from _mesh_fits(settings, world, shards=1)
+        return
+    strategy, shards = settings.get(rows.STRATEGY.name), settings.get(rows.MESH_SHARDS.name)
+    if strategy is not None and shards is not None and strategy.value == "ddp":
+        yield contradiction(shards, strategy)
+    yield from _one_sharding(settings)
+    yield from _mesh_fits(settings, world, shards=settings.value(rows.MESH_SHARDS))
+    wrap, layers = settings.get(rows.FSDP_WRAP.name), settings.get(rows.FSDP_LAYERS.name)
+    if wrap is not None and layers is not None and not wrap.weak and wrap.value == "size" and layers.value:
+        yield contradiction(layers, wrap)
+    if settings.value(rows.DDP_HOOK) != "no":
+        said = settings[rows.DDP_HOOK.name]
+        yield Problem(
+            said.origin, said.value, "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
+        )
+
+
+def _sharding_that_is_off(settings: Settings) -> Iterator[Problem]:
+    fix = "means nothing while sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
+    for said in meant_among(settings, [key.name for key in rows.FSDP]):
+        if said.source in ("script", "flag"):
+            yield Problem(said.origin, said.value, fix)
+
+
+def _one_sharding(settings: Settings) -> Iterator[Problem]:
+    named, reshard = settings.get(rows.FSDP_SHARDING.name), settings.get(rows.FSDP_RESHARD.name)
+    if named is None or reshard is None or named.weak or reshard.weak or named.value == "no_shard":
+        return
+    agree = (
+        named.value == reshard.value
+        if isinstance(reshard.value, str)
+        else _frees(named.value) == bool(reshard.value)
+    )
+    if not agree:
+        yield contradiction(reshard, named)
+
+
+def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
+    said = meant_among(settings, [rows.MESH_REPLICAS.name, rows.MESH_SHARDS.name])
+    replicas = settings.value(rows.MESH_REPLICAS)
+    if not said:
+        return
+    if settings.meant(rows.MESH_SHARDS.name) or not is_sharded(settings):
+        if replicas * shards != world.size:
+            fix = f"{replicas} copies of {shards} shards make {replicas * shards} processes, and there are {world.size}"
+            yield Problem(said[0].origin, said[0].value, fix)
+    elif world.size % replicas:
+        yield Problem(said[0].origin, replicas, f"must divide the number of processes, which is {world.size}")
+
+
+# --- what changes nothing -------------------------------------------------------------------------------------------
+
+
+def _remarks(settings: Settings, world: World) -> Iterator[str]:
+    if not is_sharded(settings):
+        unused = meant_among(settings, [key.name for key in rows.FSDP])
+        if unused:
+            yield f"not used, for sharding is off: {', '.join(said.origin for said in unused)}"
+        return
+    version = settings.get(rows.FSDP_VERSION.name)
+    if version is not None and version.value == "1" and version.source == "script":
+        yield f"{version.origin}=1: its spellings are understood, and what runs is FSDP2"
+    one_machine = 1 < world.size == world.local_size and not settings.meant(rows.MESH_REPLICAS.name)
+    if one_machine and _sharding(settings).startswith("hybrid"):
+        yield "hybrid sharding keeps a copy on each machine; there is one machine, so all processes share one copy"
+    prefetch = settings.get(rows.FSDP_BACKWARD_PREFETCH.name)
+    if prefetch is not None and prefetch.value in ("backward_post", "no_prefetch"):
+        yield (
+            f"{prefetch.origin}={prefetch.value} has no meaning in FSDP2, which always gathers the next layer while "
+            "this one's gradients are computed"
+        )
+
+
+# --- the plans ------------------------------------------------------------------------------------------------------
+
+
+def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
+    precision: Literal["no", "bf16", "fp16"] = settings.value(rows.PRECISION)
+    return "fp32" if precision == "no" else precision
+
+
+def _dist(settings: Settings, world: World) -> DistPlan:
+    sharded = is_sharded(settings)
+    return DistPlan(
+        timeout_seconds=settings.value(rows.DDP_TIMEOUT),
+        find_unused_parameters=settings.value(rows.DDP_FIND_UNUSED),
+        bucket_cap_mb=settings.value(rows.DDP_BUCKET),
+        broadcast_buffers=settings.value(rows.DDP_BUFFERS),
+        static_graph=settings.value(rows.DDP_STATIC),
+        strategy="fsdp" if sharded else "ddp",
+        shard=_shard(settings, world) if sharded else None,
+        comm_hook=settings.value(rows.DDP_HOOK),
+        comm_wrapper=settings.value(rows.DDP_WRAPPER),
+        comm_options=settings.value(rows.DDP_OPTIONS),
+    )
+
+
+def _shard(settings: Settings, world: World) -> ShardPlan:
+    param_dtype, reduce_dtype = _dtypes(settings)
+    ahead = settings.value(rows.FSDP_BACKWARD_PREFETCH)
+    return ShardPlan(
+        reshard=_reshard(settings),
+        replicas=_replicas(settings, world),
+        wrap=_wrap(settings),
+        layers=settings.value(rows.FSDP_LAYERS),
+        min_parameters=settings.value(rows.FSDP_MIN_PARAMETERS),
+        cpu_offload=settings.value(rows.FSDP_OFFLOAD),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=settings.value(rows.FSDP_OUTPUT_DTYPE),
+        forward_prefetch=int(settings.value(rows.FSDP_FORWARD_PREFETCH)),
+        backward_prefetch=ahead if isinstance(ahead, int) else 0,
+        recompute=settings.value(rows.FSDP_RECOMPUTE),
+        state=settings.value(rows.FSDP_STATE),
+        ram_efficient=settings.value(rows.FSDP_RAM_EFFICIENT),
+        ignored=settings.value(rows.FSDP_IGNORED),
+    )
+
+
+def _sharding(settings: Settings) -> str:
+    """FSDP1's name of what is sharded; files of its time may say it as `reshard_after_forward`."""
+    reshard = settings.value(rows.FSDP_RESHARD)
+    return reshard if isinstance(reshard, str) else str(settings.value(rows.FSDP_SHARDING))
+
+
+def _frees(sharding: str) -> bool:
+    return sharding in ("full_shard", "hybrid_shard")
+
+
+def _reshard(settings: Settings) -> bool | int:
+    reshard = settings.value(rows.FSDP_RESHARD)
+    by_name = settings.meant(rows.FSDP_SHARDING.name) and not settings.meant(rows.FSDP_RESHARD.name)
+    if isinstance(reshard, str) or by_name:
+        return _frees(_sharding(settings))
+    return reshard  # type: ignore[no-any-return]
+
+
+def _replicas(settings: Settings, world: World) -> int:
+    if _sharding(settings) == "no_shard":
+        return world.size
+    if settings.meant(rows.MESH_REPLICAS.name):
+        return int(settings.value(rows.MESH_REPLICAS))
+    machines = max(world.size // world.local_size, 1)
+    return machines if _sharding(settings).startswith("hybrid") else 1
+
+
+def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
+    """As said; without a word, by what was said beside it: names of layers, or a least size."""
+    if not settings.meant(rows.FSDP_WRAP.name):
+        if settings.value(rows.FSDP_LAYERS):
+            return "transformer"
+        if settings.meant(rows.FSDP_MIN_PARAMETERS.name) and settings.value(rows.FSDP_MIN_PARAMETERS) > 0:
+            return "size"
+    wrap: Literal["none", "transformer", "size"] = settings.value(rows.FSDP_WRAP)
+    return wrap
+
+
+def _dtypes(settings: Settings) -> tuple[Any, Any]:
+    """Of gathered parameters and of gradients: as said, else the precision's, with gradients averaged in fp32."""
+    param = settings.value(rows.FSDP_PARAM_DTYPE)
+    reduce = settings.value(rows.FSDP_REDUCE_DTYPE)
+    compute = _compute(settings)
+    if param is None and compute != "fp32":
+        return compute, reduce or "fp32"
+    return param, reduce

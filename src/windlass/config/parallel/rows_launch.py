@@ -1,0 +1,148 @@
+"""The settings that a launcher alone needs: processes, machines, their meeting point, logs and restarts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.config.parallel import kinds
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_training import NO_DEEPSPEED, NO_MEGATRON
+
+_TPU = "needs PyTorch/XLA, which is not built yet"
+_AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"
+_FP8 = "needs fp8, which is not built yet; use --mixed_precision bf16"
+_MPI = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
+
+
+def _row(
+    name: str, read: kinds.Reader, default: Any, doc: str, *words: str, written: Any = None, idle: str = ""
+) -> Key:
+    return Key(f"launch.{name}", read, default, doc, "launch", words or (name,), written=written, idle=idle)
+
+
+PROCESSES = _row("processes", kinds.whole, None, "Processes on all machines together.", "num_processes")
+MACHINES = _row("machines", kinds.positive, 1, "Machines that take part.", "num_machines")
+MACHINE_RANK = _row(
+    "machine_rank", kinds.natural, 0, "Which of them this machine is, from 0.", "machine_rank"
+)
+MAIN_ADDRESS = _row(
+    "main_address", kinds.text, None, "Address of the machine of rank 0.", "main_process_ip", "main_address"
+)
+MAIN_PORT = _row(
+    "main_port", kinds.port, None, "Port on it; 0 chooses a free one on one machine.", "main_process_port",
+    "main_port",
+)  # fmt: skip
+RENDEZVOUS = _row(
+    "rendezvous",
+    kinds.choice(
+        "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
+    ),
+    "static",
+    "How machines find each other: by their ranks (static), or whoever comes (c10d).",
+    "rdzv_backend",
+    written="static",
+)
+RENDEZVOUS_OPTIONS = _row(
+    "rendezvous_options", kinds.options, {}, "Options of the rendezvous, as key=value pairs.", "rdzv_conf"
+)
+MAX_RESTARTS = _row(
+    "max_restarts", kinds.natural, 0, "How often a job that failed starts again.", "max_restarts", written=0
+)
+MONITOR_INTERVAL = _row(
+    "monitor_interval", kinds.number, 0.1, "Seconds between two looks at the processes.", "monitor_interval",
+    written=0.1,
+)  # fmt: skip
+LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the processes' output.", "log_dir")
+TEE = _row(
+    "tee", kinds.text, "0", "Which streams go to the console and to the folder (0-3, or RANK:N,...).", "tee"
+)
+THREADS = _row(
+    "threads", kinds.positive, None, "Threads of each process.", "num_cpu_threads_per_process", "threads"
+)
+DEVICES = _row(
+    "devices", kinds.text, "all", "Numbers of the accelerators to use, with commas.", "gpu_ids", "devices"
+)
+AFFINITY = _row(
+    "affinity",
+    kinds.flag,
+    False,
+    "Bind each process to cores of its own.",
+    "enable_cpu_affinity",
+    written=False,
+)
+ENGINE = _row(
+    "engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.", "engine"
+)
+ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "What the engine is asked for.", "engine_options")
+STALL_TIMEOUT = _row(
+    "stall_timeout", kinds.number, None, "Seconds without progress after which the job is ended and reported.",
+    "stall_timeout",
+)  # fmt: skip
+ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", "role", written="default")
+ENVIRONMENT = _row(
+    "environment",
+    kinds.options,
+    {},
+    "Environment variables for every process, as NAME=value.",
+    "environment",
+    "env",
+)
+
+_IDLE_LAUNCH = (
+    _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network",
+         idle="changes nothing: the machines meet at main_process_ip either way"),
+    _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
+         idle="needs no saying: num_processes decides"),
+    _row("quiet", kinds.flag, False, "Short reports of failures.", "quiet",
+         idle="changes nothing: reports of failures are short already"),
+    _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.", "main_training_function",
+         idle="has no meaning here: scripts are started as a whole"),
+)  # fmt: skip
+
+
+def _refused(group: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
+    """Keys that are known and cannot be had; `written` names those that accelerate gives a value unasked."""
+    every = (*words, *written)
+    return tuple(
+        Key(f"{group}.{word}", kinds.anything, None, "Not built.", group, (word,), written=written.get(word),
+            refused=reason)
+        for word in every
+    )  # fmt: skip
+
+
+_REFUSED_LAUNCH = (
+    *_refused("launch", NO_DEEPSPEED, "use_deepspeed"),
+    *_refused("launch", NO_MEGATRON, "use_megatron_lm"),
+    *_refused("launch", _TPU, "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "vm",
+              "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
+    *_refused("launch", _AWS, "aws_access_key_id", "aws_secret_access_key", "ec2_instance_type", "iam_role_name",
+              "image_uri", "profile", "region", "base_job_name", "pytorch_version", "transformers_version",
+              "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args", "use_sagemaker"),
+    *_refused("launch", _MPI, "mpirun_hostfile", "mpirun_ccl"),
+)  # fmt: skip
+LAUNCH = (
+    PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, MAX_RESTARTS,
+    MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT, ROLE,
+    ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+)  # fmt: skip
+FP8 = _refused(
+    "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",
+    override_linear_precision="(False, False, False)", use_autocast_during_eval=False, margin=0, interval=1,
+    format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", opt_level="O2",
+    enable_fsdp_float8_all_gather=True, pad_inner_dim=True,
+)  # fmt: skip
+DEEPSPEED = _refused(
+    "deepspeed", NO_DEEPSPEED, "deepspeed_config_file", "zero_stage", "offload_optimizer_device",
+    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping",
+    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+)  # fmt: skip
+MEGATRON = _refused(
+    "megatron", NO_MEGATRON, "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim",
+    "optimizer_cpu_offload", "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers",
+    "num_micro_batches", "sequence_parallelism", "recompute_activations", "use_distributed_optimizer",
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend",
+    "expert_model_parallel_size", "context_parallel_size", "attention_dropout", "hidden_dropout",
+    "attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss",
+    "use_rotary_position_embeddings", tp_degree=1, pp_degree=1, use_custom_fsdp=False, gradient_clipping=1.0,
+)  # fmt: skip
