@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from windlass.cli.launching.plan import LaunchPlan
+from windlass.config.launch import LaunchPlan
 from windlass.core.optional import require
 
 
@@ -15,9 +15,13 @@ def launch_command(words: list[str]) -> int:
     # Torch's store warns in C++ stack traces when another machine has gone; the report says it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     require("torch", "launch")
-    from windlass.cli.launching.local import run_local
+    options.engine_options = dict(word.split("=", 1) for word in options.engine_options)
+    from windlass.cli.launching.engines import engine
 
-    return run_local(LaunchPlan(**vars(options)))
+    if options.__dict__.pop("print"):
+        print(engine(options.engine).show(LaunchPlan(**vars(options))))
+        return 0
+    return engine(options.engine).run(LaunchPlan(**vars(options)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no_python", action="store_true")
+    parser.add_argument("--engine", default="local")
+    parser.add_argument("--engine_options", action="append", default=[])
+    parser.add_argument("--print", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 from windlass.cli.launching.worker import BIND_VARIABLE
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.plan import LaunchPlan
+    from windlass.config.launch import LaunchPlan
 
 
 def worker_environment(plan: LaunchPlan) -> dict[str, str]:
     """Variables for the processes of this machine. What the user set in the environment stays as it is."""
     local = plan.processes // plan.machines
     cores = usable_cores()
+    bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
     found = {
         **_interface(plan),
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
-        BIND_VARIABLE: "1" if 1 < local <= cores else "0",
+        BIND_VARIABLE: "1" if bind else "0",
+        **({"CUDA_VISIBLE_DEVICES": plan.devices} if plan.devices else {}),
     }
     kept = {} if plan.threads else {"OMP_NUM_THREADS"} & os.environ.keys()
     return {key: value for key, value in found.items() if key not in kept} | dict(plan.environment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, Unr
 from windlass.cli.launching.report import exit_code
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.plan import LaunchPlan
+    from windlass.config.launch import LaunchPlan
 
 # What sysexits.h calls "service unavailable": the machines did not find each other.
 EXIT_UNREACHABLE = 69
@@ -59,7 +60,7 @@ def run_local(plan: LaunchPlan) -> int:
 
 def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> WatchingAgent:
     spec = WorkerSpec(
-        role="rank",
+        role=plan.role,
         local_world_size=plan.processes // plan.machines,
         entrypoint=command(plan)[0],
         args=tuple(command(plan)[1:]),
@@ -135,3 +136,9 @@ def _quiet_torch() -> None:
 def _elastic_loggers() -> Iterator[str]:
     known = list(logging.root.manager.loggerDict)
     yield from (name for name in known if name.startswith("torch.distributed.elastic"))
+
+
+def print_local(plan: LaunchPlan) -> str:
+    """What each process would run, and the variables set for it."""
+    variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(worker_environment(plan).items())]
+    return "\n".join([*variables, shlex.join(command(plan))])

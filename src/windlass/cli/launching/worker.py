@@ -9,9 +9,11 @@ step and the call, into the file where torch's launcher looks for it. Nothing he
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +25,8 @@ from windlass.dist.beacon import FOLDER_VARIABLE, beacon, read_mark
 
 # Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
+# From <sys/prctl.h>.
+_SET_PARENT_DEATH_SIGNAL = 1
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -30,6 +34,7 @@ def main(words: Sequence[str]) -> None:
     """Run the script named in `words`, with the words behind it as its arguments."""
     if os.environ.get(BIND_VARIABLE) == "1":
         bind_cores(os.environ)
+    end_with_the_launcher()
     beacon()
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
@@ -69,6 +74,12 @@ def bind_cores(environ: Mapping[str, str]) -> None:
         cores = sorted(os.sched_getaffinity(0))
         mine = cores_of(int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"]), cores)
         os.sched_setaffinity(0, mine)
+
+
+def end_with_the_launcher() -> None:
+    """Have this process ended when its launcher dies: nobody would be left to end it. Only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
 
 
 def record(error: Exception, environ: Mapping[str, str]) -> None:
