@@ -1,0 +1,116 @@
+"""Who this process is among the others, and what runs where."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from windlass.dist.gang import Gang
+
+Function = Callable[..., Any]
+
+
+class Ranks:
+    """Who this process is: the part that `Accelerator` and the state singletons share."""
+
+    _gang: Gang
+
+    @property
+    def num_processes(self) -> int:
+        return self._gang.size
+
+    @property
+    def process_index(self) -> int:
+        return self._gang.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self._gang.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """The first process of the job."""
+        return self._gang.world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The first process of this machine."""
+        return self._gang.world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        return self._gang.rank == self._gang.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """More than one process."""
+        return self._gang.size > 1
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes what `save_model` writes. All of them take part in gathering it."""
+        return self.is_main_process
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process is here."""
+        self._gang.barrier()
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """The main process runs the body first, the others when it is done."""
+        return self._first(self.is_main_process)
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """The main process of each machine runs the body first, the machine's others when it is done."""
+        return self._first(self.is_local_main_process)
+
+    @contextlib.contextmanager
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self._gang.barrier()
+        try:
+            yield
+        finally:
+            if mine:
+                self._gang.barrier()
+
+    # --- decorators -----------------------------------------------------------------------------------------------------
+
+    def on_main_process(self, function: Function) -> Function:
+        """Decorator: the function runs on the main process, and gives None elsewhere."""
+        return self._only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """Decorator: the function runs on the main process of each machine, and gives None elsewhere."""
+        return self._only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorator: the function runs on the last process, and gives None elsewhere."""
+        return self._only(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
+        """Decorator: the function runs on the process of this index, and gives None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Function | None = None, local_process_index: int | None = None
+    ) -> Function:
+        """Decorator: the function runs on the process of this index on each machine, and gives None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(lambda: self.local_process_index == local_process_index, function)
+
+    def _only(self, here: Callable[[], bool], function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() else None
+
+        return run
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)

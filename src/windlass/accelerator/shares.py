@@ -1,0 +1,59 @@
+"""Inputs shared out over processes, for inference over prompts, files and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.core.errors import DataError
+from windlass.dist.gang import Gang
+
+
+def share_of(inputs: Any, gang: Gang, apply_padding: bool = False) -> Any:
+    """This process's part of `inputs`: consecutive items, the first processes having one more where it must be.
+
+    Args:
+        inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those, all of
+            one length.
+        apply_padding: repeat the last item until every process has as many, so that results can be gathered.
+
+    Raises:
+        DataError: a dict of several lengths, or something that cannot be shared out.
+    """
+    if gang.size == 1:
+        return inputs
+    length = _length(inputs)
+    each, extra = divmod(length, gang.size)
+    start = gang.rank * each + min(gang.rank, extra)
+    stop = start + each + (gang.rank < extra)
+    missing = each + (extra > 0) - (stop - start) if apply_padding and length else 0
+    return _take(inputs, range(start, stop), missing)
+
+
+def _length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        return len(inputs)
+    lengths = {key: _length(value) for key, value in inputs.items()}
+    if len(set(lengths.values())) != 1:
+        raise DataError(f"the values of a dict must have one length to be shared out; they have {lengths}")
+    return next(iter(lengths.values()))
+
+
+def _take(inputs: Any, places: range, missing: int) -> Any:
+    if isinstance(inputs, Mapping):
+        return type(inputs)({key: _take(value, places, missing) for key, value in inputs.items()})  # type: ignore[call-arg]
+    if isinstance(inputs, Tensor):
+        part = inputs[places.start : places.stop]
+        return torch.cat([part, *[inputs[-1:]] * missing]) if missing else part
+    if isinstance(inputs, list | tuple):
+        part = inputs[places.start : places.stop]
+        return part + type(part)([inputs[-1]]) * missing if missing else part
+    if hasattr(inputs, "select"):
+        return inputs.select([*places, *[len(inputs) - 1] * missing])
+    raise DataError(
+        f"a {type(inputs).__name__} cannot be shared out over processes; give a list, a tuple, a tensor, a dataset or "
+        "a dict of those"
+    )

@@ -1,0 +1,259 @@
+"""The state of this process as the singletons that scripts ask: `PartialState`, `AcceleratorState`, `GradientState`.
+
+All instances of one class share their attributes. `PartialState()` meets the other processes when nothing has done so
+before; the other two show what the newest `Accelerator` was made with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from windlass.accelerator.ranks import Ranks
+from windlass.accelerator.shares import share_of
+from windlass.config.parallel.environment import from_environment
+from windlass.config.plugin_words import DistributedType, distributed_type_of
+from windlass.core.device import backend_for, choose_device
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave
+from windlass.dist.operations import check_operations
+
+_GROUP_OPTIONS = ("backend", "init_method", "timeout")
+
+
+class PartialState(Ranks):
+    """Who this process is, and where it computes.
+
+    Args:
+        cpu: compute on the CPU although there is an accelerator.
+        options: `backend`, `init_method` and `timeout` of the process group, which
+            `InitProcessGroupKwargs.to_kwargs` gives.
+
+    Attributes:
+        device: where this process computes.
+        distributed_type: what kind of job it belongs to.
+        backend: what carries tensors between processes; None with one process.
+        debug: shapes are compared over processes before they are reduced.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    debug: bool
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            gang, device, debug = _meet(cpu, options)
+            self._place(gang, device, debug)
+
+    def _place(self, gang: Gang, device: torch.device, debug: bool) -> None:
+        self._gang, self.device, self.debug = gang, device, debug
+        self.backend = backend_for(device) if gang.size > 1 else None
+        self.distributed_type = distributed_type_of(device.type, gang.size)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether it is known who we are."""
+        return bool(self._shared_state)
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device this process would choose by itself."""
+        return choose_device(local_rank=self.local_process_index)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of `inputs`, as `windlass.accelerator.shares.share_of` gives it."""
+        yield share_of(inputs, self._gang, apply_padding)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Part from the other processes; with `group`, give up that group alone."""
+        if group is None:
+            leave()
+        else:
+            torch.distributed.destroy_process_group(group)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget everything; the next instance finds out again."""
+        cls._shared_state.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in _known(type(self)):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__}.{name} is not known: the state was reset; make a new Accelerator or PartialState"
+        )
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState(PartialState):
+    """`PartialState`, and what the newest `Accelerator` was made with.
+
+    Attributes:
+        mixed_precision: "no", "bf16" or "fp16".
+        fsdp_plugin, dynamo_plugin, parallelism_config: as they were given; None where they were not.
+        deepspeed_plugin: None; that engine is not built.
+
+    Raises:
+        ModelError: there was no `Accelerator` yet.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    mixed_precision: str
+    fsdp_plugin: Any
+    dynamo_plugin: Any
+    parallelism_config: Any
+    deepspeed_plugin: Any
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            raise ModelError("AcceleratorState is known once there is an Accelerator; make one first")
+        self._refuse_changes(mixed_precision, cpu)
+
+    def _refuse_changes(self, mixed_precision: str | None, cpu: bool) -> None:
+        fix = "cannot change once there is an Accelerator; give it to the first Accelerator(...)"
+        problems = []
+        if mixed_precision is not None and str(mixed_precision) != self.mixed_precision:
+            problems.append(Problem("mixed_precision", str(mixed_precision), fix))
+        if cpu and self.device.type != "cpu":
+            problems.append(Problem("cpu", True, fix))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the model is sharded; Windlass shards with the second version only."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget the `Accelerator`; with `reset_partial_state`, also who we are."""
+        cls._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+
+class GradientState:
+    """Where the newest `Accelerator`'s loop stands: whether this micro-batch completes an update, and in which loader.
+
+    Its attributes are those of `windlass.accelerator.pace.Pace`, which that loop moves; before there is a loop, they
+    are those of a loop of single micro-batches.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.__dict__ = self._shared_state
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a loop to tell of."""
+        return bool(self._shared_state)
+
+    def __getattr__(self, name: str) -> Any:
+        pace = self._shared_state.get("_pace")
+        if pace is not None:
+            return getattr(pace, name)
+        if name in _AT_REST:
+            return _AT_REST[name]
+        raise AttributeError(f"'GradientState' object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the loop."""
+        cls._shared_state.clear()
+
+
+_AT_REST: dict[str, Any] = {
+    "sync_gradients": True,
+    "num_steps": 1,
+    "adjust_scheduler": False,
+    "sync_with_dataloader": True,
+    "end_of_dataloader": False,
+    "in_dataloader": False,
+    "active_dataloader": None,
+    "remainder": -1,
+    "plugin_kwargs": {},
+}
+
+
+def remember(
+    gang: Gang,
+    device: torch.device,
+    pace: Any,
+    *,
+    mixed_precision: str = "no",
+    sharded: bool = False,
+    fsdp_plugin: Any = None,
+    dynamo_plugin: Any = None,
+    parallelism_config: Any = None,
+) -> None:
+    """Let the singletons show an `Accelerator` that was just made.
+
+    Args:
+        pace: the loop's `Pace`.
+        sharded: the model is spread over processes instead of replicated.
+    """
+    partial = PartialState.__new__(PartialState)
+    partial.__dict__ = PartialState._shared_state
+    partial._place(gang, device, PartialState._shared_state.get("debug", False))
+    if sharded:
+        partial.distributed_type = DistributedType.FSDP
+    AcceleratorState._shared_state.update(
+        PartialState._shared_state,
+        mixed_precision=mixed_precision,
+        fsdp_plugin=fsdp_plugin,
+        dynamo_plugin=dynamo_plugin,
+        parallelism_config=parallelism_config,
+        deepspeed_plugin=None,
+    )
+    GradientState._shared_state["_pace"] = pace
+
+
+def _known(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
+
+
+def _meet(cpu: bool, options: dict[str, Any]) -> tuple[Gang, torch.device, bool]:
+    """Meet the others, as this call and the launcher say."""
+    if unknown := [name for name in options if name not in _GROUP_OPTIONS]:
+        fix = f"is no option of a process group: {', '.join(_GROUP_OPTIONS)}"
+        raise ConfigError([Problem(f"PartialState.{name}", options[name], fix) for name in unknown])
+    said = from_environment(os.environ)
+    if said.problems:
+        raise ConfigError(said.problems)
+    use_cpu = cpu or ("cpu" in said and bool(said["cpu"].value))
+    debug = "debug" in said and bool(said["debug"].value)
+    check_operations(debug)
+    world = world_from_environment()
+    device = choose_device(use_cpu, world.local_rank)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index or 0)
+    timeout = options.get("timeout") or timedelta(minutes=30)
+    gang = join(world, device, timeout.total_seconds(), options.get("backend"), options.get("init_method"))
+    return gang, device, debug
