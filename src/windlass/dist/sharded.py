@@ -6,13 +6,16 @@ every function here is the identity, so that whoever saves, loads or measures ne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +32,16 @@ class Part:
         return whole
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether `tensor` is spread over a mesh (even one on which each rank happens to hold all of it)."""
-    return isinstance(tensor, DTensor)
+    # Where nothing imported them there are none, and importing them costs plain runs a third of a second.
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part as a plain tensor, in the same memory."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
@@ -49,7 +54,7 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor` on every rank, where the collectives of its mesh run. Collective for a sharded tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     _check_placements(tensor)
     with torch.no_grad():
@@ -61,7 +66,7 @@ def whole_on_first(tensor: Tensor) -> Tensor | None:
 
     Collective for a sharded tensor.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     gathered = whole(tensor)
     return gathered.cpu() if torch.distributed.get_rank() == 0 else None
@@ -69,19 +74,19 @@ def whole_on_first(tensor: Tensor) -> Tensor | None:
 
 def copies(tensor: Tensor) -> int:
     """How many ranks of the tensor's mesh hold each of its elements; 1 for a plain tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 1
     _check_placements(tensor)
     mesh = tensor.device_mesh
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        count *= 1 if isinstance(placement, Shard) else mesh.size(axis)
+        count *= 1 if placement.is_shard() else mesh.size(axis)
     return count
 
 
 def part(tensor: Tensor) -> Part:
     """Where this rank's part of `tensor` lies in the whole one."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return Part((0,) * tensor.dim(), tuple(tensor.shape))
     _check_placements(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -89,8 +94,9 @@ def part(tensor: Tensor) -> Part:
         raise ValueError("this rank is not part of the tensor's mesh, so it holds nothing of it")
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            dim, ranks = placement.dim, tensor.device_mesh.size(axis)
+        if placement.is_shard():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            ranks = tensor.device_mesh.size(axis)
             # Chunks are as long as the first; the last ones may be shorter or empty.
             chunk = -(-sizes[dim] // ranks)
             start = min(coordinate[axis] * chunk, sizes[dim])
@@ -118,11 +124,9 @@ def shard_like(source: Tensor, like: Tensor) -> Tensor:
     """
     mine = part(like).of(source)
     copied = mine.to(local(like).device, copy=True).contiguous()
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return copied
-    return DTensor.from_local(
-        copied, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return _from_local(copied, like)
 
 
 def _on_mesh_device(tensor: DTensor) -> DTensor:
@@ -130,18 +134,17 @@ def _on_mesh_device(tensor: DTensor) -> DTensor:
     part_here, device_type = tensor.to_local(), tensor.device_mesh.device_type
     if part_here.device.type == device_type:
         return tensor
-    return DTensor.from_local(
-        part_here.to(device_type),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+    return _from_local(part_here.to(device_type), tensor)
+
+
+def _from_local(mine: Tensor, like: DTensor) -> DTensor:
+    return type(like).from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def _check_placements(tensor: DTensor) -> None:
     for placement in tensor.placements:
-        # An exact match: strided shards, which derive from `Shard`, are cut otherwise.
-        if type(placement) is not Shard and not placement.is_replicate():
+        # By its exact name: strided shards, which say that they are shards too, are cut otherwise.
+        if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(f"tensors placed as {placement} can be neither cut nor put together here")

@@ -97,12 +97,25 @@ class FullyShardedModel:
         try:
             yield
         except BaseException:
-            if self._forwards:  # what it left half gathered or half reduced would spoil the next one
-                self._root.reset_iter_state()
+            self._abandon()
             raise
         finally:
             if not last:
                 self._reduce(True)
+
+    def _abandon(self) -> None:
+        """What an interrupted forward or backward left half gathered or half summed would spoil the next one."""
+        if not self._forwards:
+            return
+        self._root.reset_iter_state()
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # Sums over micro-batches, which `reset_iter_state` forgets to drop.
+                    parameter.unsharded_accumulated_grad = None
+                    gathered: Tensor | None = getattr(parameter, "_unsharded_param", None)
+                    if gathered is not None:
+                        gathered.grad = None
 
     @property
     def _root(self) -> FSDPModule:
@@ -198,7 +211,8 @@ class FullyShardedModel:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """In the dtype that forwards compute in (`param_dtype`); changes to parameters are lost.
+        """In the dtype that forwards compute in (`param_dtype`); changes to parameters are lost. A `state_dict()` would
+        end it early: it gives sharded tensors.
 
         Forwards inside communicate nothing, so that ranks may make different numbers of them, but where parameters
         are resharded to a smaller group of ranks (a whole number for `reshard`).
@@ -253,7 +267,7 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
             unit,
             mesh=mesh,
             reshard_after_forward=_frees(chosen, root=unit is module),
-            mp_policy=_precision(chosen),
+            mp_policy=_precision(chosen, root=unit is module),
             offload_policy=_offload(chosen, device),
             ignored_params=ignored,
         )
@@ -287,11 +301,12 @@ def _frees(plan: ShardPlan, root: bool) -> bool | int:
     return False if root else plan.reshard
 
 
-def _precision(plan: ShardPlan) -> MixedPrecisionPolicy:
+def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:
+    """What inner units give goes to layers of the root that compute in `param_dtype` too, so it is not converted."""
     return MixedPrecisionPolicy(
         param_dtype=_DTYPES[plan.param_dtype],
         reduce_dtype=_DTYPES[plan.reduce_dtype],
-        output_dtype=_DTYPES[plan.output_dtype],
+        output_dtype=_DTYPES[plan.output_dtype] if root else None,
     )
 
 

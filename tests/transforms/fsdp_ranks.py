@@ -1,0 +1,345 @@
+"""Run by `torch.distributed.run`: sharded training, held against one process that sees the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
+from windlass.checkpoint.weights import load_weights, save_weights
+from windlass.config.plan import DistPlan, ShardPlan
+from windlass.core.errors import CheckpointError, ConfigError, ModelError
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave
+from windlass.dist.sharded import copies, is_sharded, whole
+from windlass.transforms.first_rank import to_meta
+from windlass.transforms.fsdp import FullyShardedModel, shard
+from windlass.transforms.rebind import names_of, rebind
+
+RANK, SIZE, CPU = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")
+WORDS = 11
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 13), nn.Linear(13, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """A language model with tied embeddings, a frozen layer, a scalar, and sizes that no number of ranks divides."""
+
+    def __init__(self, width: int = 7, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.mixer = nn.Linear(width, width)
+        self.mixer.weight.requires_grad_(False)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(width), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mixer(self.embed(tokens)) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def model(seed: int = 0) -> Tiny:
+    torch.manual_seed(seed)
+    return Tiny().double()
+
+
+def updates(count: int, accumulation: int) -> Iterator[list[list[Tensor]]]:
+    """For each update its micro-batches, each of them one ragged row of tokens for every rank."""
+    random = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        yield [
+            [
+                torch.randint(WORDS, (1, int(torch.randint(2, 9, (), generator=random))), generator=random)
+                for _ in range(SIZE)
+            ]
+            for _ in range(accumulation)
+        ]
+
+
+def loss_sum(module: nn.Module, tokens: Tensor) -> Tensor:
+    logits = module(tokens)[0]
+    return nn.functional.cross_entropy(logits[:-1], tokens[0, 1:], reduction="sum")
+
+
+def targets(group: list[list[Tensor]]) -> int:
+    return sum(row.shape[1] - 1 for micro in group for row in micro)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:], "weight_decay": 0.0}], lr=0.01)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 20))
+
+
+MAX_NORM = 0.5
+
+
+def alone(steps: int, accumulation: int) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    module = model()
+    optimizer = optimizer_of(module)
+    schedule = schedule_of(optimizer)
+    log = []
+    for group in updates(steps, accumulation):
+        losses = [loss_sum(module, row) / targets(group) for micro in group for row in micro]
+        torch.stack(losses).sum().backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        log.append((float(torch.stack(losses).detach().sum()), float(norm)))
+    return log, module.state_dict()
+
+
+def sharded(
+    gang: Gang, steps: int, accumulation: int, plan: ShardPlan, seed: int | None = None
+) -> tuple[list[tuple[float, float]], FullyShardedModel]:
+    module = model(RANK if seed is None else seed)  # rank 0's weights are decisive
+    optimizer = optimizer_of(module)
+    schedule, before = schedule_of(optimizer), names_of(module)
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    rebind(optimizer, before, module)
+    log = []
+    for group in updates(steps, accumulation):
+        total = torch.zeros((), dtype=torch.float64)
+        for index, micro in enumerate(group):
+            with strategy.micro(last=index == accumulation - 1):
+                loss = loss_sum(strategy.model, micro[RANK]) / targets(group)
+                (loss * SIZE).backward()
+            total += loss.detach()
+        strategy.check_reached()
+        norm = strategy.total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        assert type(norm) is Tensor
+        factor = torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0)
+        for gradient in strategy.local([p.grad for p in module.parameters() if p.grad is not None]):
+            gradient.mul_(factor)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        log.append((float(gang.sum_on_device(total)), float(norm)))
+    return log, strategy
+
+
+def compare(gang: Gang, plan: ShardPlan, steps: int, accumulation: int) -> FullyShardedModel:
+    expected, weights = alone(steps, accumulation)
+    log, strategy = sharded(gang, steps, accumulation, plan)
+    for (loss, norm), (own_loss, own_norm) in zip(expected, log, strict=True):
+        assert math.isclose(loss, own_loss, rel_tol=1e-12), (plan, loss, own_loss)
+        assert math.isclose(norm, own_norm, rel_tol=1e-12), (plan, norm, own_norm)
+    state = strategy.whole_state()
+    if RANK == 0:
+        assert set(state) == set(weights)
+        assert max(float((weights[name] - state[name]).abs().max()) for name in weights) < 1e-12
+    return strategy
+
+
+BLOCKS: dict[str, Any] = {"wrap": "transformer", "layers": ("Block",)}
+FEW: dict[str, Any] = {"wrap": "size", "min_parameters": 100}
+
+
+def every_plan(gang: Gang) -> None:
+    compare(gang, ShardPlan(**BLOCKS), 50, 3)
+    compare(gang, ShardPlan(), 50, 1)
+    for plan in (
+        ShardPlan(reshard=False, forward_prefetch=2, backward_prefetch=2, **BLOCKS),
+        ShardPlan(replicas=SIZE, **BLOCKS),
+        ShardPlan(cpu_offload=True, **BLOCKS),
+        ShardPlan(recompute=True, **BLOCKS),
+        ShardPlan(ignored="blocks.1|mixer", **FEW),
+    ):
+        compare(gang, plan, 4, 3)
+
+
+def hybrid(gang: Gang) -> None:
+    for plan in (
+        ShardPlan(replicas=2, **BLOCKS),
+        ShardPlan(replicas=2, ignored=("blocks.1",), **BLOCKS),
+        ShardPlan(reshard=2, **BLOCKS),
+    ):
+        strategy = compare(gang, plan, 4, 2)
+        parameter = strategy.module.get_parameter("blocks.0.up.weight")
+        assert copies(parameter) == plan.replicas
+
+
+def whole_weights(gang: Gang) -> None:
+    """Rank 0's decide, whatever the others hold; whole within `gathered`, however often a rank goes forward there."""
+    module, reference = model(RANK), model(0).state_dict()
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    with strategy.gathered():
+        for _ in range(1 + RANK):
+            strategy.model(torch.ones(1, 4, dtype=torch.long))
+        assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+        assert all(torch.equal(value, reference[name]) for name, value in module.named_parameters())
+    assert is_sharded(module.head.weight)
+    assert module.head.weight is module.embed.weight
+    assert torch.equal(module.shift, model(0).shift), (
+        "buffers that no checkpoint holds have rank 0's values too"
+    )
+    strategy.load_whole_state(model(3).state_dict())
+    assert_state(strategy, model(3))
+    again = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    assert_state(again, model(3))
+    with pytest.raises(ModelError, match=r"head\.weight is missing"):
+        strategy.load_whole_state({k: v for k, v in model().state_dict().items() if k != "head.weight"})
+
+
+def assert_state(strategy: FullyShardedModel, module: nn.Module) -> None:
+    state = strategy.whole_state()
+    assert RANK != 0 or same_tensors(state, module.state_dict())
+
+
+def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def one_copy_on_the_host(gang: Gang) -> None:
+    """Ranks other than the first start without memory."""
+    module = model(4) if RANK == 0 else to_meta(model(RANK))
+    assert RANK == 0 or module.head.weight is module.embed.weight
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(ignored="mixer", **BLOCKS)), gang)
+    assert_state(strategy, model(4))
+    assert torch.equal(module.shift, model(4).shift)
+    assert module.head.weight is module.embed.weight
+    assert not module.mixer.weight.requires_grad
+    with strategy.micro(last=True):
+        loss_sum(module, torch.ones(1, 4, dtype=torch.long)).backward()
+    strategy.check_reached()
+
+
+def refusals(gang: Gang) -> None:
+    plan = DistPlan(strategy="fsdp", shard=ShardPlan())
+    with pytest.raises(ModelError, match="differs from rank 0's"):
+        shard(Tiny(blocks=2 + RANK), CPU, plan, gang)
+    with pytest.raises(ModelError, match="rank 0's model is on the meta device"):
+        shard(to_meta(model()), CPU, plan, gang)
+    with pytest.raises(ConfigError, match=r"(?s)ddp_bucket_cap_mb=5.*comm_hook='fp16'"):
+        shard(model(), CPU, DistPlan(strategy="fsdp", bucket_cap_mb=5, comm_hook="fp16"), gang)
+    with pytest.raises(ConfigError, match="dp_replicate_size=3: must divide the number of processes"):
+        shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=3)), gang)
+
+
+def recovers(gang: Gang) -> None:
+    """An error in a forward leaves nothing behind; a forward past the model is found out."""
+    strategy = shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    row = torch.ones(1, 4, dtype=torch.long)
+    for wrong in (torch.full((1, 4), WORDS), row):
+        with pytest.raises((KeyError, IndexError)):
+            fail_in_a_micro_batch(strategy, wrong)
+    strategy.module.zero_grad()
+    strategy.check_reached()
+    with pytest.raises(ModelError, match="went past the sharded model"):
+        strategy.check_reached()
+    with strategy.micro(last=True):
+        (loss_sum(strategy.model, row)).backward()
+    reference = model()
+    loss_sum(reference, row).backward()
+    for name, parameter in reference.named_parameters():
+        own = strategy.module.get_parameter(name).grad
+        assert (own is None) == (parameter.grad is None), name
+        assert own is None or torch.allclose(whole(own), parameter.grad), name
+    assert float(strategy.agree(torch.tensor(float(RANK)))) == SIZE - 1
+
+
+def fail_in_a_micro_batch(strategy: FullyShardedModel, row: Tensor) -> None:
+    with strategy.micro(last=False):
+        loss_sum(strategy.model, row).backward()
+        raise KeyError
+
+
+def carried_state(gang: Gang, folder: Path) -> None:
+    """State that an optimizer has before its model is sharded comes along; it is saved whole, and loaded into
+    another split."""
+    module = model()
+    optimizer, before = optimizer_of(module), names_of(module)
+    schedule, groups = schedule_of(optimizer), list(optimizer.param_groups)
+    loss_sum(module, torch.ones(1, 4, dtype=torch.long)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    reference = copy.deepcopy(save_optimizer_state(optimizer, module))
+    weights = copy.deepcopy(module.state_dict())
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    for _ in range(2):
+        rebind(optimizer, before, module)
+    assert schedule.optimizer is optimizer
+    assert all(group is kept for group, kept in zip(optimizer.param_groups, groups, strict=True))
+    assert_optimizer(optimizer, module, reference)
+    state = strategy.whole_state()
+    if RANK == 0:
+        save_weights(folder, state)
+    gang.barrier()
+    other = model(9)
+    loaded = shard(other, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE, **BLOCKS)), gang)
+    load_weights(folder, other)
+    state = loaded.whole_state()
+    assert RANK != 0 or same_tensors(state, weights)
+    second = optimizer_of(other)
+    for _ in range(2):  # into an optimizer that has no state yet, and into one that has
+        load_optimizer_state(second, other, reference)
+        assert_optimizer(second, other, reference)
+    odd = copy.deepcopy(reference)
+    odd["state"]["embed.weight"]["rows"] = torch.zeros(WORDS)
+    with pytest.raises(CheckpointError, match=r"keeps 'rows' of shape \[11\] for 'embed.weight'"):
+        load_optimizer_state(second, other, odd)
+
+
+def assert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, reference: dict[str, Any]) -> None:
+    state = save_optimizer_state(optimizer, module)
+    if RANK == 0:
+        assert state["groups"] == reference["groups"]
+        assert state["state"].keys() == reference["state"].keys()
+        assert all(same_tensors(entry, reference["state"][name]) for name, entry in state["state"].items())
+
+
+def low_precision(gang: Gang) -> None:
+    plan = ShardPlan(param_dtype="bf16", reduce_dtype="fp32", output_dtype="fp32", **BLOCKS)
+    strategy = shard(model().float(), CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    strategy.module.shift = strategy.module.shift.bfloat16()
+    seen = []
+    strategy.module.blocks[0].up.register_forward_hook(lambda m, a, output: seen.append(output.dtype))
+    with strategy.micro(last=True):
+        logits = strategy.model(torch.ones(1, 4, dtype=torch.long))
+        logits.sum().backward()
+    assert seen == [torch.bfloat16]
+    assert logits.dtype == torch.float32
+    assert strategy.module.embed.weight.grad.dtype == torch.float32
+
+
+def main() -> None:
+    gang = join(world_from_environment(), CPU, 60)
+    if SIZE > 2:
+        hybrid(gang)
+    else:
+        every_plan(gang)
+        for check in (whole_weights, one_copy_on_the_host, refusals, recovers, low_precision):
+            check(gang)
+    carried_state(gang, Path(sys.argv[1]))
+    gang.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
