@@ -50,7 +50,7 @@ def test_autocast_is_the_runs(accelerator: Accelerator) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_gather_alone_is_the_tensor_itself(shape: tuple[int, ...], accelerator: Accelerator) -> None:
     tensor = torch.randn(shape)
-    assert torch.equal(accelerator.gather(tensor), tensor.reshape(shape or (1,)))
+    assert torch.equal(accelerator.gather(tensor), tensor)
     assert torch.equal(accelerator.gather_for_metrics(tensor), accelerator.gather(tensor))
 
 
@@ -66,12 +66,10 @@ def test_backward_belongs_to_a_run(accelerator: Accelerator) -> None:
         accelerator.backward(torch.ones(()))
 
 
-def test_what_is_not_built_says_so_and_is_no_attribute(accelerator: Accelerator) -> None:
-    with pytest.raises(AttributeError, match=r"Accelerator\.prepare is not built yet"):
-        accelerator.prepare(nn.Linear(1, 1))
-    with pytest.raises(AttributeError, match="no attribute 'prepair'"):
-        accelerator.prepair(nn.Linear(1, 1))
-    assert not hasattr(accelerator, "save_state")
+def test_the_trainer_spreads_its_objects_itself(accelerator: Accelerator) -> None:
+    module = nn.Linear(1, 1)
+    assert accelerator.prepare(module) is module
+    assert accelerator.prepare(module, 3) == (module, 3)
 
 
 def test_unwrapping_what_is_not_wrapped(accelerator: Accelerator) -> None:

@@ -1,191 +1,191 @@
-"""The device, the ranks and the backward of a run, under the names that scripts know from a user-owned loop.
-
-First form: what `trainer.accelerator` offers inside hooks and callbacks. Preparing objects for a loop of one's own
-(`prepare`, `accumulate`, `save_state`, ...) is not built yet, and says so by name.
-"""
+"""`Accelerator`: a training loop that the user owns, on the executors and strategies that the Trainer uses."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import gc
+import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from windlass.config.plan import PrecisionPlan
-from windlass.core.errors import ModelError
-from windlass.dist.gang import Gang, leave
-from windlass.metrics.gather import ProcessGroupGather, SoloGroup
-from windlass.precision.autocast import autocast_context
-from windlass.transforms.ddp import Replicated
-
-_NOT_BUILT = frozenset(
-    [
-        "prepare",
-        "prepare_model",
-        "prepare_data_loader",
-        "prepare_optimizer",
-        "prepare_scheduler",
-        "accumulate",
-        "no_sync",
-        "save_state",
-        "load_state",
-        "trigger_sync_in_backward",
-        "join_uneven_inputs",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "unscale_gradients",
-        "lomo_backward",
-        "set_trigger",
-        "check_trigger",
-        "reduce",
-        "pad_across_processes",
-        "split_between_processes",
-        "init_trackers",
-        "get_tracker",
-        "log",
-        "save",
-        "save_model",
-        "register_save_state_pre_hook",
-        "register_load_state_pre_hook",
-        "register_for_checkpointing",
-        "get_state_dict",
-        "skip_first_batches",
-        "profile",
-        "maybe_context_parallel",
-        "deepspeed_ulysses_dl_adapter",
-        "verify_device_map",
-    ]
+from windlass.accelerator.base import meet
+from windlass.accelerator.exchanging import Exchanging
+from windlass.accelerator.preparing import Preparing
+from windlass.accelerator.profiling import profile
+from windlass.accelerator.ranks import Ranks
+from windlass.accelerator.settings import Handlers, Request, Settings, resolve_settings
+from windlass.accelerator.state import AcceleratorState, remember
+from windlass.accelerator.terms import TermsOfUpdate
+from windlass.accelerator.tracking import TrackingMixin
+from windlass.callbacks.tracker_registry import filter_trackers
+from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plugins import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
 )
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, leave
+from windlass.dist.operations import check_operations
 
 
-class Accelerator:
-    """Where a run happens.
+class Accelerator(Ranks, Exchanging, Preparing, TrackingMixin):
+    """Where a loop runs, and what makes it run there.
+
+    The same script trains in one process, in many, and on sharded models: build everything as for one process, pass it
+    through `prepare`, and replace `loss.backward()` by `accelerator.backward(loss)`. What the launcher or a
+    configuration file says counts as if it were said here; contradictions are errors that name both.
+
+    Args:
+        device_placement: move models and batches to this process's device.
+        split_batches: a loader's batch size is that of all processes together, instead of each one's.
+        mixed_precision: "no", "fp16" or "bf16".
+        gradient_accumulation_steps: micro-batches of one update (see `accumulate`).
+        cpu: leave accelerators alone.
+        dataloader_config: how loaders are dealt to processes.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; those engines are not built.
+        fsdp_plugin: shard models over processes.
+        rng_types: generators that all processes share at the beginning of a pass ("generator", "torch", "cuda").
+        log_with: experiment trackers, by name or as objects.
+        project_dir, project_config: where checkpoints and logs lie.
+        gradient_accumulation_plugin: options of accumulation beside the number of steps.
+        step_scheduler_with_optimizer: False: prepared schedules advance at every call of their `step`.
+        kwargs_handlers: options of replication, of the fp16 scaler, of autocast, of the process group, of the profiler.
+        dynamo_backend, dynamo_plugin: compile models.
+        parallelism_config: sizes of the axes of the process mesh.
+        scheduler_unit: what prepared schedules count: "loader_batch", batches of the loader before it was prepared, as
+            scripts rely on; or "optimizer_step", updates that were applied, on any number of processes.
 
     Attributes:
         device: the device of this process.
-        num_processes, process_index, local_process_index: size and ranks of the job.
         mixed_precision: "no", "bf16" or "fp16".
-        gradient_accumulation_steps: micro-batches of one update.
-        sync_gradients: whether the current micro-batch is the last one of its update.
+        gradient_state: where the loop stands in its loader and its update.
+        log_with, trackers: what was asked for, and what `init_trackers` opened.
+        logging_dir: the folder for trackers that write files.
+
+    Raises:
+        ConfigError: everything that is wrong or cannot be honoured, all at once.
     """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
+        scheduler_unit: str = "loader_batch",
+    ) -> None:
+        request = Request(
+            device_placement, split_batches, mixed_precision, gradient_accumulation_steps, cpu, dataloader_config,
+            deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, rng_types, project_dir, project_config,
+            gradient_accumulation_plugin, step_scheduler_with_optimizer, kwargs_handlers, dynamo_backend,
+            dynamo_plugin, deepspeed_plugins, parallelism_config, scheduler_unit,
+        )  # fmt: skip
+        world = world_from_environment()
+        settings = resolve_settings(request, world)
+        # Before the other processes are met: a tracker that cannot be had must not leave them waiting.
+        trackers = filter_trackers(log_with, settings.project.logging_dir)
+        gang, device = meet(settings, world)
+        self._begin(gang, device, settings, of_run=False)
+        self._init_loop()
+        self.log_with = trackers
+        check_operations(settings.debug)
+        remember(
+            gang,
+            device,
+            self.gradient_state,
+            mixed_precision=self.mixed_precision,
+            sharded=self.is_fsdp2,
+            fsdp_plugin=fsdp_plugin,
+            dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
+        )
 
     @classmethod
     def of_run(
         cls, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
     ) -> Accelerator:
         """The accelerator of a Trainer's run, which has met its world and resolved its settings already."""
-        return cls(gang, device, precision, accumulation)
+        settings = Settings(
+            dist=DistPlan(),
+            precision=precision,
+            accumulation=GradientAccumulationPlugin(num_steps=accumulation),
+            loader=DataLoaderConfiguration(),
+            project=ProjectConfiguration(),
+            handlers=Handlers(),
+        )
+        accelerator = cls.__new__(cls)
+        accelerator._begin(gang, device, settings, of_run=True)
+        accelerator._init_loop()
+        return accelerator
 
-    def __init__(
-        self, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
-    ) -> None:
-        self._gang = gang
-        self.device = device
-        self._precision = precision
-        self.mixed_precision = {"fp32": "no"}.get(precision.compute, precision.compute)
-        self.gradient_accumulation_steps = accumulation
-        self.sync_gradients = True
-        self.optimizer_step_was_skipped = False
-        self._backward: Callable[[Any], None] | None = None
+    def _init_loop(self) -> None:
+        self._terms = TermsOfUpdate(self._prepared, self._gang, self.device)
+        self._guards = []
+        self.log_with, self.trackers = [], []
+        self.logging_dir = self._settings.project.logging_dir
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _NOT_BUILT:
-            raise AttributeError(
-                f"Accelerator.{name} is not built yet: user-owned loops are not supported in this version"
-            )
-        raise AttributeError(f"'Accelerator' object has no attribute {name!r}")
-
-    # --- ranks ------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_processes(self) -> int:
-        return self._gang.size
+    def __deepcopy__(self, memo: Any) -> Accelerator:
+        # A copy of a script's configuration must not come with processes and models of its own.
+        return self
 
     @property
-    def process_index(self) -> int:
-        return self._gang.rank
+    def state(self) -> AcceleratorState:
+        """The state of this process, as scripts ask it."""
+        return AcceleratorState()
 
-    @property
-    def local_process_index(self) -> int:
-        return self._gang.world.local_rank
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
+        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
+        return profile(profile_handler or self._settings.handlers.profile, self.process_index)
 
-    @property
-    def is_main_process(self) -> bool:
-        return self._gang.world.is_main
+    # --- the end ------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_local_main_process(self) -> bool:
-        return self._gang.world.is_local_main
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, and hand memory back to the device.
 
-    @property
-    def is_last_process(self) -> bool:
-        return self._gang.rank == self._gang.size - 1
-
-    def wait_for_everyone(self) -> None:
-        self._gang.barrier()
-
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """The main process runs the body first, the others when it is done."""
-        if not self.is_main_process:
-            self._gang.barrier()
-        try:
-            yield
-        finally:
-            if self.is_main_process:
-                self._gang.barrier()
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: the function runs on the main process, and gives None elsewhere."""
-        return function if self.is_main_process else (lambda *_, **__: None)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_local_main_process:
-            print(*args, **kwargs)
-
-    # --- work -------------------------------------------------------------------------------------------------------
-
-    def bind_backward(self, backward: Callable[[Any], None] | None) -> None:
-        """Say what `backward` does while a run is under way; None when it is over."""
-        self._backward = backward
-
-    def backward(self, loss: Any) -> None:
-        """Gradients of a micro-batch's loss (a scalar tensor, or `LossTerms`), normalised, scaled and reduced as the
-        run asks.
-
-        Raises:
-            ModelError: no update is under way.
+        Returns:
+            None in the place of each object: assign them, so that nothing else holds what they were.
         """
-        if self._backward is None:
-            raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")
-        self._backward(loss)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The mixed-precision context of this run."""
-        return autocast_context(self._precision, self.device)()
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """This tensor from every rank, joined along the first axis, on this rank's device. Sizes may differ."""
-        group = SoloGroup() if self._gang.host_group is None else ProcessGroupGather(self._gang.host_group)
-        parts: list[Tensor] = []
-        for _, _, part in group.stream([tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()]):
-            parts.append(part)
-        return torch.cat([part.to(tensor.device) for part in parts])
-
-    gather_for_metrics = gather
-
-    def unwrap_model(self, model: nn.Module, **_: Any) -> nn.Module:
-        """The user's own module behind wrappers."""
-        return model.module if isinstance(model, Replicated) else model
-
-    def free_memory(self) -> None:
-        """Hand cached device memory back to the system."""
+        if not self._of_run:
+            for lift in self._guards:
+                lift()
+            self._guards = []
+            self._prepared.let_go()
+            self.gradient_state.reset()
+            gc.collect()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> Any:
+        """`free_memory`, under its other name."""
+        return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Close the process group."""
+        """Close the trackers, and part from the other processes."""
+        self.finish_trackers()
         leave()

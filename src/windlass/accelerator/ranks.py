@@ -75,7 +75,7 @@ class Ranks:
             if mine:
                 self._gang.barrier()
 
-    # --- decorators -----------------------------------------------------------------------------------------------------
+    # --- decorators ---------------------------------------------------------------------------------------------------
 
     def on_main_process(self, function: Function) -> Function:
         """Decorator: the function runs on the main process, and gives None elsewhere."""

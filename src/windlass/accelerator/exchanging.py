@@ -1,0 +1,99 @@
+"""Tensors and values between the processes of a loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.accelerator.base import Core
+from windlass.accelerator.shares import share_of
+from windlass.core.trees import recursively_apply
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.dist import operations
+
+
+class Exchanging(Core):
+    """The part of `Accelerator` that gathers, reduces and pads."""
+
+    _flag: Tensor | None = None
+
+    def gather(self, tensor: Any) -> Any:
+        """The same nest with every process's tensors joined along the first axis. Sizes along it may differ."""
+        return operations.gather(tensor, gang=self._gang)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather`, with one row for each sample of the current batch: what a filler made is left out.
+
+        A tensor with as many rows as a whole batch, where the last batch has fewer samples, is cut to those (a loss
+        that was repeated for each sample).
+
+        Args:
+            input_data: a nest of tensors, or a list of plain values.
+            use_gather_object: gather values even where all are tensors.
+        """
+        loader = self.gradient_state.active_dataloader
+        if use_gather_object or not _all_tensors(input_data):
+            own = input_data if loader is None or not loader.is_filler else type(input_data)()
+            return operations.gather_object(own, gang=self._gang)
+        if loader is not None and loader.end_of_dataloader:
+            input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)
+        return self.gather(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The same nest with the sum, mean or maximum over all processes in place of each tensor, times `scale`."""
+        return operations.reduce(tensor, reduction, scale, gang=self._gang)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """The same nest with axis `dim` of each tensor lengthened to the longest on any process."""
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first, gang=self._gang)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
+
+        Args:
+            apply_padding: repeat the last element, so that every process has as many.
+        """
+        yield share_of(inputs, self._gang, apply_padding)
+
+    # --- a flag that one process raises for all -----------------------------------------------------------------------
+
+    @property
+    def flag_tensor(self) -> Tensor | None:
+        """1 where this process has raised its flag."""
+        return self._flag
+
+    def set_trigger(self) -> None:
+        """Raise this process's flag."""
+        self._flag = torch.tensor(1)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag; lowers all of them where one has. Collective."""
+        raised = self._gang.sum(torch.tensor(0) if self._flag is None else self._flag.clone())
+        if int(raised) == 0:
+            return False
+        self._flag = None
+        return True
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _of_samples(tensor: Tensor, loader: PreparedLoader) -> Tensor:
+    """The rows of a tensor that belong to samples of this process."""
+    if loader.is_filler:
+        return tensor.reshape(1)[:0] if tensor.ndim == 0 else tensor[:0]
+    if tensor.ndim and tensor.shape[0] == loader.batch_size and loader.samples_here < tensor.shape[0]:
+        return tensor[: loader.samples_here]
+    return tensor

@@ -1,0 +1,92 @@
+"""Where a user's loop stands: in which loader, and whether its current micro-batch completes an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.data.prepared_loader import PreparedLoader
+
+
+class Pace:
+    """Counts micro-batches, and follows the loaders that were prepared.
+
+    Attributes:
+        sync_gradients: the current micro-batch is the last one of its update.
+        step: micro-batches since the last loader ended.
+        plugin: how micro-batches are gathered into updates.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.sync_gradients = True
+        self.step = 0
+        self._loaders: list[PreparedLoader] = []
+
+    # --- the loaders under way ----------------------------------------------------------------------------------------
+
+    def begin(self, loader: PreparedLoader) -> None:
+        """A pass over `loader` begins, perhaps within another one's."""
+        self._loaders.append(loader)
+
+    def end(self, loader: PreparedLoader) -> None:
+        """A pass over `loader` is over, or was left early."""
+        for index in reversed(range(len(self._loaders))):
+            if self._loaders[index] is loader:
+                del self._loaders[index]
+                return
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The innermost loader whose pass is under way."""
+        return self._loaders[-1] if self._loaders else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        return bool(self._loaders)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """The current batch is the last one of its pass."""
+        return bool(self._loaders) and self._loaders[-1].end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples over all ranks of the last, short batch; 0 where it is whole, -1 where that is not known."""
+        return self._loaders[-1].remainder if self._loaders else -1
+
+    # --- the updates --------------------------------------------------------------------------------------------------
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        return self.plugin.to_kwargs()
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.plugin.num_steps or 1
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.plugin.num_steps = value
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self.plugin.sync_with_dataloader
+
+    def advance(self) -> None:
+        """The next micro-batch begins: does it complete an update?"""
+        if self.sync_with_dataloader and self.end_of_dataloader:
+            self.step, self.sync_gradients = 0, True
+        else:
+            self.step += 1
+            self.sync_gradients = self.step % self.num_steps == 0
+
+    def reset(self) -> None:
+        """Forget the loop that was under way."""
+        self.step, self.sync_gradients = 0, True
+        self._loaders = []

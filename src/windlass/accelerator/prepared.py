@@ -1,0 +1,153 @@
+"""All that one accelerator has prepared, and the executors that update it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.schedule import PreparedSchedule
+from windlass.core.errors import ModelError
+from windlass.core.types import Stateful
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.engine.native import NativeExecutor
+from windlass.precision.scaler import Scaler
+from windlass.transforms.alone import Alone
+from windlass.transforms.rebind import names_of, rebind
+from windlass.transforms.strategy import Strategy
+
+
+class Prepared:
+    """Models, optimizers, schedules and loaders of one loop.
+
+    Every optimizer has an executor of its own, over the models whose parameters it updates; all of them share one loss
+    scale, because one backward may reach the parameters of several.
+
+    Attributes:
+        strategies: how each model is spread, in the order in which they were prepared.
+        custom: what `register_for_checkpointing` was given.
+    """
+
+    def __init__(self, scaler: Scaler, device: torch.device) -> None:
+        self.strategies: list[Strategy] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedules: list[PreparedSchedule] = []
+        self.loaders: list[PreparedLoader] = []
+        self.custom: list[Stateful] = []
+        self.scaler = scaler
+        self._device = device
+        # By optimizer: how many parameters it had, and the executor over them.
+        self._executors: dict[int, tuple[int, NativeExecutor]] = {}
+        # Parameters as they were before their model was sharded, for optimizers that were built on them.
+        self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def strategy_of(self, model: nn.Module) -> Strategy | None:
+        """The strategy of a model that was prepared, given as the user's module or as what `prepare` returned."""
+        for strategy in self.strategies:
+            if model is strategy.model or model is strategy.module:
+                return strategy
+        return None
+
+    @property
+    def everything(self) -> nn.Module:
+        """All models as one, so that parameters have names that differ."""
+        return nn.ModuleList([strategy.module for strategy in self.strategies])
+
+    def add_models(self, strategies: Iterable[Strategy]) -> None:
+        self.strategies += strategies
+        self._executors = {}
+
+    def replacing_parameters(
+        self, modules: list[nn.Module], spread: Callable[[nn.Module], Strategy]
+    ) -> list[Strategy]:
+        """Spread `modules`, and let every optimizer prepared so far follow to the parameters they have then."""
+        held = [strategy.module for strategy in self.strategies]
+        before = nn.ModuleList([*held, *modules])
+        parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
+        for key, name in names_of(before).items():
+            self._before.setdefault(key, (name, parameters[key]))
+        strategies = [spread(module) for module in modules]
+        self.add_models(strategies)
+        for optimizer in self.optimizers:
+            self.follow(optimizer.optimizer)
+        return strategies
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let `optimizer` update the parameters that sharding put in the place of those it was built with."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        before = {id(p): self._before[id(p)][0] for p in held if self._was_replaced(p)}
+        if before:
+            rebind(optimizer, before, self.everything)
+
+    def _was_replaced(self, parameter: Tensor) -> bool:
+        name, reference = self._before.get(id(parameter), ("", None))
+        return bool(name) and reference is not None and reference() is parameter
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def executor_of(self, optimizer: PreparedOptimizer) -> NativeExecutor:
+        """The executor of one optimizer and its models.
+
+        Raises:
+            ModelError: none of the prepared models has a parameter of it, so it would never see a reduced gradient.
+        """
+        parameters: Any = optimizer.parameters()
+        count, executor = self._executors.get(id(optimizer), (0, None))
+        if executor is None or count != len(parameters):
+            strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
+            executor = NativeExecutor(strategy, optimizer.optimizer, self._device, self.scaler, parameters)
+            self._executors[id(optimizer)] = len(parameters), executor
+        return executor
+
+    def _strategy_over(self, parameters: list[Tensor], name: str) -> Strategy:
+        wanted = {id(p) for p in parameters}
+        for strategy in self.strategies:
+            if any(id(p) in wanted for p in strategy.module.parameters()):
+                return strategy
+        if self.strategies:
+            raise ModelError(
+                f"the {name} that was prepared updates no parameter of a prepared model: give its model to `prepare` "
+                "too, and build the optimizer from that model's parameters"
+            )
+        return Alone(nn.ParameterList(parameters))
+
+    def executors_over(self, parameters: Iterable[Tensor]) -> list[NativeExecutor]:
+        """The executors that update any of `parameters`."""
+        wanted = {id(p) for p in parameters}
+        return [
+            self.executor_of(optimizer)
+            for optimizer in self.optimizers
+            if any(id(p) in wanted for p in optimizer.parameters())
+        ]
+
+    def step(self, optimizer: PreparedOptimizer) -> bool:
+        """One update with one optimizer; the gradients of the others go on carrying the loss scale of the moment."""
+        executor = self.executor_of(optimizer)
+        if not self.scaler.active:
+            return executor.step()
+        executor.unscale()
+        unit = torch.ones((), device=self._device)
+        earlier = self.scaler.scale(unit)
+        applied = executor.step()
+        factor = self.scaler.scale(unit) / earlier
+        for other in self.optimizers:
+            if other is not optimizer:
+                self.executor_of(other).follow_scale(factor)
+        return applied
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Forget everything, and leave the user's objects as they can be used by themselves."""
+        for optimizer in self.optimizers:
+            optimizer.let_go()
+        for strategy in self.strategies:
+            strategy.release()
+        self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []
+        self._executors, self._before = {}, {}

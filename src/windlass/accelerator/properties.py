@@ -1,0 +1,163 @@
+"""What scripts ask an accelerator about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.accelerator.base import Core
+from windlass.config.plugin_words import DistributedType, FP8BackendType, distributed_type_of
+from windlass.config.plugins import ParallelismConfig, ProjectConfiguration
+from windlass.core.errors import ConfigError, Problem
+from windlass.dist.mesh import data_mesh
+
+
+class Properties(Core):
+    """The part of `Accelerator` that tells how it was set up."""
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes share the work: not at all, by replicas (named after their devices), or by shards."""
+        if self._settings.dist.strategy == "fsdp":
+            return DistributedType.FSDP
+        return distributed_type_of(self.device.type, self._gang.size)
+
+    @property
+    def multi_device(self) -> bool:
+        """Several processes, each with an accelerator of its own."""
+        return self._gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """The model is sharded."""
+        return self._settings.dist.strategy == "fsdp"
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        return self.is_fsdp2
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """None: eight-bit training is not built."""
+        return FP8BackendType.NO
+
+    @property
+    def native_amp(self) -> bool:
+        """Forwards run in mixed precision."""
+        return self._precision.compute != "fp32"
+
+    @property
+    def scaler(self) -> Any:
+        """The fp16 loss scaler, None without one."""
+        return self._prepared.scaler if self._prepared.scaler.active else None
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches are moved to this process's device."""
+        return self._settings.device_placement
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> Any:
+        return self._settings.loader
+
+    @property
+    def split_batches(self) -> bool:
+        """A loader's batch is that of all processes together."""
+        return self._settings.loader.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """The main process alone reads."""
+        return self._settings.loader.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """What the loader configuration says; every process gets the same number of batches in any case."""
+        return self._settings.loader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._settings.loader.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self._settings.loader.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self._settings.loader.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self._settings.loader.use_stateful_dataloader
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Which generators all processes share at the beginning of a pass."""
+        return list(self._settings.rng_types)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Prepared schedules advance with updates, rather than at every call."""
+        return self._settings.schedule_unit is not None
+
+    # --- folders ------------------------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._settings.project
+
+    @property
+    def project_dir(self) -> str | None:
+        return self._settings.project.project_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is named automatically."""
+        return self._settings.project.iteration
+
+    # --- layout -------------------------------------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        return self._settings.parallelism
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of processes over which the model is sharded; None where it is not."""
+        shard = self._settings.dist.shard
+        return data_mesh(self.device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
+
+    def _layout(self) -> ParallelismConfig:
+        if self.parallelism_config is None:
+            fix = "is needed to ask for a rank in it: Accelerator(parallelism_config=ParallelismConfig(...))"
+            raise ConfigError(Problem("parallelism_config", None, fix))
+        return self.parallelism_config
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this process belongs to."""
+        return (
+            self._gang.rank // self._layout().size("dp_shard") if self._layout().dp_replicate_enabled else 0
+        )
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of its copy this process holds."""
+        return self._gang.rank % self._layout().size("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: tensors are not split further."""
+        return self._layout().size("tp") - 1
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: sequences are not split."""
+        return self._layout().size("cp") - 1
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Refused: there is no pipeline."""
+        raise ConfigError(Problem("pipeline_parallel_rank", None, "pipelines are not built"))

@@ -1,0 +1,96 @@
+"""A user's learning-rate schedule inside a loop that accumulates, skips and runs on several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from windlass.accelerator.optimizer import PreparedOptimizer
+
+Unit = Literal["loader_batch", "optimizer_step", "call"]
+
+
+class Pace(Protocol):
+    """What a prepared schedule asks of the loop it is stepped in."""
+
+    sync_gradients: bool
+
+
+class PreparedSchedule:
+    """A schedule that advances with the updates of its optimizers.
+
+    Args:
+        scheduler: the user's own; it keeps its identity.
+        optimizers: those whose updates it follows.
+        unit: what it counts. "loader_batch": batches of the loader as it was before it was prepared, so every update
+            advances it by `stride`. "optimizer_step": updates that were applied, whatever the number of processes and
+            however often `step` is called. "call": every call of `step`.
+        stride: how many batches of the unprepared loader one prepared batch stands for.
+        adjust: keep the schedule's own count of calls in micro-batches, which only its warnings read.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        pace: Pace,
+        unit: Unit,
+        stride: int = 1,
+        adjust: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.unit: Unit = unit
+        self._pace = pace
+        self._stride = 1 if isinstance(scheduler, ReduceLROnPlateau) else stride
+        self._adjust = adjust
+        self._followed = self._updates()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def _updates(self) -> int:
+        return max((optimizer.updates for optimizer in self.optimizers), default=0)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance by what the last update stands for; nothing between updates, or where the update was skipped."""
+        if self.unit == "call":
+            self.scheduler.step(*args, **kwargs)
+        elif self.unit == "optimizer_step":
+            self._follow(*args, **kwargs)
+        elif not self._pace.sync_gradients:
+            if self._adjust:
+                self.scheduler._step_count += 1
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self._stride):
+                self._advance(*args, **kwargs)
+
+    def _follow(self, *args: Any, **kwargs: Any) -> None:
+        done, self._followed = self._followed, self._updates()
+        for _ in range(done, self._followed):
+            self.scheduler.step(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        # The last batch of an epoch may stand for fewer than `stride`: a schedule with an end must not run past it.
+        end = getattr(self.scheduler, "total_steps", None)
+        if end is None or self.scheduler._step_count <= end:
+            self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates that the next update uses, one for each group."""
+        return list(self.scheduler.get_last_lr())
+
+    def get_lr(self) -> Any:
+        return self.scheduler.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+        self._followed = self._updates()
