@@ -130,7 +130,7 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
 
 def _match(path: Path, file: TensorFile, targets: Mapping[str, Tensor]) -> dict[str, str]:
     """Which stored tensor each of the model's names takes. A tied name that is not stored takes its twin's."""
-    aliases = _read_aliases(path, file)
+    aliases = read_aliases(path, file)
     sources = {name: aliases.get(name, name) for name in targets}
     _, twins = split_aliases(targets)
     groups = {name: [name] for name in targets if name not in twins}
@@ -143,7 +143,8 @@ def _match(path: Path, file: TensorFile, targets: Mapping[str, Tensor]) -> dict[
     return sources
 
 
-def _read_aliases(path: Path, file: TensorFile) -> dict[str, str]:
+def read_aliases(path: Path, file: TensorFile) -> dict[str, str]:
+    """The map of tied names to those they are stored under, which `save_weights` leaves in a file."""
     text = file.metadata.get(ALIASES_KEY)
     if text is None:
         return {}

@@ -1,0 +1,159 @@
+"""Weights that wait on disk (or in host memory) until a layer needs them.
+
+A folder of offloaded weights holds an `index.json`, `{name: {"safetensors_file", "weight_name", "dtype"}}`, as
+transformers writes it too. A file is named relative to the folder, or by its whole path where the weights of a
+checkpoint are used where they are. Reading takes memory for one tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.tensor_file import open_tensors, write_tensors
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+
+INDEX_NAME = "index.json"
+_OURS = "offloaded-"  # file names of weights written here
+
+Index = dict[str, dict[str, str]]
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
+) -> Index:
+    """Write one tensor into a folder of offloaded weights; gives `index` with its entry.
+
+    The folder's own index is not touched: see `save_offload_index`.
+    """
+    index = {} if index is None else index
+    index.update(_write(Path(offload_folder), {weight_name: weight}, Files()))
+    return index
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write tensors into a folder of offloaded weights, beside those that are there under other names."""
+    if state_dict:
+        save_offload_index(_write(Path(save_dir), state_dict, Files()), save_dir)
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], files: Files) -> Index:
+    files.ensure_folder(folder)
+    number = 0
+    while (path := folder / f"{_OURS}{number:05d}.safetensors").exists():
+        number += 1
+    write_tensors(path, tensors, {"format": "pt"}, files=files)
+    return {name: index_entry(path.name, name, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def index_entry(file: str, weight_name: str, dtype: torch.dtype) -> dict[str, str]:
+    """What an index says of one tensor: its file, its name there, and the dtype it is wanted in."""
+    return {"safetensors_file": file, "weight_name": weight_name, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to a folder's index, replacing those of the same names. Files that none names any more go."""
+    if not index:
+        return
+    files, folder = Files(), Path(offload_folder)
+    files.ensure_folder(folder)
+    path = folder / INDEX_NAME
+    merged = {**(read_offload_index(folder) if path.exists() else {}), **index}
+    new = folder / f"tmp-{INDEX_NAME}"
+    if new.exists():  # left by a process that was cut off
+        files.remove_file(new)
+    files.write(new, [strict_json.dump(merged, str(path))])
+    files.rename(new, path)
+    named = {entry["safetensors_file"] for entry in merged.values()}
+    for file in sorted(folder.glob(f"{_OURS}*.safetensors")):
+        if file.name not in named:
+            files.remove_file(file)
+
+
+def read_offload_index(folder: str | os.PathLike[str]) -> Index:
+    """The index of a folder of offloaded weights.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or speaks of raw `.dat` files, which are not read.
+    """
+    path = Path(folder) / INDEX_NAME
+    index = strict_json.parse(Files().read(path, strict_json.MAX_JSON_BYTES), str(path))
+    if not isinstance(index, dict):
+        raise CheckpointError(f"{path} is not a map")
+    for name, entry in index.items():
+        _check_entry(path, name, entry)
+    return index
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{path}: the entry of {name!r} is not a map")
+    if "safetensors_file" not in entry:
+        raise CheckpointError(
+            f"{path}: {name!r} is not in a safetensors file. Raw .dat files, as accelerate writes them, carry no "
+            "header to check them by and are not read; offload the model into an empty folder"
+        )
+    if not all(isinstance(value, str) for value in entry.values()):
+        raise CheckpointError(f"{path}: the entry of {name!r} is malformed")
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Tensors by name: those of `state_dict` as they are, others read from their files each time.
+
+    Args:
+        state_dict: tensors in memory; they come before those on disk.
+        save_folder: a folder with an index; files in the index are relative to it.
+        index: instead of the folder's own.
+        device: where tensors that are read go; the host by default.
+
+    Raises:
+        ConfigError: none of the first three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, str]] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            fix = "give tensors (state_dict), a folder of offloaded weights (save_folder), or an index"
+            raise ConfigError(Problem("state_dict", None, fix))
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = Path(save_folder or "")
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.index = dict(index or {})
+        self.device = device
+        self._names = list(dict.fromkeys([*self.state_dict, *self.index]))
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        path, name = self.save_folder / entry["safetensors_file"], entry.get("weight_name", key)
+        with open_tensors(path, Files()) as file:
+            if name not in file:
+                raise CheckpointError(
+                    f"{path} has no tensor {name!r}, which the index of offloaded weights says it has"
+                )
+            tensor = file.read(name)
+        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+        return tensor.to(device=self.device, dtype=dtype)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index  # the inherited one would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
