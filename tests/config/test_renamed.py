@@ -23,14 +23,14 @@ CARRIED: dict[str, tuple[Any, str, Any]] = {
     "per_gpu_train_batch_size": (3, "per_device_train_batch_size", 3),
     "per_gpu_eval_batch_size": (5, "per_device_eval_batch_size", 5),
     "xpu_backend": ("gloo", "ddp_backend", "gloo"),
+    "fsdp_min_num_params": (100, "fsdp_config", {"min_num_params": 100}),
+    "fsdp_transformer_layer_cls_to_wrap": ("Block", "fsdp_config", {"transformer_layer_cls_to_wrap": "Block"}),
 }
 # old name -> a value, and the new field whose refusal it then meets, because that feature is not built
 CARRIED_TO_REFUSED: dict[str, tuple[Any, str]] = {
     "push_to_hub_token": ("t", "hub_token"),
     "push_to_hub_model_id": ("m", "hub_model_id"),
     "push_to_hub_organization": ("o", "hub_model_id"),
-    "fsdp_min_num_params": (100, "fsdp_config"),
-    "fsdp_transformer_layer_cls_to_wrap": ("Block", "fsdp_config"),
     "tpu_metrics_debug": (True, "debug"),
     "split_batches": (True, "accelerator_config.split_batches"),
     "dispatch_batches": (True, "accelerator_config.dispatch_batches"),

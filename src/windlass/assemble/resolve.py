@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts
+from windlass.config.parallel import Parallel, from_arguments, from_environment, merge, plan_parallel
 from windlass.config.plan import (
     BatchPlan,
     CadencePlan,
     DataPlan,
-    DistPlan,
     DurationPlan,
     OptimizerPlan,
     PrecisionPlan,
@@ -25,6 +26,7 @@ from windlass.config.plan import (
 from windlass.config.validate import check
 from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.world import World, world_from_environment
 
 # Overriding these in other trainers replaces parts of their loop, which here is the engine's and never calls them.
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
@@ -77,20 +79,21 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     if problems:
         raise ConfigError(problems)
     duration = resolve_duration(args, facts)
+    parallel = resolve_parallel(args, facts.world)
     return RunPlan(
         seed=args.seed,
         batch=resolve_batch(args, facts),
         duration=duration,
         optimizer=resolve_optimizer(args, duration.steps),
         precision=resolve_precision(args),
-        transforms=_transforms(args),
+        transforms=_transforms(args, parallel),
         stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
         data=resolve_data(args),
         logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         logging_first_step=args.logging_first_step,
         evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=resolve_save(args, duration.steps),
-        dist=resolve_dist(args),
+        dist=parallel.dist,
     )
 
 
@@ -165,6 +168,13 @@ def _divides_the_update(args: Any, facts: Facts) -> Iterator[Problem]:
     yield from batch.objections(args, facts.world.size)
 
 
+def _agrees_with_the_launcher(args: Any, facts: Facts) -> Iterator[Problem]:
+    try:
+        resolve_parallel(args, facts.world)
+    except ConfigError as error:
+        yield from error.problems
+
+
 RULES: tuple[Rule, ...] = (
     _needs_training_data,
     _needs_evaluation_data,
@@ -174,6 +184,7 @@ RULES: tuple[Rule, ...] = (
     _keeps_the_weights,
     _uses_one_graph,
     _divides_the_update,
+    _agrees_with_the_launcher,
 )
 
 
@@ -222,10 +233,19 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
     )
 
 
+def resolve_parallel(args: Any, world: World) -> Parallel:
+    """How the model is spread over `world`, as the arguments and the launcher of this process say together.
+
+    Raises:
+        ConfigError: with every problem, contradictions of the two among them.
+    """
+    return plan_parallel(merge(from_arguments(args), from_environment(os.environ)), world)
+
+
 def resolve_precision(args: Any) -> PrecisionPlan:
-    compute = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
-    return PrecisionPlan(compute, full_eval, args.tf32)  # type: ignore[arg-type]
+    parallel = resolve_parallel(args, world_from_environment())
+    return PrecisionPlan(parallel.precision.compute, full_eval, args.tf32)  # type: ignore[arg-type]
 
 
 def resolve_data(args: Any) -> DataPlan:
@@ -244,16 +264,6 @@ def resolve_data(args: Any) -> DataPlan:
     )
 
 
-def resolve_dist(args: Any) -> DistPlan:
-    return DistPlan(
-        timeout_seconds=args.ddp_timeout,
-        find_unused_parameters=bool(args.ddp_find_unused_parameters),
-        bucket_cap_mb=args.ddp_bucket_cap_mb,
-        broadcast_buffers=args.ddp_broadcast_buffers,
-        static_graph=bool(args.ddp_static_graph),
-    )
-
-
 def resolve_save(args: Any, total_steps: int) -> SavePlan:
     return SavePlan(
         output_dir=args.output_dir,
@@ -265,13 +275,13 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
     )
 
 
-def _transforms(args: Any) -> TransformPlan:
+def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     return TransformPlan(
         recompute=bool(args.activation_checkpointing),
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile=bool(args.torch_compile),
-        compile_backend=args.torch_compile_backend,
-        compile_mode=args.torch_compile_mode,
+        compile=parallel.compile_backend is not None,
+        compile_backend=parallel.compile_backend,
+        compile_mode=parallel.compile_mode,
     )
 
 

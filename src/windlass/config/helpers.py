@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
@@ -13,6 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from windlass.config.enums import ParallelMode
+from windlass.config.parallel.environment import from_environment
 from windlass.config.turns import main_process_first
 from windlass.core.logs import log_levels
 from windlass.core.world import World, world_from_environment
@@ -65,7 +67,8 @@ class WorldHelpers:
         """
         from windlass.core.device import choose_device
 
-        return choose_device(self.use_cpu, self._world.local_rank)
+        said = from_environment(os.environ).get("cpu")
+        return choose_device(self.use_cpu or (said is not None and said.value), self._world.local_rank)
 
     @property
     def n_gpu(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _HUB = "needs publishing to the hub, which is not built yet; save_model() writes what an upload needs"
-_SHARDING = "is not built yet; DDP (start the script with torchrun) is the only parallelism so far"
+_DEEPSPEED = "is not built yet; fsdp=True shards parameters, gradients and optimizer state"
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 _TRACKIO = f"needs the trackio tracker, which is not built yet; {_WRITTEN}"
 TRACKER_NOTE = f"is not built yet; {_WRITTEN}; a callback can send logs on"
@@ -29,6 +29,7 @@ use_cpu accelerator_config
 dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
 remove_unused_columns label_names train_sampling_strategy length_column_name
+fsdp fsdp_config
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 skip_memory_metrics do_train do_eval do_predict
 nonfinite_policy global_batch_size
@@ -41,6 +42,7 @@ MAPPED = {
     "logging_nan_inf_filter": "filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
     "report_to": f"accepts 'none'; {_WRITTEN}; the trackers are listed below",
     "run_name": "is written to training_args.json; the trackers that would show it are not built yet",
+    "parallelism_config": "gives the numbers of copies and of shards; other axes than those two are refused",
     "local_rank": "is read from the launcher's environment; a value that disagrees is refused",
 }
 
@@ -65,10 +67,7 @@ REFUSED = {
     "hub_strategy": _HUB,
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
-    "parallelism_config": _SHARDING,
-    "fsdp": _SHARDING,
-    "fsdp_config": _SHARDING,
-    "deepspeed": _SHARDING,
+    "deepspeed": _DEEPSPEED,
     "debug": "is not built yet; nonfinite_policy says which step and which samples went wrong",
 }
 

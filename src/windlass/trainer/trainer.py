@@ -24,7 +24,6 @@ from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
-from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, set_verbosity
@@ -139,7 +138,7 @@ class Trainer(TrainerParts):
         args = self.args
         self._world = world_from_environment()
         set_verbosity(args.get_process_log_level())
-        self._device = choose_device(args.use_cpu, self._world.local_rank)
+        self._device = args.device
         if self._device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self._device.index or 0)
         self._gang = join(self._world, self._device, args.ddp_timeout, args.ddp_backend)

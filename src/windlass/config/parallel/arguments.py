@@ -55,9 +55,10 @@ def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
 
 
 def _precision(settings: Settings, args: Any) -> None:
-    for field in ("bf16", "fp16"):
+    for field in ("fp16", "bf16"):
         if getattr(args, field):
             _say(settings, rows.PRECISION, field, field)
+            return  # both at once is refused with the arguments themselves
 
 
 def _sharding(settings: Settings, args: Any) -> None:
@@ -112,6 +113,7 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
     """Read a script's mapping or dataclass whose fields are those of a launch file's section; None says nothing."""
     if given is None or given == "":
         return
+    given = _with_dtypes(given)
     # Of a mapping every item was written by hand; an object also holds what nobody said.
     weak = False if isinstance(given, Mapping) else None
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
@@ -126,3 +128,15 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
         else:
             fix = f"there is no such option{did_you_mean(str(word), known)}"
             settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
+
+
+def _with_dtypes(given: Any) -> Any:
+    """`mixed_precision_policy`, which holds a dtype for each role or one word for all, as fields of its own."""
+    if not isinstance(given, Mapping) or not given.get("mixed_precision_policy"):
+        return given
+    policy = given["mixed_precision_policy"]
+    if isinstance(policy, str):
+        policy = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), policy)
+    if not isinstance(policy, Mapping):
+        return given
+    return {**{word: raw for word, raw in given.items() if word != "mixed_precision_policy"}, **policy}

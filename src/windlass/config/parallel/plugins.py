@@ -67,8 +67,6 @@ def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
     except ConfigError as error:
         settings.problems += error.problems
         return
-    if isinstance(said, dict) and isinstance(said.get("mixed_precision_policy"), Mapping):
-        said.update(said.pop("mixed_precision_policy"))
     read_section(settings, said, _SECTIONS[name], origin)
 
 

@@ -410,9 +410,16 @@ DDP_OPTIONS = Key(
 )
 DDP = (DDP_FIND_UNUSED, DDP_BUCKET, DDP_BUFFERS, DDP_STATIC, DDP_TIMEOUT, DDP_HOOK, DDP_WRAPPER, DDP_OPTIONS)
 
+
+def _backend(raw: object) -> str:
+    """As the compiler spells it; accelerate writes it in capitals."""
+    word = str(getattr(raw, "value", raw))
+    return word.lower() if word.isupper() else word
+
+
 COMPILE_BACKEND = Key(
     "compile.backend",
-    lambda raw: str(getattr(raw, "value", raw)).lower(),
+    _backend,
     "no",
     "Compile the model with this backend of torch.compile.",
     "dynamo",
