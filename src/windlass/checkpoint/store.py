@@ -21,8 +21,6 @@ from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_co
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 
-_FOLDER = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
-_LEFTOVER = re.compile(r"tmp-(?:removed-)?(?:replaced-)?checkpoint-\d{1,18}")
 _logger = get_logger(__name__)
 # `Store.list` hides the built-in name inside its class.
 _Infos = list[CheckpointInfo]
@@ -47,6 +45,7 @@ class Store:
         rank, world: this process's place; all ranks see the same folder.
         vote: collective; True if it was called with True on every rank. Doubles as a barrier.
         barrier: collective; returns when every rank has called it.
+        name: what the folder of a checkpoint is called; without `{step}` there is one folder, replaced by each save.
     """
 
     def __init__(
@@ -58,8 +57,13 @@ class Store:
         vote: Callable[[bool], bool] = lambda ok: ok,
         barrier: Callable[[], None] = lambda: None,
         files: Files | None = None,
+        name: str = "checkpoint-{step}",
     ) -> None:
         self.root = Path(root)
+        self._name = name
+        stem = re.escape(name).replace(re.escape("{step}"), r"(\d{1,18})")
+        self._folder = re.compile(rf"(?:replaced-)?{stem}")
+        self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
         self.rank, self.world = rank, world
         self.vote, self.barrier = vote, barrier
         self.files = files or Files()
@@ -67,7 +71,7 @@ class Store:
     # --- looking
 
     def path_for(self, step: int) -> Path:
-        return self.root / f"checkpoint-{step}"
+        return self.root / self._name.replace("{step}", str(step))
 
     def list(self) -> _Infos:
         """The committed checkpoints (readable manifest; content not checked), in order of their commits."""
@@ -83,10 +87,15 @@ class Store:
             return []
         numbered = []
         for path in self.root.iterdir():
-            match = _FOLDER.fullmatch(path.name)
-            if match and path.is_dir() and not self._is_superseded(path):
-                numbered.append((int(match[1]), path))
+            is_ours = self._folder.fullmatch(path.name) is not None
+            if is_ours and path.is_dir() and not self._is_superseded(path):
+                numbered.append((self._step_in(path) or 0, path))
         return [path for _, path in sorted(numbered)]
+
+    def _step_in(self, path: Path) -> int | None:
+        """The step that a folder's name says; None where names say none."""
+        match = self._folder.fullmatch(path.name)
+        return int(match[1]) if match and match.re.groups else None
 
     def _is_superseded(self, path: Path) -> bool:
         """A replaced checkpoint counts only while its successor is not there."""
@@ -97,8 +106,7 @@ class Store:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link")
         info = read_manifest(path, self.files)
-        match = _FOLDER.fullmatch(path.name)
-        if match and int(match[1]) != info.step:
+        if self._step_in(path) not in (None, info.step):
             raise CheckpointError(f"its manifest is of step {info.step}")
         return info
 
@@ -145,8 +153,7 @@ class Store:
         try:
             return False, self._read(path).order
         except (CheckpointError, OSError):
-            match = _FOLDER.fullmatch(path.name)
-            return True, (0, int(match[1]) if match else 0)
+            return True, (0, self._step_in(path) or 0)
 
     def resume_point(self, which: Literal[True] | str | Path) -> CheckpointInfo:
         """What `resume_from_checkpoint` means, verified: True takes the newest and warns of newer ones it skips; a
@@ -213,7 +220,7 @@ class Store:
             self.vote(False)
             raise
         if not self.vote(True):
-            raise SaveDropped(f"checkpoint-{step} was dropped: another rank could not write its part")
+            raise SaveDropped(f"{self.path_for(step).name} was dropped: another rank could not write its part")
 
     def _prepare(self, needed: int) -> None:
         self.files.ensure_folder(self.root)
@@ -246,12 +253,12 @@ class Store:
         with contextlib.suppress(OSError):
             for path in sorted(self.root.iterdir()):
                 superseded = path.name.startswith("replaced-") and self._is_superseded(path)
-                if superseded or _LEFTOVER.fullmatch(path.name):
+                if superseded or self._leftover.fullmatch(path.name):
                     self.remove(path)
 
     def remove(self, path: Path) -> None:
         """Remove a folder such that no instant shows it half removed under its own name."""
-        if not _LEFTOVER.fullmatch(path.name):
+        if not self._leftover.fullmatch(path.name):
             doomed = path.with_name("tmp-removed-" + path.name)
             if doomed.exists():
                 self.files.remove_tree(doomed)
