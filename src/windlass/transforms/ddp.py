@@ -16,7 +16,9 @@ from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.strategy import device_of
+from windlass.transforms.unused import ReachedParameters
 
 _NOTHING = contextlib.nullcontext()
 
@@ -52,18 +54,31 @@ class DataParallel(Alone):
     def __init__(self, module: nn.Module, plan: DistPlan) -> None:
         super().__init__(module)
         self._wrapper: Replicated | None = replicate(module, plan)
+        self._compression = Compression(self._wrapper, plan)
         self._seen = 0
+        # PyTorch itself finds unused parameters under either option; without them the first update is watched.
+        self._unwatched = not (plan.find_unused_parameters or plan.static_graph)
+        self._watch: ReachedParameters | None = None
 
     @property
     def model(self) -> nn.Module:
         return self._module if self._wrapper is None else self._wrapper
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
-        return _NOTHING if last or self._wrapper is None else self._wrapper.no_sync()
+        if self._wrapper is None:
+            return _NOTHING
+        if not last:
+            return self._wrapper.no_sync()
+        if self._unwatched:
+            self._unwatched, self._watch = False, ReachedParameters(self._module)
+        return _NOTHING
 
     def check_reached(self) -> None:
         if self._wrapper is None:
             return
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
         if self._wrapper.forwards == self._seen:
             raise ModelError(
                 "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
@@ -71,6 +86,8 @@ class DataParallel(Alone):
                 "the one that `prepare` returned), not the bare one"
             )
         self._seen = self._wrapper.forwards
+        if watch is not None:
+            watch.check()
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Two discarded backwards, so that the buckets are in their final order before the first real one.
@@ -82,8 +99,11 @@ class DataParallel(Alone):
         buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
         with preserved_rng(device_of(self._module)):
             for _ in range(2):
-                backward()
+                with self.micro(last=True):
+                    backward()
+                self.check_reached()
                 self._module.zero_grad(set_to_none=True)
+        self._compression.forget()
         with torch.no_grad():
             for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
                 buffer.copy_(saved)
