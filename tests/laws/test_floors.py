@@ -13,7 +13,7 @@ FLOORS = [
     {"assemble"},
     {"accelerator"},
     {"trainer"},
-    {"cli", "compat", "utils"},
+    {"cli", "compat", "utils", "launchers"},
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

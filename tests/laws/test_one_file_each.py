@@ -13,12 +13,13 @@ KINDS = {
     "optimizer": {"Optimizer"},
     "executor": {"Executor", "NativeExecutor"},
     "schedule": {"Schedule", "MetricSchedule"},
-    "tracker": {"Tracker"},
+    "tracker": {"GeneralTracker"},
 }
 # Packages whose files are each one thing, and the modules that may know all of them.
 FAMILIES = {
     "windlass.optim.optimizers": "windlass.optim.registry",
     "windlass.optim.schedules": "windlass.optim",
+    "windlass.callbacks.trackers": "windlass.callbacks.tracker_registry",
 }
 # The engines that stand behind the executor protocol. Above the rooms that build them nobody asks which one it is.
 OWNERS = ("optim", "config", "assemble")

@@ -10,6 +10,9 @@ from tests.laws.source import ROOT, Module, imports, modules
 CORE = {"torch", "numpy", "safetensors", "yaml"}
 # Engines that Windlass replaces: their parts may be read for facts, never leaned on.
 NEVER = {"accelerate", "trl", "lightning", "pytorch_lightning", "deepspeed_trainer", "fastai", "composer"}
+TRACKERS = (
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {
     "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms"},
@@ -19,8 +22,11 @@ HOMES: dict[str, set[str]] = {
     "IPython": {"callbacks"},
     "matplotlib": {"callbacks"},
     "pyarrow": {"data", "cli"},
+    "submitit": {"cli"},
+    "ray": {"cli"},
+    **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
-ONE_FILE = {"tokenizers", "rich", "matplotlib", "pyarrow", "datasets"}
+ONE_FILE = {"submitit", "ray", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
 
 
 def _top(name: str) -> str:

@@ -17,6 +17,8 @@ EXTRAS = {
     "rich": "rich",
     "matplotlib": "report",
     "pyarrow": "parquet",
+    "submitit": "slurm",
+    "ray": "ray",
 }
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,7 @@ from windlass.cli.launching.agent import Patience, WatchingAgent
 from windlass.cli.launching.environment import worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
+from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -38,7 +37,7 @@ def run_local(plan: LaunchPlan) -> int:
         0 when every process ended well; else the exit code of the rank that failed first (128 + signal when it was
         killed), 124 when the job stood still, 69 when the machines did not meet.
     """
-    _quiet_torch()
+    quiet_elastic()
     folder = _folder(plan)
     os.environ.update(worker_environment(plan))
     meeting = _meeting(plan)
@@ -125,17 +124,6 @@ def _close(agent: WatchingAgent) -> None:
         Exception
     ):  # the store may be gone with the main machine: there is nothing left to close
         agent.get_worker_group().spec.rdzv_handler.shutdown()
-
-
-def _quiet_torch() -> None:
-    """Torch's agent tells a failure in its own words and several times over; here it is told once."""
-    for name in _elastic_loggers():
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _elastic_loggers() -> Iterator[str]:
-    known = list(logging.root.manager.loggerDict)
-    yield from (name for name in known if name.startswith("torch.distributed.elastic"))
 
 
 def print_local(plan: LaunchPlan) -> str:

@@ -38,9 +38,9 @@ def run_ray(plan: LaunchPlan) -> int:
     if started:
         ray.init(address=job["address"], log_to_driver=True)
     try:
-        trainer = require("ray.train.data_parallel_trainer", "launch on Ray").DataParallelTrainer(
+        trainer = require("ray.train.v2.api.data_parallel_trainer", "launch on Ray").DataParallelTrainer(
             run_rank,
-            train_loop_config={"plan": to_text(plan)},
+            train_loop_config={"plan": to_text(plan), "folder": os.getcwd()},
             scaling_config=train.ScalingConfig(**job["scaling"]),
             run_config=train.RunConfig(
                 failure_config=train.FailureConfig(max_failures=plan.max_restarts), **job["run"]
@@ -93,7 +93,10 @@ def run_rank(config: dict[str, Any]) -> None:
     context = require("ray.train", "run under Ray").get_context()
     folder = Path(tempfile.mkdtemp(prefix="windlass-ray-"))
     environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
-    process = subprocess.Popen(command(plan), env=environ)
+    where = (
+        config["folder"] if os.path.isdir(config["folder"]) else None
+    )  # Ray starts its workers in a folder of its own
+    process = subprocess.Popen(command(plan), env=environ, cwd=where)
     if process.wait() == 0:
         return
     rank, machine = context.get_world_rank(), context.get_node_rank()
