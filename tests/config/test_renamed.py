@@ -24,7 +24,11 @@ CARRIED: dict[str, tuple[Any, str, Any]] = {
     "per_gpu_eval_batch_size": (5, "per_device_eval_batch_size", 5),
     "xpu_backend": ("gloo", "ddp_backend", "gloo"),
     "fsdp_min_num_params": (100, "fsdp_config", {"min_num_params": 100}),
-    "fsdp_transformer_layer_cls_to_wrap": ("Block", "fsdp_config", {"transformer_layer_cls_to_wrap": "Block"}),
+    "fsdp_transformer_layer_cls_to_wrap": (
+        "Block",
+        "fsdp_config",
+        {"transformer_layer_cls_to_wrap": "Block"},
+    ),
 }
 # old name -> a value, and the new field whose refusal it then meets, because that feature is not built
 CARRIED_TO_REFUSED: dict[str, tuple[Any, str]] = {
@@ -119,6 +123,7 @@ def test_a_contradiction_is_a_problem(name: str) -> None:
         "optim": "sgd",
         "ddp_backend": "nccl",
         "train_sampling_strategy": "sequential",
+        "fsdp_config": {"min_num_params": 5, "transformer_layer_cls_to_wrap": "Other"},
     }
     other = others.get(field, {str: "non_padding", bool: False, int: 77, float: 0.5}[type(value)])
     if field == "include_num_input_tokens_seen":

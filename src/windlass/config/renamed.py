@@ -91,6 +91,18 @@ def _into(field: str, key: str) -> Callable[[Any, Given], Any]:
     return carry
 
 
+def _agree(present: Any, carried: Any) -> bool:
+    """Whether what the new name holds stays as it is; of a dict, every item."""
+    if isinstance(present, dict) and isinstance(carried, dict):
+        return {**carried, **present} == carried
+    return bool(present == carried)
+
+
+def _option_of(field: str, key: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    """An old argument that is now an item of a field which holds a dict."""
+    return Old(field, kind, neutral, _into(field, key), back=lambda now: (now or {}).get(key, neutral[0]))
+
+
 def _debug(_: Any, given: Given) -> str:
     return " ".join(filter(None, [str(given.get("debug") or ""), "tpu_metrics_debug"]))
 
@@ -115,10 +127,8 @@ OLD_NAMES: dict[str, Old] = {
     "push_to_hub_token": _same("hub_token"),
     "push_to_hub_model_id": _same("hub_model_id"),
     "push_to_hub_organization": Old("hub_model_id", carry=_hub_id),
-    "fsdp_min_num_params": Old("fsdp_config", int, (0, None), carry=_into("fsdp_config", "min_num_params")),
-    "fsdp_transformer_layer_cls_to_wrap": Old(
-        "fsdp_config", carry=_into("fsdp_config", "transformer_layer_cls_to_wrap")
-    ),
+    "fsdp_min_num_params": _option_of("fsdp_config", "min_num_params", int, (0, None)),
+    "fsdp_transformer_layer_cls_to_wrap": _option_of("fsdp_config", "transformer_layer_cls_to_wrap"),
     "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
     "xpu_backend": _same("ddp_backend"),
     "split_batches": Old("accelerator_config", bool, (None,), carry=_into("accelerator_config", "split_batches")),
@@ -202,7 +212,7 @@ def _objection(name: str, value: Any, given: Given) -> Problem | None:
     if name == "warmup_ratio" and not (isinstance(value, (int, float)) and 0 <= value < 1):
         return Problem(name, value, "must be a share of all updates, at least 0 and below 1")
     present = given.get(old.new) if old.new else None
-    if name in _MERGED or present is None or isinstance(present, dict) or present == old.carry(value, given):
+    if name in _MERGED or present is None or _agree(present, old.carry(value, given)):
         return None
     if name.endswith("_token"):
         value = present = "***"
