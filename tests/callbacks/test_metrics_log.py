@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.callbacks.metrics_log import MetricsLogCallback, is_timing, read_metrics
+from windlass.callbacks.metrics_log import MetricsLogCallback, read_metrics
+from windlass.callbacks.rows import is_timing
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
 

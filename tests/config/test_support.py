@@ -51,6 +51,12 @@ def test_optimizers_and_schedules_are_those_that_are_registered() -> None:
     assert set(support_rows.OPTIMIZERS) == set(OPTIMIZERS)
 
 
+def test_trackers_are_those_that_are_registered() -> None:
+    from windlass.callbacks.tracker_registry import BUILT_IN
+
+    assert support_rows.TRACKERS == BUILT_IN
+
+
 @pytest.mark.parametrize("section", ["Callbacks", "Data collators"])
 def test_honoured_classes_can_be_imported(section: str) -> None:
     import windlass

@@ -9,39 +9,21 @@ written so that they read back as the same bits; those that JSON has no word for
 from __future__ import annotations
 
 import json
-import math
 import os
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.core.errors import DataError
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 
 logger = get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
-Row = dict[str, Any]
-
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TIMING_ENDINGS = (
-    "runtime",
-    "_per_second",
-    "_per_sec",
-    "_time",
-    "_seconds",
-    "_wait",
-    "mfu",
-    "memory",
-    "_memory_gb",
-    "_gib",
-)
-_RESERVED = ("event", "step", "epoch", "timing")
 
 
-class MetricsLogCallback(TrainerCallback):
+class MetricsLogCallback(RowCallback):
     """Writes `metrics.jsonl` into the output folder, on the main process only.
 
     A run that starts at step 0 never mixes with an earlier one: an older file is kept under the next free
@@ -54,11 +36,11 @@ class MetricsLogCallback(TrainerCallback):
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.path = Path(output_dir).expanduser() / FILE_NAME
         self._tail_checked = False
         self._rows_before_training = False  # of this run: an evaluation that preceded `train()`
         self._kept_at_cut: list[Row] = []
-        self._last_row: Row = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -86,54 +68,9 @@ class MetricsLogCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._kept_at_cut = []
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs:
-            self._record(_kind(logs), state, logs)
-
-    def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._record_unless_logged("evaluate", state, metrics)
-
-    def on_predict(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._record_unless_logged("predict", state, metrics)
-
-    def _record_unless_logged(
-        self, event: str, state: TrainerState, metrics: Mapping[str, Any] | None
-    ) -> None:
-        """An evaluation is usually logged as well, just before its event: one row is enough."""
-        if not metrics:
-            return
-        said = _measured(self._last_row)  # the log may hold more: counters that the Trainer adds
-        if any(said.get(name) != value for name, value in _measured(_row(event, state, metrics)).items()):
-            self._record(event, state, metrics)
-
-    def _record(self, event: str, state: TrainerState, metrics: Mapping[str, Any]) -> None:
-        if not state.is_world_process_zero:
-            return
-        row = _row(event, state, metrics)
-        self._last_row = row
-        if _repeatable(row) in self._kept_at_cut:  # a resumed run says again what the file already holds
-            self._kept_at_cut.remove(_repeatable(row))
+    def take(self, row: Row, args: Any, state: TrainerState) -> None:
+        if repeatable(row) in self._kept_at_cut:  # a resumed run says again what the file already holds
+            self._kept_at_cut.remove(repeatable(row))
             return
         try:
             if not self._tail_checked:
@@ -168,77 +105,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             ) from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
-        rows.append(_revived(row))
+        rows.append(revived(row))
     return rows
-
-
-def is_timing(name: str) -> bool:
-    """Whether a metric of this name depends on the clock or the machine rather than on the computation."""
-    return name.endswith(_TIMING_ENDINGS)
-
-
-def _row(event: str, state: TrainerState, metrics: Mapping[str, Any]) -> Row:
-    row: Row = {"event": event, "step": state.global_step, "epoch": state.epoch}
-    timing: Row = {}
-    for name, value in metrics.items():
-        if name in ("step", "epoch"):  # log records carry them too
-            continue
-        target = timing if is_timing(name) else row
-        target[f"metric.{name}" if name in _RESERVED else name] = _plain(value)
-    return {**row, "timing": {**timing, "wall": time.time()}}
-
-
-def _kind(logs: Mapping[str, Any]) -> str:
-    if "train_runtime" in logs and "train_loss" in logs:
-        return "summary"
-    # Under `include_num_input_tokens_seen` any log may carry a `train_runtime`.
-    runtimes = (name for name in logs if name.endswith("_runtime") and not name.startswith("train_"))
-    return "evaluate" if any(runtimes) or any(name.startswith("eval_") for name in logs) else "log"
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types. Zero-dimensional arrays and tensors become numbers; what JSON cannot say becomes a
-    string.
-    """
-    if isinstance(value, bool | int | str | None):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _name_of(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:
-        return _plain(value.item())
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return str(value)
-
-
-def _name_of(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def _revived(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _revived(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_revived(item) for item in value]
-    return value
-
-
-def _repeatable(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "timing"}
-
-
-def _measured(row: Row) -> Row:
-    """What a row says apart from what kind it is and when it was written."""
-    timing = {name: value for name, value in row.get("timing", {}).items() if name != "wall"}
-    return {**{name: value for name, value in row.items() if name not in ("event", "timing")}, **timing}
 
 
 # --- the file -----------------------------------------------------------------------------------------------
@@ -299,4 +167,4 @@ def _cut_back(path: Path, step: int) -> list[Row]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    return [_repeatable(row) for _, row in kept if row["step"] == step]
+    return [repeatable(row) for _, row in kept if row["step"] == step]

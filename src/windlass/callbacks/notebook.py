@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.callbacks.charts import short
 from windlass.callbacks.displays import clock_text
-from windlass.callbacks.metrics_log import is_timing
+from windlass.callbacks.rows import is_timing
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.optional import require
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from windlass.callbacks.charts import Point, Series, line_chart, short
 from windlass.callbacks.displays import clock_text
-from windlass.callbacks.metrics_log import is_timing
 from windlass.callbacks.report_style import STYLE
+from windlass.callbacks.rows import is_timing
 
 History = Sequence[Mapping[str, Any]]
 

@@ -67,11 +67,10 @@ def unbuilt_optimizer(name: str) -> str | None:
 def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
     """Each name of `report_to` that cannot be reported to, and why."""
     for name in report_to:
-        known = name in rows.TRACKERS or name == "all"
-        yield (
-            name,
-            rows.TRACKER_NOTE if known else f"is not a tracker; known names: {', '.join(rows.TRACKERS)}",
-        )
+        if name in rows.UNBUILT_TRACKERS:
+            yield name, rows.TRACKER_NOTE
+        elif name not in (*rows.TRACKERS, "all"):
+            yield name, f"is not a tracker; known names: all, none, {', '.join(rows.TRACKERS)}"
 
 
 TRAINING_ARGUMENTS = _table(rows.HONOURED, rows.MAPPED, rows.REFUSED)
@@ -84,7 +83,9 @@ SECTIONS: dict[str, dict[str, Support]] = {
     ),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(" ".join(member.value for member in SchedulerType), {}, {}),
-    "report_to": {name: Support("refused", rows.TRACKER_NOTE) for name in rows.TRACKERS},
+    "report_to": _table(
+        " ".join((*rows.TRACKERS, "all")), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)
+    ),
     "Trainer constructor": _table(rows.CONSTRUCTOR, rows.CONSTRUCTOR_MAPPED, {}),
     "Trainer methods": _table(rows.METHODS, rows.METHODS_MAPPED, rows.METHODS_REFUSED),
     "Callbacks": _table(rows.CALLBACKS, {}, rows.CALLBACKS_REFUSED),

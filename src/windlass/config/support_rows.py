@@ -5,8 +5,7 @@ from __future__ import annotations
 _HUB = "needs publishing to the hub, which is not built yet; save_model() writes what an upload needs"
 _DEEPSPEED = "is not built yet; fsdp=True shards parameters, gradients and optimizer state"
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
-_TRACKIO = f"needs the trackio tracker, which is not built yet; {_WRITTEN}"
-TRACKER_NOTE = f"is not built yet; {_WRITTEN}; a callback can send logs on"
+TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
 HONOURED = """
 output_dir per_device_train_batch_size num_train_epochs max_steps
@@ -32,6 +31,7 @@ remove_unused_columns label_names train_sampling_strategy length_column_name
 fsdp fsdp_config
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 skip_memory_metrics do_train do_eval do_predict
+report_to run_name project trackio_space_id trackio_bucket_id
 nonfinite_policy global_batch_size
 """
 
@@ -40,8 +40,6 @@ MAPPED = {
     "gradient_checkpointing_kwargs": "is the older name of activation_checkpointing_kwargs; setting either sets both",
     "average_tokens_across_devices": "is always so; False is refused",
     "logging_nan_inf_filter": "filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
-    "report_to": f"accepts 'none'; {_WRITTEN}; the trackers are listed below",
-    "run_name": "is written to training_args.json; the trackers that would show it are not built yet",
     "parallelism_config": "gives the numbers of copies and of shards; other axes than those two are refused",
     "local_rank": "is read from the launcher's environment; a value that disagrees is refused",
 }
@@ -52,10 +50,7 @@ REFUSED = {
     "liger_kernel_config": "needs use_liger_kernel, which is not built yet",
     "neftune_noise_alpha": "is not built yet",
     "auto_find_batch_size": "is not built yet; lower per_device_train_batch_size and raise gradient_accumulation_steps",
-    "project": _TRACKIO,
-    "trackio_space_id": _TRACKIO,
-    "trackio_bucket_id": _TRACKIO,
-    "trackio_static_space_id": _TRACKIO,
+    "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
     "save_on_each_node": "is not built: a checkpoint is one folder that all machines share",
     "enable_jit_checkpoint": "is not built yet; save_steps sets how much a stopped job can lose",
@@ -97,9 +92,9 @@ OPTIMIZER_ADVICE = {
     "4bit": "; adafactor keeps the smallest state of those that are",
 }
 TRACKERS = (
-    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
-    "swanlab", "tensorboard", "trackio", "wandb",
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
+UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
 
 HELPERS = """
 train_batch_size eval_batch_size ddp_timeout_delta device n_gpu parallel_mode world_size process_index

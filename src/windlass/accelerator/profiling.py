@@ -1,0 +1,69 @@
+"""`accelerator.profile()`: torch's profiler around a part of a loop, as `ProfileKwargs` describes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from windlass.config.plugins import ProfileKwargs
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+@contextlib.contextmanager
+def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
+    """Profile the body; under a `schedule_option` the body calls the profiler's `step()` after each step of the loop.
+
+    Where `output_trace_dir` is set, each process leaves `profile_<rank>.json` there, a Chrome trace; under a schedule
+    that repeats, the trace of its last whole cycle.
+
+    Raises:
+        ConfigError: an activity that this machine does not have, or options that the schedule does not know.
+    """
+    problems = list(settings.objections())
+    if problems:
+        raise ConfigError(problems)
+    with _profiler(settings) as profiler:
+        yield profiler
+    if settings.output_trace_dir is not None:
+        _export(profiler, Path(settings.output_trace_dir) / f"profile_{rank}.json")
+
+
+def _profiler(settings: ProfileKwargs) -> torch.profiler.profile:
+    schedule = settings.schedule_option
+    return torch.profiler.profile(
+        activities=_activities(settings.activities),
+        schedule=None if schedule is None else torch.profiler.schedule(**schedule),
+        on_trace_ready=settings.on_trace_ready,
+        record_shapes=settings.record_shapes,
+        profile_memory=settings.profile_memory,
+        with_stack=settings.with_stack,
+        with_flops=settings.with_flops,
+        with_modules=settings.with_modules,
+    )
+
+
+def _activities(names: Sequence[str] | None) -> list[ProfilerActivity] | None:
+    if names is None:
+        return None
+    supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+    present = {activity.name.lower(): activity for activity in supported}
+    missing = [name for name in names if name not in present]
+    if missing:
+        fix = f"this machine has {', '.join(sorted(present))}; name those, or leave activities out"
+        raise ConfigError([Problem("ProfileKwargs.activities", name, fix) for name in missing])
+    return [present[name] for name in names]
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    if profiler.profiler is None:
+        logger.warning("%s is not written: profiler.step() was never called, so nothing was recorded", path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))

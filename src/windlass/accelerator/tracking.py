@@ -1,0 +1,110 @@
+"""The experiment trackers of a user's own loop: `init_trackers`, `log`, `get_tracker`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.callbacks.tracker import GeneralTracker
+from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
+from windlass.core.errors import ConfigError, Problem
+from windlass.metrics.evaluation import python_number
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class TrackingMixin:
+    """What an accelerator does with `log_with`.
+
+    Attributes:
+        log_with: names and trackers, as `filter_trackers` gives them.
+        trackers: those that `init_trackers` opened.
+        logging_dir: the folder for trackers that write files.
+    """
+
+    log_with: list[str | GeneralTracker]
+    trackers: list[GeneralTracker]
+    logging_dir: str | None
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Options | None = None
+    ) -> None:
+        """Open a run with every tracker of `log_with`; on all processes, though trackers act on the main one.
+
+        Args:
+            project_name: what the runs belong to.
+            config: hyperparameters to keep with the run.
+            init_kwargs: name of a tracker -> keywords for it, such as `{"wandb": {"tags": ["a"]}}`; those of trackers
+                that `log_with` does not ask for wait for the day that it does.
+
+        Raises:
+            ConfigError: `init_kwargs` names no tracker that there is.
+        """
+        options = init_kwargs or {}
+        _check_names("init_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.log_with)])
+        opened = [self._build_tracker(item, project_name, options) for item in self.log_with]
+        for tracker in opened:
+            tracker.start()
+        self.trackers = [*self.trackers, *opened]
+        if config is not None:
+            for tracker in opened:
+                tracker.store_init_configuration(config)
+
+    def _build_tracker(
+        self, item: str | GeneralTracker, project_name: str, options: Options
+    ) -> GeneralTracker:
+        if isinstance(item, GeneralTracker):
+            return item
+        cls: Any = LOGGER_TYPE_TO_CLASS[item]
+        folder = (self.logging_dir,) if cls.requires_logging_directory else ()
+        tracker: GeneralTracker = cls(project_name, *folder, **options.get(item, {}))
+        return tracker
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or (`unwrap`) the package's own run; before `init_trackers` a blank one.
+
+        Off the main process there is no run to unwrap: None.
+
+        Raises:
+            ConfigError: no tracker of this name was opened.
+        """
+        if not self.trackers:
+            return GeneralTracker(_blank=True)
+        found = {tracker.name: tracker for tracker in self.trackers}
+        _check_names("name", [name], list(found))
+        return found[name].tracker if unwrap else found[name]  # type: ignore[attr-defined]
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
+        """Send values to every tracker.
+
+        Args:
+            values: names to numbers or text; tensors of one element count as numbers.
+            step: the update that they belong to.
+            log_kwargs: name of a tracker -> keywords for its `log`.
+
+        Raises:
+            ConfigError: `log_kwargs` names no tracker that there is.
+        """
+        options = log_kwargs or {}
+        _check_names("log_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.trackers)])
+        plain = {name: python_number(value) for name, value in values.items()}
+        for tracker in self.trackers:
+            tracker.log(plain, step=step, **options.get(tracker.name, {}))
+
+    def finish_trackers(self) -> None:
+        """Close every run that `init_trackers` opened."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
+
+
+def _name(item: str | GeneralTracker) -> str:
+    return item if isinstance(item, str) else item.name
+
+
+def _check_names(field: str, given: Any, known: list[str]) -> None:
+    present = ", ".join(known) or "none"
+    fix = f"is no tracker here; known names: {present}"
+    problems = [Problem(field, name, fix) for name in given if name not in known]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,89 @@
+"""Aim: a repository of runs in a folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from windlass.callbacks.tracker import GeneralTracker, RunFacts, on_main_process, split_numbers
+from windlass.core.optional import require
+
+
+class AimTracker(GeneralTracker):
+    """A run in an Aim repository.
+
+    Args:
+        run_name: the run's name.
+        logging_dir: the folder that holds the repository (`.aim`).
+        **kwargs: for `aim.Run`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = str(logging_dir)
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """In the repository of the output folder, as one of the project's experiments; a resumed run continues its
+        own.
+        """
+        name = facts.name or facts.folder.name
+        return cls(name, facts.folder, run_hash=facts.run_id, experiment=facts.project)
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self.writer is None else str(self.writer.hash)
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        aim = require("aim", "report to Aim")
+        # Aim asks for the repository's folder, and makes only what lies below it.
+        os.makedirs(self.aim_repo_path, exist_ok=True)
+        self.writer = aim.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers and Aim's own objects as they are, the rest as text."""
+        aim = require("aim", "report to Aim")
+        numbers, others = split_numbers(values)
+        texts = {name: value if _is_aims(value) else aim.Text(str(value)) for name, value in others.items()}
+        for name, value in {**numbers, **texts}.items():
+            self.writer.track(value, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Names to images, or to pairs of image and caption. `kwargs` holds options for `aim.Image` under "aim_image"
+        and for `Run.track` under "track".
+        """
+        aim = require("aim", "report to Aim")
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            shown = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(shown, name=name, step=step, **options.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _is_aims(value: Any) -> bool:
+    return type(value).__module__.split(".")[0] == "aim"

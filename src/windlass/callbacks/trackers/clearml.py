@@ -1,0 +1,126 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Self
+
+from windlass.callbacks.tracker import GeneralTracker, RunFacts, numbers_alone, on_main_process
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import require
+
+_SPLITS = ("eval", "test", "train")
+_OFFLINE = "offline-"
+
+
+class ClearMLTracker(GeneralTracker):
+    """A task of ClearML; one that the script has opened already is used as it is, and left open.
+
+    Args:
+        run_name: project and task name, where `$CLEARML_PROJECT` and `$CLEARML_TASK` do not say otherwise.
+        **kwargs: for `clearml.Task.init`.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.task: Any = None
+        self._is_ours = False
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """A resumed run continues its own task; one that was recorded without a connection is begun anew."""
+        task = {"task_name": os.environ.get("CLEARML_TASK") or facts.name or facts.folder.name}
+        resumable = facts.run_id is not None and not facts.run_id.startswith(_OFFLINE)
+        identity = {"continue_last_task": facts.run_id} if resumable else {}
+        return cls(facts.project, **task, **identity)
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self.task is None else str(self.task.id)
+
+    @property
+    def tracker(self) -> Any:
+        """The task."""
+        return self.task
+
+    @on_main_process
+    def start(self) -> None:
+        clearml = require("clearml", "report to ClearML")
+        self.task = clearml.Task.current_task()
+        if self.task is None:
+            names = {
+                "project_name": os.environ.get("CLEARML_PROJECT", self.run_name),
+                "task_name": os.environ.get("CLEARML_TASK", self.run_name),
+            }
+            self.task = clearml.Task.init(**{**names, **self.init_kwargs})
+            self._is_ours = True
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.task.connect_configuration(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers: `eval_loss` is the curve `eval` in the chart `loss`; without a step, single values.
+
+        ClearML draws what is not finite as 0: such a value is written to its console instead.
+        """
+        reporter = self.task.get_logger()
+        for name, value in numbers_alone("ClearML", values).items():
+            if not math.isfinite(value):
+                reporter.report_text(f"{name} is {value}" + ("" if step is None else f" at step {step}"))
+            elif step is None:
+                reporter.report_single_value(name=name, value=value, **kwargs)
+            else:
+                title, series = _chart_and_curve(name)
+                reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Names to images (arrays or PIL images)."""
+        for name, image in values.items():
+            title, series = _chart_and_curve(name)
+            self.task.get_logger().report_image(
+                title=title, series=series, iteration=step, image=image, **kwargs
+            )
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A table, given as a dataframe or as rows; without `columns` the first row holds the headings.
+
+        Raises:
+            ConfigError: neither is given.
+        """
+        if dataframe is None and data is None:
+            raise ConfigError(Problem("data", None, "give either data or dataframe"))
+        rows = [columns, *data] if columns and data is not None else data
+        title, series = _chart_and_curve(table_name)
+        table = rows if dataframe is None else dataframe
+        self.task.get_logger().report_table(
+            title=title, series=series, table_plot=table, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def finish(self) -> None:
+        if self._is_ours:
+            self.task.close()
+
+
+def _chart_and_curve(name: str) -> tuple[str, str]:
+    """`eval_loss` -> ("loss", "eval"); a name without the prefix of a split is a curve of its own name."""
+    split, _, rest = name.partition("_")
+    return (rest, split) if split in _SPLITS and rest else (name, name)

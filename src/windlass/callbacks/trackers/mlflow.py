@@ -1,0 +1,162 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Self
+
+from windlass.callbacks.tracker import GeneralTracker, RunFacts, numbers_alone, on_main_process
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.optional import require
+
+logger = get_logger(__name__)
+_PURPOSE = "report to MLflow"
+_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+class MLflowTracker(GeneralTracker):
+    """A run of MLflow, at `$MLFLOW_TRACKING_URI`; one that the script has opened already is used as it is.
+
+    The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` come before
+    the arguments.
+
+    Args:
+        experiment_name: the experiment that the run belongs to; made if need be.
+        logging_dir: where a new experiment keeps its artifacts.
+        run_id: continue this run.
+        tags: names to texts, or JSON of them.
+        nested_run: make it a child of the run that is open.
+        run_name, description: of a new run.
+
+    Raises:
+        ConfigError: a variable cannot be read.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = None if logging_dir is None else os.fspath(logging_dir)
+        self.continued = os.environ.get("MLFLOW_RUN_ID", run_id)
+        self.tags = _tags(os.environ.get("MLFLOW_TAGS", tags))
+        self.nested_run = _truth(os.environ.get("MLFLOW_NESTED_RUN", nested_run))
+        self.run_name = run_name
+        self.description = description
+        self.active_run: Any = None
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """In the experiment named as the project; a resumed run continues its own."""
+        return cls(facts.project, run_id=facts.run_id, run_name=facts.name)
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self.active_run is None else str(self.active_run.info.run_id)
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.active_run
+
+    @on_main_process
+    def start(self) -> None:
+        mlflow = require("mlflow", _PURPOSE)
+        opened = mlflow.active_run()
+        if opened is not None and not self.nested_run and self.continued in (None, opened.info.run_id):
+            self.active_run = opened
+            return
+        self.active_run = mlflow.start_run(
+            run_id=self.continued,
+            experiment_id=self._experiment(mlflow),
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _experiment(self, mlflow: Any) -> str | None:
+        """The experiment's number; None, MLflow's default experiment, where it has no name."""
+        if self.experiment_name is None:
+            return None
+        present = mlflow.get_experiment_by_name(self.experiment_name)
+        if present is not None:
+            return str(present.experiment_id)
+        made = mlflow.create_experiment(self.experiment_name, artifact_location=self.logging_dir)
+        return str(made)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """As parameters. Those longer than MLflow takes, and those that a continued run holds with another value, are
+        warned of and left out.
+        """
+        mlflow = require("mlflow", _PURPOSE)
+        limits = require("mlflow.utils.validation", _PURPOSE)
+        present = mlflow.get_run(self.run_id).data.params
+        kept = []
+        for name, value in values.items():
+            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
+                warn_once(logger, f"the parameter {name!r} is too long for MLflow and is not sent to it")
+            elif present.get(name, str(value)) != str(value):
+                warn_once(logger, f"MLflow keeps the first value of the parameter {name!r}: {present[name]}")
+            else:
+                kept.append((name, value))
+        size = limits.MAX_PARAMS_TAGS_PER_BATCH
+        for start in range(0, len(kept), size):
+            mlflow.log_params(dict(kept[start : start + size]))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers; the rest is warned of, once each, and left out."""
+        require("mlflow", _PURPOSE).log_metrics(numbers_alone("MLflow", values), step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """A figure of matplotlib or plotly, as the artifact `artifact_file`."""
+        require("mlflow", _PURPOSE).log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """All files of a folder."""
+        require("mlflow", _PURPOSE).log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """One file."""
+        require("mlflow", _PURPOSE).log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        require("mlflow", _PURPOSE).end_run()
+
+
+def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(tags, str):
+        return tags
+    try:
+        read = json.loads(tags)
+    except json.JSONDecodeError:
+        read = None
+    if not isinstance(read, dict):
+        raise ConfigError(Problem("MLFLOW_TAGS", tags, 'give a JSON object, such as {"team": "vision"}'))
+    return read
+
+
+def _truth(value: bool | str | None) -> bool:
+    if not isinstance(value, str):
+        return bool(value)
+    if value.lower() not in _TRUTHS:
+        raise ConfigError(Problem("MLFLOW_NESTED_RUN", value, "give true or false"))
+    return _TRUTHS[value.lower()]

@@ -1,0 +1,95 @@
+"""TensorBoard: event files in a folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from windlass.callbacks.tracker import GeneralTracker, RunFacts, on_main_process, split_numbers
+from windlass.core.optional import require
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files for TensorBoard.
+
+    Args:
+        run_name: the folder of this run below `logging_dir`.
+        logging_dir: the folder of all runs.
+        **kwargs: for `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """Below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run goes on in the same
+        folder, and what was logged after its checkpoint is hidden.
+        """
+        root = os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs"
+        if facts.run_id is not None:
+            return cls(facts.run_id, Path(root).expanduser(), purge_step=facts.step + 1)
+        started = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
+        return cls(facts.name or started, Path(root).expanduser())
+
+    @property
+    def run_id(self) -> str | None:
+        return self.run_name
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        require("tensorboard", "write TensorBoard event files")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """The hyperparameters, in the event file and in `hparams.yml` beside it."""
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in values.items()
+        }
+        self.writer.add_hparams(plain, metric_dict={}, run_name=".")
+        self.writer.flush()
+        Path(self.logging_dir, "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers as scalars, text as text, a dict of numbers as several curves in one chart."""
+        numbers, others = split_numbers(values)
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, global_step=step, **kwargs)
+        for name, value in others.items():
+            if isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            else:
+                self.writer.add_text(name, str(value), global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Batches of images, (count, channels, height, width) or as `dataformats` says."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()

@@ -1,0 +1,122 @@
+"""`report_to`: the rows of `metrics.jsonl`, sent to experiment trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from windlass.callbacks.rows import Row, RowCallback, revived
+from windlass.callbacks.tracker import GeneralTracker, RunFacts
+from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.types import State
+
+logger = get_logger(__name__)
+_OPTIONS = ("trackio_space_id", "trackio_bucket_id")
+# The packages hold one open run per process, so a run that begins ends the one that an earlier Trainer left open.
+_open: dict[str, GeneralTracker] = {}
+
+
+class TrackingCallback(RowCallback):
+    """Sends every row of `metrics.jsonl` to the trackers, on the main process: the same names, the same numbers.
+
+    Runs are opened when training begins, or with the first metrics before it, and stay open behind it, so that later
+    evaluations and the script's own calls reach them; the packages close them when the process ends. A resumed run
+    continues the run of its checkpoint where the tracker can. A tracker that cannot be started is an error; one that
+    fails later is warned of, and does not stop training.
+
+    Args:
+        trackers: names as in `report_to`, or trackers of your own; one or a list.
+
+    Raises:
+        ConfigError: a name that is no tracker.
+        MissingDependencyError: a tracker's package is not installed.
+    """
+
+    def __init__(self, trackers: str | GeneralTracker | Iterable[str | GeneralTracker]) -> None:
+        super().__init__()
+        wanted = [trackers] if isinstance(trackers, str | GeneralTracker) else list(trackers)
+        self._wanted = filter_trackers(wanted, logging_dir="", field="report_to")
+        self._running: list[GeneralTracker] = []
+        self._has_trained = False
+        self._run_ids: dict[str, str] = {}
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those whose run is open, on the main process."""
+        return list(self._running)
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self._has_trained:
+            self._running = []  # a second training is a run of its own; opening it ends the first one
+        self._has_trained = True
+        if state.is_world_process_zero:
+            self._ensure_running(args, state)
+            self._describe(args, model)
+
+    def take(self, row: Row, args: Any, state: TrainerState) -> None:
+        self._ensure_running(args, state)
+        values = sent_values(row)
+        for tracker in self._running:
+            try:
+                tracker.log(values, step=row["step"])
+            except Exception as error:  # a lost connection or a full disk: no curve is worth a trained model
+                warn_once(logger, f"{tracker.name} took no metrics, and training goes on: {error!r}")
+
+    def _ensure_running(self, args: Any, state: TrainerState) -> None:
+        if self._running:
+            return
+        for item in self._wanted:
+            tracker = item if isinstance(item, GeneralTracker) else self._build(item, args, state)
+            earlier = _open.pop(tracker.name, None)
+            if earlier is not None:
+                earlier.finish()
+            tracker.start()
+            _open[tracker.name] = tracker
+            self._running.append(tracker)
+        self._run_ids = {}
+
+    def _build(self, name: str, args: Any, state: TrainerState) -> GeneralTracker:
+        facts = RunFacts(
+            project=args.project,
+            name=state.trial_name or args.run_name,
+            folder=Path(args.output_dir).expanduser(),
+            step=state.global_step,
+            run_id=self._run_ids.get(name),
+            options={option: getattr(args, option) for option in _OPTIONS},
+        )
+        return LOGGER_TYPE_TO_CLASS[name].of_run(facts)
+
+    def _describe(self, args: Any, model: Any) -> None:
+        """Arguments and, for a model of transformers, its configuration under `model/`."""
+        as_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+        simple = {
+            f"model/{name}": value
+            for name, value in as_dict().items()
+            if isinstance(value, bool | int | float | str)
+        }
+        for tracker in self._running:
+            tracker.store_init_configuration({**simple, **args.to_sanitized_dict()})
+
+    # --- resuming -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Name of a tracker -> what continues its run."""
+        found = {tracker.name: tracker.run_id for tracker in self._running}
+        return {name: run_id for name, run_id in found.items() if run_id is not None}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue these runs when training begins. A run that is open already stays the one it is."""
+        self._run_ids = dict(state)
+
+
+def sent_values(row: Row) -> dict[str, Any]:
+    """A row as trackers take it: flat but for metrics that are themselves dicts, and without kind, step and clock."""
+    timing = {name: value for name, value in row["timing"].items() if name != "wall"}
+    values = {name: value for name, value in row.items() if name not in ("event", "step", "timing")}
+    found: dict[str, Any] = revived({**values, **timing})
+    return found
