@@ -1,0 +1,64 @@
+"""`init_trackers`, `log` and `get_tracker` of a user's own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.callbacks.test_tracker_registry import Notes
+from tests.callbacks.tracker_readers import READERS
+
+from windlass.accelerator.tracking import TrackingMixin
+from windlass.callbacks.tracker import GeneralTracker
+from windlass.callbacks.tracker_registry import filter_trackers
+from windlass.core.errors import ConfigError
+
+
+class Loop(TrackingMixin):
+    """As much of an accelerator as trackers see."""
+
+    def __init__(self, log_with: Any, folder: Path) -> None:
+        self.log_with = filter_trackers(log_with, folder)
+        self.trackers: list[GeneralTracker] = []
+        self.logging_dir = str(folder)
+
+
+def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
+    mine = Notes("run")
+    loop = Loop(mine, tmp_path)
+    loop.init_trackers("project", config={"lr": 0.1})
+    loop.log({"loss": torch.tensor(0.5, dtype=torch.float64), "note": "good"}, step=3)
+    assert mine.kept == [{"lr": 0.1}, (3, {"loss": 0.5, "note": "good"})]
+    assert loop.get_tracker("notes") is mine
+    assert loop.get_tracker("notes", unwrap=True) is mine.kept
+
+
+def test_keywords_reach_the_tracker_they_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    loop = Loop("tensorboard", tmp_path)
+    loop.init_trackers(
+        "project", {"lr": 0.1}, init_kwargs={"tensorboard": {"filename_suffix": ".mine"}, "wandb": {}}
+    )
+    loop.log(
+        {"loss": 0.5, "both": {"a": 1.0, "b": 2.0}}, step=3, log_kwargs={"tensorboard": {"walltime": 7.0}}
+    )
+    assert list((tmp_path / "project").glob("*.mine"))
+    loop.finish_trackers()
+    assert loop.trackers == []
+    curves = READERS["tensorboard"](tmp_path)
+    assert curves["loss"] == {3: 0.5}
+    assert "lr: 0.1" in (tmp_path / "project" / "hparams.yml").read_text()
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    loop = Loop(Notes(), tmp_path)
+    assert isinstance(loop.get_tracker("notes"), GeneralTracker)  # blank: nothing was opened
+    with pytest.raises(ConfigError, match="wanbd"):
+        loop.init_trackers("project", init_kwargs={"wanbd": {"tags": ["a"]}})
+    loop.init_trackers("project")
+    with pytest.raises(ConfigError, match="known names: notes"):
+        loop.get_tracker("wandb")
+    with pytest.raises(ConfigError, match="tensorbord"):
+        loop.log({"loss": 1.0}, log_kwargs={"tensorbord": {}})

@@ -1,0 +1,114 @@
+"""Which trackers a name stands for, and what is asked of trackers that users bring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.callbacks import tracker_registry
+from windlass.callbacks.tracker import GeneralTracker, on_main_process
+from windlass.callbacks.tracker_registry import (
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+)
+from windlass.core.errors import ConfigError
+
+
+class Notes(GeneralTracker):
+    """A tracker as guides write them."""
+
+    name = "notes"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str = "run") -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.kept: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.kept
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.kept.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.kept.append((step, values))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[GeneralTracker]]:
+    """The registry, put back after the test."""
+    known = dict(tracker_registry.LOGGER_TYPE_TO_CLASS)
+    monkeypatch.setattr(tracker_registry, "LOGGER_TYPE_TO_CLASS", known)
+    return known
+
+
+def test_all_means_those_that_are_installed_beside_those_that_are_given() -> None:
+    mine = Notes()
+    assert filter_trackers(["all", mine], "logs") == [*get_available_trackers(), mine]
+
+
+def test_each_once_and_members_of_an_enum_by_value() -> None:
+    pytest.importorskip("tensorboard")
+    from accelerate.utils import LoggerType
+
+    wanted = ["tensorboard", LoggerType.TENSORBOARD, "tensorboard"]
+    assert filter_trackers(wanted, "logs") == ["tensorboard"]
+    assert filter_trackers("tensorboard", "logs") == ["tensorboard"]
+    assert filter_trackers(None) == []
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        filter_trackers(["wandbb", "tensorboard", "notes"])
+    assert [problem.value for problem in error.value.problems] == ["wandbb", "tensorboard", "notes"]
+    assert "wandb" in error.value.problems[0].fix
+    assert "project_dir" in error.value.problems[1].fix
+
+
+def test_a_class_of_ones_own_goes_by_its_name(registered: dict[str, type[GeneralTracker]]) -> None:
+    register_tracker_class(Notes)
+    assert registered["notes"] is Notes
+    assert filter_trackers("notes") == ["notes"]
+
+
+@pytest.mark.parametrize(
+    "cls", [dict, "notes", type("Nameless", (GeneralTracker,), {"requires_logging_directory": True})]
+)
+def test_what_is_no_tracker_class_is_refused(cls: Any) -> None:
+    with pytest.raises(ConfigError):
+        register_tracker_class(cls)
+
+
+def test_taking_a_built_in_ones_place_is_said(
+    registered: dict[str, type[GeneralTracker]], log_lines: pytest.LogCaptureFixture
+) -> None:
+    register_tracker_class(type("Mine", (Notes,), {"name": "wandb"}))
+    assert "Mine takes the place of WandBTracker" in log_lines.text
+
+
+def test_a_tracker_that_lacks_something_names_it() -> None:
+    class Bare(GeneralTracker):
+        requires_logging_directory = False
+
+    with pytest.raises(ConfigError) as error:
+        Bare()
+    assert [problem.field for problem in error.value.problems] == ["Bare.name", "Bare.tracker"]
+    GeneralTracker(_blank=True)
+
+
+def test_other_processes_stay_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Notes()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tracker.log({"loss": 1.0}, step=1)
+    assert tracker.kept == []
+    monkeypatch.setattr(Notes, "main_process_only", False)
+    tracker.log({"loss": 1.0}, step=1)
+    assert tracker.kept == [(1, {"loss": 1.0})]

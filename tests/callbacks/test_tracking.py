@@ -1,0 +1,141 @@
+"""The Trainer and its trackers: what is sent, and what happens when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.callbacks.test_tracker_registry import Notes
+from tests.trainer.small import Net, arguments, bert, rows, token_rows
+
+from windlass import Trainer, read_metrics
+from windlass.callbacks import tracking
+from windlass.callbacks.tracking import TrackingCallback, sent_values
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    yield
+    tracking._open.clear()
+
+
+class Recorder(Notes):
+    """Keeps what it is told in order, opening and closing too."""
+
+    def start(self) -> None:
+        self.kept.append("start")
+
+    def finish(self) -> None:
+        self.kept.append("finish")
+
+
+def train(folder: Path, tracker: Notes, **changes: Any) -> Trainer:
+    args = arguments(folder, logging_steps=1, eval_strategy="steps", eval_steps=2, **changes)
+    trainer = Trainer(
+        Net(), args, train_dataset=rows(16), eval_dataset=rows(8), callbacks=[TrackingCallback(tracker)]
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(tracker: Notes) -> list[Any]:
+    return [item for item in tracker.kept if isinstance(item, tuple)]
+
+
+def test_a_tracker_of_ones_own_is_sent_every_row(tmp_path: Path) -> None:
+    tracker = Recorder()
+    train(tmp_path, tracker)
+    written = read_metrics(tmp_path / "metrics.jsonl")
+    assert logged(tracker) == [(row["step"], sent_values(row)) for row in written]
+    assert {row["event"] for row in written} == {"log", "evaluate", "summary"}
+    assert all({"wall", "event", "step"}.isdisjoint(values) for _, values in logged(tracker))
+    assert tracker.kept[0] == "start"
+    assert tracker.kept[1]["max_steps"] == 4
+
+
+def test_metrics_after_training_reach_the_same_run(tmp_path: Path) -> None:
+    tracker = Recorder()
+    trainer = train(tmp_path, tracker)
+    before = len(tracker.kept)
+    trainer.evaluate(metric_key_prefix="test")
+    assert "test_loss" in tracker.kept[before][1]
+    assert tracker.kept.count("start") == 1
+    assert "finish" not in tracker.kept
+
+
+def test_metrics_before_training_open_the_run(tmp_path: Path) -> None:
+    tracker = Recorder()
+    args = arguments(tmp_path)
+    callbacks = [TrackingCallback(tracker)]
+    trainer = Trainer(Net(), args, train_dataset=rows(16), eval_dataset=rows(8), callbacks=callbacks)
+    trainer.evaluate()
+    trainer.train()
+    assert tracker.kept[0] == "start"
+    assert "eval_loss" in tracker.kept[1][1]
+    assert tracker.kept.count("start") == 1
+
+
+def test_the_next_trainer_ends_what_an_earlier_one_left_open(tmp_path: Path) -> None:
+    first, second = Recorder(), Recorder()
+    train(tmp_path / "a", first)
+    assert first.kept[-1] != "finish"
+    train(tmp_path / "b", second)
+    assert first.kept[-1] == "finish"
+
+
+def test_a_second_training_is_a_run_of_its_own(tmp_path: Path) -> None:
+    tracker = Recorder()
+    trainer = train(tmp_path, tracker)
+    trainer.train()
+    opened = [item for item in tracker.kept if isinstance(item, str)]
+    assert opened == ["start", "finish", "start"]
+
+
+def test_a_tracker_that_fails_does_not_stop_training(
+    tmp_path: Path, log_lines: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Recorder):
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            raise ConnectionError(f"the line of {tmp_path} is dead")
+
+    trainer = train(tmp_path, Broken())
+    assert trainer.state.global_step == 4
+    warnings = [r.message for r in log_lines.records if "is dead" in r.message]
+    assert len(warnings) == 1
+    assert "notes took no metrics, and training goes on" in warnings[0]
+
+
+def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> None:
+    class Closed(Recorder):
+        def start(self) -> None:
+            raise PermissionError("no key")
+
+    with pytest.raises(PermissionError, match="no key"):
+        train(tmp_path, Closed())
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_arguments_and_the_models_configuration_go_along(tmp_path: Path) -> None:
+    tracker = Recorder()
+    args = arguments(tmp_path, hub_token=None, run_name="small", max_steps=1)
+    Trainer(bert(), args, train_dataset=token_rows(4), callbacks=[TrackingCallback(tracker)]).train()
+    told = tracker.kept[1]
+    assert told["model/hidden_size"] == 16
+    assert told["learning_rate"] == args.learning_rate
+    assert told["run_name"] == "small"
+
+
+def test_report_to_comes_before_the_scripts_callbacks(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    mine = TrackingCallback(Recorder())
+    trainer = Trainer(Net(), arguments(tmp_path, report_to="tensorboard"), callbacks=[mine])
+    present = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrackingCallback)]
+    assert len(present) == 2
+    assert present[1] is mine
+    assert not [
+        c
+        for c in Trainer(Net(), arguments(tmp_path)).callback_handler.callbacks
+        if isinstance(c, TrackingCallback)
+    ]
