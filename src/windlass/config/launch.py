@@ -1,12 +1,35 @@
-"""What is to be launched: the plan that every engine works from."""
+"""What is to be launched: the plan that every engine works from, checked as a whole before a process starts."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from windlass.config.parallel.settings import Settings
+from windlass.config.launch_checks import Machine, launch_problems
+from windlass.config.launch_file import find_file
+from windlass.config.parallel import rows_launch as rows
+from windlass.config.parallel import rows_training
+from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
+from windlass.config.parallel.files import from_file
+from windlass.config.parallel.flags import from_flags
+from windlass.config.parallel.plan import parallel_problems
+from windlass.config.parallel.settings import Settings, merge
+from windlass.core.errors import ConfigError
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.world import World
+
+logger = get_logger(__name__)
+# What limits the accelerators that a process sees, by their kind.
+_VISIBLE = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "musa": "MUSA_VISIBLE_DEVICES",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +73,91 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     stall_timeout: float | None = None
+
+
+def resolve_launch(
+    options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
+) -> LaunchPlan:
+    """What the command line, the launch file and the environment say together.
+
+    Args:
+        options: as parsed with `add_launch_flags`; what was not said is absent.
+        environ: of this process.
+        machine: what this machine can do; None assumes no accelerator.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    here = machine or Machine()
+    settings = launch_settings(options, environ)
+    plan = _plan(options, settings, here)
+    problems = [*launch_problems(plan, here), *parallel_problems(settings, _world(plan))]
+    if problems:
+        raise ConfigError(problems)
+    for note in settings.notes:
+        warn_once(logger, note)
+    return replace(plan, environment=_environment(plan, here))
+
+
+def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Flags over the environment over the launch file, each value with its origin."""
+    said = vars(options)
+    named = said.get("config_file")
+    path, note = (named, "") if named else find_file(environ)
+    file = Settings() if path is None else from_file(path)
+    settings = merge(from_flags(said), from_environment(environ), file)
+    if note:
+        settings.notes.insert(0, note)
+    return settings
+
+
+def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> LaunchPlan:
+    machines = settings.value(rows.MACHINES)
+    devices = settings.value(rows.DEVICES)
+    devices = "" if devices == "all" else devices
+    cpu = settings.value(rows_training.CPU)
+    return LaunchPlan(
+        script=options.script,
+        arguments=tuple(options.arguments),
+        module=options.module,
+        no_python=options.no_python,
+        processes=_processes(settings, 0 if cpu else len(devices.split(",")) if devices else machine.devices),
+        machines=machines,
+        machine_rank=settings.value(rows.MACHINE_RANK),
+        main_address=settings.value(rows.MAIN_ADDRESS),
+        main_port=settings.value(rows.MAIN_PORT),
+        rendezvous=settings.value(rows.RENDEZVOUS),
+        rendezvous_options=settings.value(rows.RENDEZVOUS_OPTIONS),
+        max_restarts=settings.value(rows.MAX_RESTARTS),
+        monitor_interval=settings.value(rows.MONITOR_INTERVAL),
+        log_dir=settings.value(rows.LOG_DIR),
+        tee=settings.value(rows.TEE),
+        threads=settings.value(rows.THREADS),
+        bind_cores=True if settings.value(rows.AFFINITY) else None,
+        role=settings.value(rows.ROLE),
+        devices=devices,
+        engine=settings.value(rows.ENGINE),
+        engine_options=settings.value(rows.ENGINE_OPTIONS),
+        cpu=cpu,
+        environment=settings.value(rows.ENVIRONMENT),
+        settings=settings,
+        stall_timeout=settings.value(rows.STALL_TIMEOUT),
+    )
+
+
+def _processes(settings: Settings, devices: int) -> int:
+    """As said; else one for each device of each machine, and one for each machine without any."""
+    said = settings.value(rows.PROCESSES)
+    return int(said) if said is not None else max(devices, 1) * int(settings.value(rows.MACHINES))
+
+
+def _world(plan: LaunchPlan) -> World:
+    size = max(plan.processes, 1)
+    return World(0, size, 0, max(size // plan.machines, 1))
+
+
+def _environment(plan: LaunchPlan, machine: Machine) -> dict[str, str]:
+    found = {name: str(value) for name, value in plan.environment.items()}
+    if plan.devices and machine.device_kind in _VISIBLE:
+        found[_VISIBLE[machine.device_kind]] = plan.devices
+    return {**found, OWN_VARIABLE: to_environment(plan.settings)}

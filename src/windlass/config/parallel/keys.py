@@ -67,10 +67,9 @@ class Key:
     refused: str = ""
     idle: str = ""
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether its flag needs no value."""
-        return self.read is flag and self.group not in ("fsdp", "ddp")
+    def is_switch(self, word: str) -> bool:
+        """Whether its flag `word` needs no value. Those of sharding take one, as in accelerate."""
+        return word == "use_fsdp" or (self.read is flag and self.group not in ("fsdp", "ddp"))
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -88,13 +88,15 @@ def names_or_pattern(raw: Any) -> str | tuple[str, ...]:
 
 
 def options(raw: Any) -> dict[str, Any]:
-    """A mapping, or text such as `timeout=60,join_timeout=30`."""
+    """A mapping, text such as `timeout=60,join_timeout=30`, or a list of such pairs."""
     if isinstance(raw, Mapping):
         return {str(key): value for key, value in raw.items()}
-    if not isinstance(raw, str):
+    # A pair out of a list may hold commas itself, as `CUDA_VISIBLE_DEVICES=0,1`.
+    pairs = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
         raise ValueError("must be a mapping, or text such as key=value,key=value")
     found = {}
-    for pair in filter(None, (part.strip() for part in raw.split(","))):
+    for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"must be key=value pairs with commas between them, and {pair!r} is none")

@@ -44,7 +44,7 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
     Raises:
         ConfigError: every problem met while reading, merging and planning.
     """
-    problems = [*settings.problems, *_objections(settings, world)]
+    problems = parallel_problems(settings, world)
     if problems:
         raise ConfigError(problems)
     for note in [*settings.notes, *_remarks(settings, world)]:
@@ -61,6 +61,11 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
         debug=settings.value(rows.DEBUG),
         settings=settings,
     )
+
+
+def parallel_problems(settings: Settings, world: World) -> list[Problem]:
+    """Everything wrong with the settings, for `world`."""
+    return [*settings.problems, *_objections(settings, world)]
 
 
 def is_sharded(settings: Settings) -> bool:

@@ -92,22 +92,33 @@ _IDLE_LAUNCH = (
     _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network",
          idle="changes nothing: the machines meet at main_process_ip either way"),
     _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
-         idle="needs no saying: num_processes decides"),
+         idle="needs no saying: num_processes decides, and all of them are used"),
     _row("quiet", kinds.flag, False, "Short reports of failures.", "quiet",
          idle="changes nothing: reports of failures are short already"),
+    _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.", "no_tpu_cluster",
+         idle="needs no saying: there are no TPUs here"),
     _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.", "main_training_function",
          idle="has no meaning here: scripts are started as a whole"),
 )  # fmt: skip
 
 
+# Refused flags that take no value.
+_SWITCHES = (
+    "use_deepspeed", "use_megatron_lm", "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
+    "use_autocast_during_eval",
+)  # fmt: skip
+
+
 def _refused(group: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
     """Keys that are known and cannot be had; `written` names those that accelerate gives a value unasked."""
-    every = (*words, *written)
-    return tuple(
-        Key(f"{group}.{word}", kinds.anything, None, "Not built.", group, (word,), written=written.get(word),
-            refused=reason)
-        for word in every
-    )  # fmt: skip
+
+    def row(word: str) -> Key:
+        read = kinds.flag if word in _SWITCHES else kinds.anything
+        return Key(
+            f"{group}.{word}", read, None, "Not built.", group, (word,), (), written.get(word), refused=reason
+        )
+
+    return tuple(row(word) for word in (*words, *written))
 
 
 _REFUSED_LAUNCH = (

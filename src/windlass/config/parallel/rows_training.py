@@ -437,18 +437,18 @@ COMPILE_MODE = Key(
     fields=("torch_compile_mode",),
     written="default",
 )
+_NOT_COMPILED = "is not built yet; dynamo_backend compiles the whole model with graph breaks allowed"
 COMPILE = (
     COMPILE_BACKEND,
     COMPILE_MODE,
     *(
-        Key(f"compile.{word}", kinds.anything, None, what, "dynamo", (word, *more), written="False",
-            refused="is not built yet; dynamo_backend compiles the whole model with graph breaks allowed")
-        for word, what, more in (
-            ("use_fullgraph", "Refuse graph breaks.", ("fullgraph",)),
-            ("use_dynamic", "Compile for shapes that change.", ("dynamic",)),
-            ("use_regional_compilation", "Compile repeated layers once.", ()),
-            ("options", "Options of the backend.", ()),
-            ("disable", "Switch compilation off.", ()),
+        Key(f"compile.{words[0]}", read, None, what, "dynamo", words, written="False", refused=_NOT_COMPILED)
+        for words, read, what in (
+            (("use_fullgraph", "fullgraph"), kinds.flag, "Refuse graph breaks."),
+            (("use_dynamic", "dynamic"), kinds.flag, "Compile for shapes that change."),
+            (("use_regional_compilation",), kinds.flag, "Compile repeated layers once."),
+            (("options",), kinds.anything, "Options of the backend."),
+            (("disable",), kinds.flag, "Switch compilation off."),
         )
     ),
-)  # fmt: skip
+)

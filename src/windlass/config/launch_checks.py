@@ -1,0 +1,145 @@
+"""What would make a launch fail, found before the first process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from windlass.config.parallel import rows_launch as rows
+from windlass.config.parallel import rows_training
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Settings
+from windlass.core.errors import Problem
+
+if TYPE_CHECKING:
+    from windlass.config.launch import LaunchPlan
+
+_TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+
+
+def _port_in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a launch asks of this machine. The command line fills it in; nothing here loads torch.
+
+    Attributes:
+        devices: how many accelerators there are.
+        device_kind: what they are called ("cuda"); "cpu" when there are none.
+        lacks: (precision, whether the CPU is meant) -> why it cannot be had; None when it can.
+        port_in_use: whether somebody listens on a port.
+    """
+
+    devices: int = 0
+    device_kind: str = "cpu"
+    lacks: Callable[[str, bool], str | None] = lambda precision, cpu: None
+    port_in_use: Callable[[int], bool] = _port_in_use
+
+
+def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    """Everything that stands in the way of `plan` on this machine."""
+    yield from _script(plan)
+    yield from _sizes(plan)
+    yield from _multi_gpu(plan.settings)
+    if not _TEE.fullmatch(plan.tee):
+        yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    if plan.engine == "local":
+        # A cluster's machines are others than the one that asks for them.
+        yield from _meeting_point(plan, machine)
+        yield from _devices(plan, machine)
+
+
+def _problem(plan: LaunchPlan, key: Key, fix: str) -> Problem:
+    said = plan.settings.get(key.name)
+    if said is None:
+        return Problem(f"--{key.flags[0]}", key.default, fix)
+    return Problem(said.origin, said.value, fix)
+
+
+def _script(plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.module and plan.no_python:
+        yield Problem("--no_python", True, "contradicts --module: the script is a program or a module")
+    elif plan.no_python:
+        if shutil.which(plan.script) is None and not Path(plan.script).is_file():
+            yield Problem("script", plan.script, "is no program that can be found; give its path")
+    elif plan.module:
+        if not _is_module(plan.script):
+            yield Problem(
+                "script", plan.script, "is no module that can be imported; is its folder on PYTHONPATH?"
+            )
+    elif not Path(plan.script).is_file():
+        fix = f"does not exist in {Path.cwd()}; give the path of a script, or --module with the name of a module"
+        yield Problem("script", plan.script, fix)
+
+
+def _is_module(name: str) -> bool:
+    first = name.partition(".")[0]
+    # The folder that a script is started from is on its path, and not always on the launcher's.
+    if Path(f"{first}.py").is_file() or Path(first).is_dir():
+        return True
+    return importlib.util.find_spec(first) is not None
+
+
+def _sizes(plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.processes < 1:
+        yield _problem(plan, rows.PROCESSES, "must be at least 1; give --num_processes")
+    elif plan.processes % plan.machines:
+        fix = f"is the number on all machines together, and {plan.machines} machines cannot share it equally"
+        yield _problem(plan, rows.PROCESSES, fix)
+    if plan.machine_rank >= plan.machines:
+        fix = f"must lie in 0..{plan.machines - 1} for {plan.machines} machine(s)"
+        yield _problem(plan, rows.MACHINE_RANK, fix)
+
+
+def _multi_gpu(settings: Settings) -> Iterator[Problem]:
+    flag, strategy = settings.get("launch.multi_gpu"), settings.get(rows_training.STRATEGY.name)
+    if flag is not None and flag.source == "flag" and strategy is not None and strategy.value == "fsdp":
+        fix = (
+            f"asks for whole copies of the model, and {strategy.origin} for shards; leave one of the two out"
+        )
+        yield Problem(flag.origin, True, fix)
+
+
+def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    if plan.machines > 1:
+        if plan.main_address is None:
+            yield _problem(
+                plan, rows.MAIN_ADDRESS, "is needed for several machines: the address of machine 0"
+            )
+        if not plan.main_port:
+            yield _problem(plan, rows.MAIN_PORT, "is needed for several machines: a free port on machine 0")
+    if plan.main_port and plan.machine_rank == 0 and machine.port_in_use(plan.main_port):
+        fix = "is in use on this machine; take another, or 0 on one machine, which chooses a free one"
+        yield _problem(plan, rows.MAIN_PORT, fix)
+
+
+def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    here = plan.processes // plan.machines
+    cpu = plan.cpu or machine.devices == 0
+    wanted = [word for word in plan.devices.split(",") if word]
+    count = len(wanted) if wanted else machine.devices
+    if not cpu and here > count:
+        fix = f"means {here} processes on this machine, which has {count} device(s); start at most {count}, or --cpu"
+        yield _problem(plan, rows.PROCESSES, fix)
+    absent = [word for word in wanted if word.isdigit() and int(word) >= machine.devices]
+    if absent and not plan.cpu:
+        fix = f"names {', '.join(absent)}, and this machine has {machine.devices} device(s), counted from 0"
+        yield _problem(plan, rows.DEVICES, fix)
+    precision = plan.settings.get(rows_training.PRECISION.name)
+    reason = None if precision is None else machine.lacks(precision.value, cpu)
+    if precision is not None and reason:
+        yield Problem(precision.origin, precision.value, reason)

@@ -1,0 +1,91 @@
+"""Where the launch file lies, and how one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.table import KEYS
+
+FILE_NAME = "default_config.yaml"
+
+
+def default_file(environ: Mapping[str, str]) -> Path:
+    """Where `windlass config` writes: in `$WINDLASS_HOME`, else in `~/.cache/windlass`."""
+    home = environ.get("WINDLASS_HOME") or Path(_cache(environ), "windlass")
+    return Path(home).expanduser() / FILE_NAME
+
+
+def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The launch file that is read when none is named, and what to say about it.
+
+    Without one of Windlass's own, that of `accelerate config` is taken.
+    """
+    own = default_file(environ)
+    if own.is_file():
+        return own, ""
+    home = environ.get("HF_HOME") or Path(_cache(environ), "huggingface")
+    for name in (FILE_NAME, "default_config.json"):
+        other = Path(home).expanduser() / "accelerate" / name
+        if other.is_file():
+            return (
+                other,
+                f"read {other}, which `accelerate config` wrote; `windlass config` makes one of our own",
+            )
+    return None, ""
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def to_document(settings: Settings) -> dict[str, Any]:
+    """The launch file that says `settings`, in the spelling that `accelerate launch` understands as well."""
+    document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(settings)}
+    for name in sorted(settings):
+        if name == "strategy":
+            continue
+        key = KEYS[name]
+        section, _, word = key.in_file.rpartition(".")
+        inside = document.setdefault(section, {}) if section else document
+        inside[word] = _spelling(name, settings[name].value)
+    return document
+
+
+def write_file(settings: Settings, path: Path) -> None:
+    """Write the launch file that says `settings`; its folder is made."""
+    import yaml
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(to_document(settings), sort_keys=True), encoding="utf-8")
+
+
+def _kind(settings: Settings) -> str:
+    """`distributed_type`: FSDP, or how many processes there are and on what."""
+    if "strategy" in settings and settings["strategy"].value == "fsdp":
+        return "FSDP"
+    processes = settings["launch.processes"].value if "launch.processes" in settings else 1
+    if processes in (None, 1):
+        return "NO"
+    return "MULTI_CPU" if "cpu" in settings and settings["cpu"].value else "MULTI_GPU"
+
+
+# Canonical word -> that of files which accelerate reads.
+_WORDS = {
+    "fsdp.wrap": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
+    "fsdp.state": {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"},
+}
+
+
+def _spelling(name: str, value: Any) -> Any:
+    if name in _WORDS:
+        return _WORDS[name][value]
+    if name == "fsdp.layers":
+        return ",".join(value)
+    if name == "fsdp.version":
+        return int(value)
+    if name == "compile.backend":
+        return value.upper()
+    return value.upper() if name == "fsdp.backward_prefetch" and isinstance(value, str) else value

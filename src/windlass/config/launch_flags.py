@@ -1,0 +1,53 @@
+"""The flags of `windlass launch`: every spelling in the table of settings, and how the script is started."""
+
+from __future__ import annotations
+
+import argparse
+
+from windlass.config.parallel import kinds
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.table import KEYS
+
+_TITLES = {
+    "run": "training",
+    "launch": "processes and machines",
+    "ddp": "replicated models (DDP)",
+    "fsdp": "sharded models (FSDP2)",
+    "dynamo": "compilation",
+    "mesh": "layout of the processes",
+}
+_SHORT = {"tee": "-t", "quiet": "-q"}
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags, and the script with its arguments, to `parser` (made with `allow_abbrev=False`).
+
+    What the command line did not say is absent from the parsed options. Values stay text: `resolve_launch` reads
+    them, so that all that is wrong with them is told at once.
+    """
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags go before them"
+    )
+    how = parser.add_argument_group("the script")
+    how.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    how.add_argument("--no_python", "--no-python", action="store_true", help="the script is a program")
+    groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
+    for key in KEYS.values():
+        for word in key.flags:
+            _add(groups.get(key.group, parser), key, word)
+    how.add_argument("script", help="what to start")
+    how.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:
+    names = [f"--{word}"] + ([f"--{word.replace('_', '-')}"] if "_" in word else [])
+    if word in _SHORT:
+        names.insert(0, _SHORT[word])
+    said = argparse.SUPPRESS
+    # One spelling of each setting is enough to read about.
+    about = said if key.refused or word != key.flags[0] else key.doc.replace("%", "%%")
+    if key.is_switch(word):
+        group.add_argument(*names, dest=word, action="store_true", default=said, help=about)
+    else:
+        action = "append" if key.read is kinds.options or word == "vm" else "store"
+        group.add_argument(*names, dest=word, action=action, default=said, help=about, metavar="VALUE")
