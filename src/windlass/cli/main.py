@@ -44,6 +44,10 @@ def _dispatch(arguments: list[str]) -> int:
         from windlass.cli.launch import launch_command
 
         return launch_command(arguments[1:])
+    if arguments[:1] == ["test"]:
+        from windlass.cli.selftest import selftest_command
+
+        return selftest_command(arguments[1:])
     parser, train = _parsers()
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-")]
@@ -98,6 +102,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="build everything, run two steps, an evaluation, a save and a load, and say what the full run takes",
     )
     commands.add_parser("launch", help="start a script in many processes", add_help=False)
+    commands.add_parser("test", help="check that this installation trains in two processes", add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")
     return parser, train

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # Options of the engine: where the cluster is (none: the one in RAY_ADDRESS, else one on this machine), where Ray keeps
 # its results, and what a worker takes.
 _OPTIONS = ("address", "storage_path", "resources_per_worker", "name")
+# Ray ends the job with the first error that it sees: ranks that only lost another let that one speak before them.
+_AFTER_THE_CAUSE = 5.0
 # Between the words that Ray puts around an error, the account of a rank stands behind this.
 _MARKER = "windlass incident: "
 
@@ -102,6 +105,8 @@ def run_rank(config: dict[str, Any]) -> None:
     rank, machine = context.get_world_rank(), context.get_node_rank()
     watched = Watched(rank, process.pid, process.poll, environ["TORCHELASTIC_ERROR_FILE"])
     account = Watch(folder, machine, [watched]).incident("failed")
+    if account.ranks[0].lost_its_peers:
+        time.sleep(_AFTER_THE_CAUSE)
     raise RankFailedError(_MARKER + json.dumps(account.to_json()))
 
 

@@ -1,0 +1,132 @@
+"""What each process of `windlass test` does: an update in each way that processes can share it, held against one alone.
+
+Run by the launcher, as `windlass launch -m windlass.cli.selftest_ranks`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.state import AcceleratorState
+from windlass.config.plugins import FullyShardedDataParallelPlugin
+from windlass.dist.beacon import beacon
+from windlass.dist.operations import gather_object
+
+_SAMPLES, _WIDTH = 12, 8
+# fp32 on devices that order sums differently; the updates compared are of the order of 0.1.
+_TOLERANCE = 1e-5
+
+
+def main() -> int:
+    """Run the checks in turn; each prints its line from the main process. Returns 1 where one does not hold."""
+    checks: dict[str, Callable[[], str | None]] = {
+        "values reach every process": exchanges,
+        "a replicated update equals that of one process": lambda: update(None),
+        "a sharded update equals that of one process": lambda: update(sharded()),
+        "a checkpoint comes back as it was saved": checkpoint,
+    }
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        del checks[
+            "a checkpoint comes back as it was saved"
+        ]  # no folder is known to be shared by the machines
+    failed = 0
+    for name, check in checks.items():
+        beacon().call(name)
+        AcceleratorState._reset_state(True)
+        wrong = check()
+        failed += wrong is not None
+        if Accelerator().is_main_process:
+            print(
+                f"  {'ok  ' if wrong is None else 'FAIL'} {name}{f': {wrong}' if wrong else ''}", flush=True
+            )
+    return min(failed, 1)
+
+
+def exchanges() -> str | None:
+    """Gather each rank's number."""
+    accelerator = Accelerator()
+    mine = torch.tensor([accelerator.process_index], device=accelerator.device)
+    found = accelerator.gather(mine).tolist()
+    return None if found == list(range(accelerator.num_processes)) else f"gathered {found}"
+
+
+def update(plugin: FullyShardedDataParallelPlugin | None) -> str | None:
+    """One update by all processes on shares of a batch, against one on the whole batch."""
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, inputs, targets = _problem()
+    expected = _updated_alone(model, inputs, targets)
+    found = accelerator.get_state_dict(_updated_together(accelerator, model, inputs, targets))
+    return _difference(found, expected) if accelerator.is_main_process else None
+
+
+def checkpoint() -> str | None:
+    """Save a sharded model, spoil it, and load it again."""
+    accelerator = Accelerator(fsdp_plugin=sharded())
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(str(gather_object([own])[0])) / "state"
+        model = _updated_together(accelerator, *_problem())
+        accelerator.save_state(str(folder))
+        saved = accelerator.get_state_dict(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(str(folder))
+        found = accelerator.get_state_dict(model)
+        accelerator.wait_for_everyone()
+    return _difference(found, saved) if accelerator.is_main_process else None
+
+
+def sharded() -> FullyShardedDataParallelPlugin:
+    """Sharding with its defaults."""
+    return FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+def _problem() -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / _WIDTH)
+    inputs = torch.randn(_SAMPLES, _WIDTH, generator=generator)
+    return model, inputs, torch.randn(_SAMPLES, 1, generator=generator)
+
+
+def _updated_alone(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Plain PyTorch, on a copy."""
+    copy, _, _ = _problem()
+    copy.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(copy.parameters(), lr=0.1)
+    nn.functional.mse_loss(copy(inputs), targets).backward()
+    optimizer.step()
+    return copy.state_dict()
+
+
+def _updated_together(
+    accelerator: Accelerator, model: nn.Module, inputs: Tensor, targets: Tensor
+) -> nn.Module:
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank, size = accelerator.process_index, accelerator.num_processes
+    share = [part.tensor_split(size)[rank].to(accelerator.device) for part in (inputs, targets)]
+    # Means of shares, averaged over ranks, are the mean of the whole only where shares are equal; sums always add up.
+    loss = nn.functional.mse_loss(model(share[0]), share[1], reduction="sum") * size / _SAMPLES
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    worst = max(float((found[name].cpu() - expected[name].cpu()).abs().max()) for name in expected)
+    return None if worst <= _TOLERANCE else f"weights differ by {worst:.2g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
