@@ -13,6 +13,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "windlass.accelerator.accelerator": ("Accelerator",),
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.parser": ("HfArgumentParser",),

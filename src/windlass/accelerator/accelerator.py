@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import os
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from windlass.accelerator.base import meet
 from windlass.accelerator.exchanging import Exchanging
+from windlass.accelerator.memory import clear_device_cache
 from windlass.accelerator.preparing import Preparing
 from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import Ranks
+from windlass.accelerator.rng import synchronize_rng_states
+from windlass.accelerator.saving import Saving
 from windlass.accelerator.settings import Handlers, Request, Settings, resolve_settings
 from windlass.accelerator.state import AcceleratorState, remember
 from windlass.accelerator.terms import TermsOfUpdate
@@ -35,7 +39,7 @@ from windlass.dist.gang import Gang, leave
 from windlass.dist.operations import check_operations
 
 
-class Accelerator(Ranks, Exchanging, Preparing, TrackingMixin):
+class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
     """Where a loop runs, and what makes it run there.
 
     The same script trains in one process, in many, and on sharded models: build everything as for one process, pass it
@@ -114,6 +118,8 @@ class Accelerator(Ranks, Exchanging, Preparing, TrackingMixin):
         self._init_loop()
         self.log_with = trackers
         check_operations(settings.debug)
+        if shared := [kind for kind in settings.rng_types if kind != "generator"]:
+            self.gradient_state.at_begin = functools.partial(synchronize_rng_states, shared)
         remember(
             gang,
             device,
@@ -145,7 +151,7 @@ class Accelerator(Ranks, Exchanging, Preparing, TrackingMixin):
 
     def _init_loop(self) -> None:
         self._terms = TermsOfUpdate(self._prepared, self._gang, self.device)
-        self._guards = []
+        self._guards, self._save_hooks, self._load_hooks = [], OrderedDict(), OrderedDict()
         self.log_with, self.trackers = [], []
         self.logging_dir = self._settings.project.logging_dir
 
@@ -176,9 +182,8 @@ class Accelerator(Ranks, Exchanging, Preparing, TrackingMixin):
             self._guards = []
             self._prepared.let_go()
             self.gradient_state.reset()
-            gc.collect()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+        # A run of the Trainer asks for this between updates, where collecting garbage would cost more than it gives.
+        clear_device_cache(garbage_collection=not self._of_run)
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from windlass.config.plugins import GradientAccumulationPlugin
@@ -15,18 +16,21 @@ class Pace:
         sync_gradients: the current micro-batch is the last one of its update.
         step: micro-batches since the last loader ended.
         plugin: how micro-batches are gathered into updates.
+        at_begin: called when a pass over a loader begins.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin
         self.sync_gradients = True
         self.step = 0
+        self.at_begin: Callable[[], None] = lambda: None
         self._loaders: list[PreparedLoader] = []
 
     # --- the loaders under way ----------------------------------------------------------------------------------------
 
     def begin(self, loader: PreparedLoader) -> None:
         """A pass over `loader` begins, perhaps within another one's."""
+        self.at_begin()
         self._loaders.append(loader)
 
     def end(self, loader: PreparedLoader) -> None:

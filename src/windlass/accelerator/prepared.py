@@ -117,6 +117,14 @@ class Prepared:
             )
         return Alone(nn.ParameterList(parameters))
 
+    def owner_of(self, optimizer: PreparedOptimizer) -> nn.Module:
+        """The module by whose names a checkpoint knows the optimizer's parameters: its model, or all of them as one."""
+        wanted = {id(p) for p in optimizer.parameters()}
+        for strategy in self.strategies:
+            if wanted <= {id(p) for p in strategy.module.parameters()}:
+                return strategy.module
+        return self.everything
+
     def executors_over(self, parameters: Iterable[Tensor]) -> list[NativeExecutor]:
         """The executors that update any of `parameters`."""
         wanted = {id(p) for p in parameters}

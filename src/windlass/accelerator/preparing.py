@@ -277,6 +277,11 @@ class Preparing(Properties, Stepping, Core):
             self._prepared.loaders.append(loader)
         return loader
 
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Refused: sequences are not split over processes."""
+        fix = "DeepSpeed's sequence parallelism is not built: prepare the loader, which deals whole sequences"
+        raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader whose pass begins behind its first `num_batches`, without reading them."""
         from windlass.data.skip import skip_first_batches

@@ -41,6 +41,11 @@ class Properties(Core):
         return FP8BackendType.NO
 
     @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not built."""
+        return None
+
+    @property
     def native_amp(self) -> bool:
         """Forwards run in mixed precision."""
         return self._precision.compute != "fp32"

@@ -116,7 +116,7 @@ def resolve_settings(request: Request, world: World) -> Settings:
     """
     handlers, problems = _handlers(request.kwargs_handlers or [])
     loader, project = _loader(request), _project(request)
-    problems += [*_contradictions(request), *_unknown_words(request)]
+    problems += [*_contradictions(request), *_unknown_words(request), *_project_problems(project)]
     parts: Iterable[Any] = (
         loader,
         project,
@@ -207,6 +207,12 @@ def _project(request: Request) -> ProjectConfiguration:
     if request.project_dir is not None and project.project_dir is None:
         project.set_directories(str(request.project_dir))
     return project
+
+
+def _project_problems(project: ProjectConfiguration) -> Iterator[Problem]:
+    if project.save_on_each_node:
+        fix = "is not built: a checkpoint is one folder that all machines share"
+        yield Problem("ProjectConfiguration.save_on_each_node", True, fix)
 
 
 def _contradictions(request: Request) -> Iterator[Problem]:

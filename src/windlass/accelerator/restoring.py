@@ -1,0 +1,126 @@
+"""Putting a loop's checkpoint back into what is prepared now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.accelerator.prepared import Prepared
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.optimizer_state import load_optimizer_state
+from windlass.checkpoint.tensor_file import write_tensors
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, seed_generators
+from windlass.dist.gang import Gang
+
+_log = get_logger(__name__)
+_KINDS = {
+    "models": "models",
+    "optimizers": "optimizers",
+    "schedules": "schedules",
+    "custom": "registered objects",
+}
+
+
+def census(prepared: Prepared) -> dict[str, int]:
+    """How many objects of each kind a checkpoint is of."""
+    return {
+        "models": len(prepared.strategies),
+        "optimizers": len(prepared.optimizers),
+        "schedules": len(prepared.schedules),
+        "custom": len(prepared.custom),
+    }
+
+
+def weights_folder(index: int) -> str:
+    """Where in the checkpoint the weights of model `index` lie: the first one's in the folder itself."""
+    return f"model_{index}" if index else ""
+
+
+def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
+    """
+    Raises:
+        CheckpointError: the checkpoint is of other objects than are prepared and registered now; all are named.
+    """
+    if not checkpoint.has("loop"):
+        raise CheckpointError(f"{checkpoint.folder} was not written by Accelerator.save_state")
+    saved, now = checkpoint.shared("loop"), census(prepared)
+    wrong = [
+        f"{saved[kind]} {what} and {now[kind]} here"
+        for kind, what in _KINDS.items()
+        if saved[kind] != now[kind]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {', '.join(wrong)}: prepare and register the same objects, in the same order, "
+            "before load_state"
+        )
+
+
+def load_models(checkpoint: Checkpoint, prepared: Prepared, models: list[nn.Module]) -> None:
+    """The weights of those models that no hook has loaded."""
+    for index, model in enumerate(models):
+        strategy = prepared.strategy_of(model)
+        checkpoint.load_weights(model if strategy is None else strategy.module, weights_folder(index))
+
+
+def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
+    """Optimizers, schedules, registered objects and the loss scale."""
+    for index, optimizer in enumerate(prepared.optimizers):
+        state = checkpoint.shared(f"optimizer_{index}")
+        load_optimizer_state(optimizer.optimizer, prepared.owner_of(optimizer), state)
+    for index, schedule in enumerate(prepared.schedules):
+        schedule.load_state_dict(checkpoint.shared(f"scheduler_{index}"))
+    for index, item in enumerate(prepared.custom):
+        item.load_state_dict(checkpoint.shared(f"custom_checkpoint_{index}"))
+    prepared.scaler.load_state_dict(checkpoint.shared("scaler"))
+
+
+def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: torch.device) -> None:
+    """Positions in the data, this rank's own buffers, and the generators."""
+    same_world = checkpoint.world_size == gang.size
+    source = gang.rank if same_world else 0
+    states: list[Any] = checkpoint.per_rank("loaders", source)["states"]
+    if len(states) != len(prepared.loaders):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the positions of {len(states)} loaders; prepared are {len(prepared.loaders)}"
+        )
+    for loader, state in zip(prepared.loaders, states, strict=True):
+        loader.load_state_dict(state)
+    load_rng_state(checkpoint.per_rank("rng", source), device)
+    if not same_world:
+        _log.warning(
+            "%s was saved by %d process(es), this loop has %d: the order of samples goes on unchanged, random numbers "
+            "of forwards do not", checkpoint.folder, checkpoint.world_size, gang.size
+        )  # fmt: skip
+        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), gang.rank))
+        return
+    _load_buffers(checkpoint.per_rank("buffers", gang.rank), prepared)
+
+
+def _load_buffers(saved: Mapping[str, Mapping[str, Tensor]], prepared: Prepared) -> None:
+    for index, strategy in enumerate(prepared.strategies):
+        known = saved.get(str(index), {})
+        for name, buffer in strategy.own_buffers().items():
+            if name in known:
+                buffer.copy_(known[name])
+
+
+def save_tensors(path: Path, tensors: Any) -> None:
+    """One safetensors file of a dict of tensors; what is the same memory is written once for each name.
+
+    Raises:
+        CheckpointError: it is no dict of tensors.
+    """
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
+    new = path.with_name("tmp-" + path.name)
+    files = Files()
+    write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
+    files.rename(new, path)

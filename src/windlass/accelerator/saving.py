@@ -1,0 +1,296 @@
+"""Checkpoints of a loop that the user owns: whole or not there at all, verified, and free of pickle."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from windlass.accelerator import restoring
+from windlass.accelerator.base import Core
+from windlass.checkpoint import codec
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.optimizer_state import save_optimizer_state
+from windlass.checkpoint.split import save_split
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.weights import save_weights, weights_bytes
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.core.rng import rng_state
+from windlass.core.types import State
+from windlass.transforms.module_sizes import convert_file_size_to_int
+
+_log = get_logger(__name__)
+_MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class Saving(Core):
+    """The part of `Accelerator` that writes and reads files."""
+
+    _save_hooks: OrderedDict[int, SaveHook]
+    _load_hooks: OrderedDict[int, LoadHook]
+
+    # --- the whole loop -----------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save everything that was prepared or registered, the generators included. Every process calls it.
+
+        The folder appears when all of it is on the disk; one that was there before stands until then.
+
+        Args:
+            output_dir: the folder. Under `automatic_checkpoint_naming` it is `checkpoints/checkpoint_N` of the project,
+                and `output_dir` is not read.
+            safe_serialization: must be True: pickle is never written.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: no folder is known, or an option that cannot be honoured. CheckpointError: the folder of this
+                number exists, or a state holds what cannot be saved. OSError: the disk refused.
+        """
+        self._check_options(safe_serialization, save_model_func_kwargs)
+        manager, step = self._manager(output_dir), self._settings.project.iteration
+        target = manager.store.path_for(step)
+        if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(
+            target.exists()
+        ):
+            raise CheckpointError(
+                f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) says "
+                "another number"
+            )
+        self._write_state(manager.store, step)
+        if self._settings.project.automatic_checkpoint_naming:
+            manager.retain([target])
+        self._settings.project.iteration += 1
+        return str(target)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what `save_state` wrote into what is prepared now, on any number of processes. Every process calls it.
+
+        Args:
+            input_dir: the folder; None under `automatic_checkpoint_naming`: the newest that verifies.
+            load_kwargs, load_model_func_kwargs: refused, but for `map_location`, which has no effect: everything goes
+                to where its parameter lies.
+
+        Raises:
+            CheckpointError: it is not whole, or was made of other objects. ConfigError: no folder is known.
+        """
+        load_model_func_kwargs.pop("map_location", None)
+        self._check_options(True, {**(load_kwargs or {}), **load_model_func_kwargs})
+        checkpoint = self._open(input_dir)
+        restoring.check_fits(checkpoint, self._prepared)
+        models = [strategy.model for strategy in self._prepared.strategies]
+        for hook in self._load_hooks.values():
+            hook(models, str(checkpoint.folder))
+        restoring.load_models(checkpoint, self._prepared, models)
+        restoring.load_shared(checkpoint, self._prepared)
+        restoring.load_rank(checkpoint, self._prepared, self._gang, self.device)
+        self.gradient_state.step = int(checkpoint.shared("loop")["step"])
+        if self._settings.project.automatic_checkpoint_naming:
+            self._settings.project.iteration = checkpoint.step + 1
+        _log.info("Loaded the state of the loop from %s", checkpoint.folder)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these with the loop: anything with `state_dict` and `load_state_dict`, whose states are made of
+        tensors, arrays, plain values, and lists and dicts of them. Those of the main process are saved.
+
+        Raises:
+            ConfigError: one of them lacks a method.
+        """
+        fix = "needs the methods state_dict and load_state_dict to be saved"
+        problems = [
+            Problem(f"objects[{index}]", type(item).__name__, fix)
+            for index, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._prepared.custom += objects
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call `hook(models, weights, folder)` on every process while a state is saved.
+
+        It may write files into `folder` on the main process, which become part of the checkpoint, and take state dicts
+        out of `weights` to save those itself.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call `hook(models, folder)` on every process before weights are loaded.
+
+        It may take models out of `models` that it has loaded itself.
+        """
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    # --- how it is written and read -----------------------------------------------------------------------------------
+
+    def _check_options(self, safe_serialization: bool, options: Mapping[str, Any]) -> None:
+        fix = "is not an option here: checkpoints are written one way, and loaded strictly"
+        problems = [Problem(name, value, fix) for name, value in options.items()]
+        if not safe_serialization:
+            problems.append(Problem("safe_serialization", False, "pickle is never written; leave it True"))
+        if self._of_run:
+            fix = "the Trainer saves its run itself: save_strategy, save_steps, trainer.save_model()"
+            problems.append(Problem("accelerator", "trainer.accelerator", fix))
+        if problems:
+            raise ConfigError(problems)
+
+    def _manager(self, folder: str | os.PathLike[str] | None) -> CheckpointManager:
+        project = self._settings.project
+        if project.automatic_checkpoint_naming:
+            if project.project_dir is None:
+                fix = "automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...)"
+                raise ConfigError(Problem("project_dir", None, fix))
+            root, name = Path(project.project_dir) / "checkpoints", "checkpoint_{step}"
+        elif folder is None:
+            fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            raise ConfigError(Problem("output_dir", None, fix))
+        else:
+            path = Path(folder).expanduser().absolute()
+            root, name = path.parent, path.name
+        gang = self._gang
+        store = Store(root, rank=gang.rank, world=gang.size, vote=gang.vote, barrier=gang.barrier, name=name)
+        return CheckpointManager(store, project.total_limit)
+
+    def _write_state(self, store: Store, step: int) -> None:
+        # What cannot give its state must not leave other processes waiting.
+        with store.agreed(step):
+            models = [strategy.model for strategy in self._prepared.strategies]
+            weights = [strategy.whole_state() for strategy in self._prepared.strategies]
+            shared, per_rank = self._shared_state(), self._rank_state()
+        needed = sum(map(weights_bytes, weights)) + codec.state_bytes(shared) + _MARGIN
+        needed += codec.state_bytes(per_rank) * self._gang.size
+        with store.writing(step, {"windlass": "loop"}, needed=needed) as draft:
+            with store.agreed(step):
+                for hook in self._save_hooks.values():
+                    hook(models, weights, str(draft.folder))
+            if self._gang.rank == 0:
+                for name, state in shared.items():
+                    draft.write_state(name, state)
+                for index, state in enumerate(weights):
+                    folder = draft.folder / restoring.weights_folder(index)
+                    folder.mkdir(exist_ok=True)
+                    save_weights(folder, state)
+            draft.write_rank_state(per_rank)
+
+    def _shared_state(self) -> dict[str, State]:
+        prepared = self._prepared
+        shared: dict[str, State] = {"loop": {"step": self.gradient_state.step, **restoring.census(prepared)}}
+        for index, optimizer in enumerate(prepared.optimizers):
+            owner = prepared.owner_of(optimizer)
+            shared[f"optimizer_{index}"] = save_optimizer_state(optimizer.optimizer, owner)
+        for index, schedule in enumerate(prepared.schedules):
+            shared[f"scheduler_{index}"] = schedule.state_dict()
+        for index, item in enumerate(prepared.custom):
+            shared[f"custom_checkpoint_{index}"] = item.state_dict()
+        shared["scaler"] = prepared.scaler.state_dict()
+        return shared
+
+    def _rank_state(self) -> State:
+        prepared = self._prepared
+        return {
+            "rng": rng_state(self.device),
+            "loaders": {"states": [loader.state_dict() for loader in prepared.loaders]},
+            "buffers": {str(i): strategy.own_buffers() for i, strategy in enumerate(prepared.strategies)},
+        }
+
+    def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoint:
+        """The main process chooses and verifies for all, so that nothing is hashed twice."""
+        project = self._settings.project
+        if folder is None and not project.automatic_checkpoint_naming:
+            fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            raise ConfigError(Problem("input_dir", None, fix))
+        chosen, problem = None, None
+        if folder is None:
+            manager = self._manager(None)
+        else:
+            path = Path(folder).expanduser().absolute()
+            manager = CheckpointManager(Store(path.parent, rank=self._gang.rank, name=path.name))
+        if self._gang.rank == 0:
+            try:
+                chosen = manager.choose(True if folder is None else Path(folder).expanduser().absolute())
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        chosen, problem = self._gang.broadcast_object([chosen, problem])
+        if problem is not None:
+            raise CheckpointError(problem)
+        return manager.receive(chosen)
+
+    # --- a model, or any tensors --------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state dict with whole tensors; where it is sharded, on the main process and in host memory.
+
+        Every process calls it. Others get an empty one where the model is sharded.
+        """
+        strategy = self._prepared.strategy_of(model)
+        if strategy is None or not (unwrap or strategy.sharded):
+            return dict(model.state_dict())
+        return strategy.whole_state()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights as safetensors, in files that `from_pretrained` reads. Every process calls it.
+
+        Args:
+            max_shard_size: files grow to this size ("5GB", "200MB", or bytes); beyond one file there is an index.
+            safe_serialization: must be True: pickle is never written.
+        """
+        if not safe_serialization:
+            raise ConfigError(Problem("safe_serialization", False, "pickle is never written; leave it True"))
+        state = self.get_state_dict(model)
+        if self._gang.rank == 0:
+            save_split(Path(save_directory), state, convert_file_size_to_int(max_shard_size))
+        self._gang.barrier()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write tensors and plain values, on the main process.
+
+        Args:
+            obj: a dict of tensors, which becomes one safetensors file; or, where `f` ends in ".json", a nest of tensors
+                and plain values (its tensors go into a safetensors file of the same name).
+            f: a name that ends in ".safetensors" or ".json".
+            safe_serialization: either way pickle is not written.
+
+        Raises:
+            ConfigError: another ending. CheckpointError: values that cannot be saved, named.
+        """
+        path = Path(f)
+        if path.suffix not in (".safetensors", ".json"):
+            fix = "pickle is never written: end the name in .safetensors (a dict of tensors) or .json (anything plain)"
+            raise ConfigError(Problem("f", str(f), fix))
+        if self._gang.rank != 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            codec.save_state(path.with_suffix(""), obj)
+        else:
+            restoring.save_tensors(path, obj)
