@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.cases import Augmented, Numbers
+from tests.dist.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from windlass.core.errors import DataError
@@ -103,18 +105,17 @@ def test_the_seed_decides_the_order_and_every_pass_has_its_own() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     loader = prepare(DataLoader(Numbers(30), batch_size=10, shuffle=True), data_seed=3)
-    first, second = (list(loader)[0].tolist() for _ in range(2))
+    first, second = (next(batch.tolist() for batch in whole) for whole in (list(loader), list(loader)))
     assert first != second
     loader.set_epoch(0)
     assert next(iter(loader)).tolist() == first
     assert next(iter(loader)).tolist() == first, "a pass that was left early begins anew"
 
 
-def test_a_generator_of_the_loader_gives_the_order_that_torch_gives() -> None:
+def test_a_generator_of_the_sampler_gives_the_order_that_torch_gives() -> None:
     def make() -> DataLoader[Any]:
-        return DataLoader(
-            Numbers(17), batch_size=17, shuffle=True, generator=torch.Generator().manual_seed(11)
-        )
+        generator = torch.Generator().manual_seed(11)
+        return DataLoader(Numbers(17), batch_size=17, sampler=RandomSampler(range(17), generator=generator))
 
     assert next(iter(prepare(make()))).tolist() == next(iter(make())).tolist()
 
@@ -210,3 +211,9 @@ def test_batches_are_put_on_the_device_with_their_containers() -> None:
 def test_something_else_is_refused() -> None:
     with pytest.raises(DataError, match="list is no torch"):
         prepare([1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_must_speak_to_each_other(world: int) -> None:
+    launch(world, Path(__file__).with_name("prepared_ranks.py"))

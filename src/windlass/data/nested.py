@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -56,6 +58,25 @@ def move(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
             return value.to(device)  # a type whose `to` takes a device alone
 
     return map_leaves(batch, to_device, "to")
+
+
+def checksum(sample: Any, begun: int = 0) -> int:
+    """A 32-bit number that differs between samples that differ, and is the same in any process."""
+    if isinstance(sample, Mapping):
+        for name, value in sample.items():
+            begun = checksum(value, checksum(name, begun))
+        return begun
+    if isinstance(sample, (list, tuple)):
+        for value in sample:
+            begun = checksum(value, begun)
+        return begun
+    if isinstance(sample, torch.Tensor):
+        return zlib.crc32(repr(sample.tolist()).encode(), begun)
+    if isinstance(sample, np.ndarray):
+        return zlib.crc32(np.ascontiguousarray(sample).tobytes(), begun)
+    known = isinstance(sample, (str, bytes, int, float, complex, type(None)))
+    # The text of any other object may hold its address.
+    return zlib.crc32(repr(sample if known else type(sample).__name__).encode(), begun)
 
 
 def _like(batch: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,9 @@ class SamplerOrder(Order):
             ) from None
 
 
+# A sampler without a length that gives so many positions is taken not to end.
+_ENDLESS = 10_000_000
+
 Generators = list[tuple[Any, int | None]]
 
 
@@ -173,6 +177,9 @@ def own_generators(*parts: Any) -> Generators:
 def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> list[Any]:
     """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws
     from the default generators, or from the `generators` that it brings along.
+
+    Raises:
+        DataError: it does not end.
     """
     for part in (getattr(sampler, "sampler", None), sampler):
         if callable(getattr(part, "set_epoch", None)):
@@ -182,7 +189,13 @@ def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> 
     sandbox = Sandbox()
     with sandbox:
         sandbox.seed(derive_seed(STREAM_ORDER, seed, epoch))
-        return list(sampler)
+        drawn = list(islice(sampler, _ENDLESS)) if not hasattr(sampler, "__len__") else list(sampler)
+    if len(drawn) == _ENDLESS:
+        raise DataError(
+            f"the sampler {type(sampler).__name__} gave {_ENDLESS} positions and did not end. An epoch's order is "
+            "drawn at once: let it end, and give it a __len__."
+        )
+    return drawn
 
 
 def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = None) -> Order:

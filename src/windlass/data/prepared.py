@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from windlass.config.plan import DataPlan
-from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.data.fetch import Fetch
-from windlass.data.map_reader import MapReader
-from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
-from windlass.data.portion import Reader
+from windlass.core.errors import DataError
+from windlass.data.choice import Choice, splits_itself
+from windlass.data.order import own_generators
 from windlass.data.prepared_loader import PreparedLoader
-from windlass.data.rows import BatchRows, Rows, SampleRows
-from windlass.data.source import Source
 from windlass.dist.gang import Gang
 
 
@@ -27,7 +22,7 @@ class LoaderOptions:
 
     Attributes:
         split_batches: the loader's batch size is that of all ranks together, not of each.
-        dispatch_batches: the main process alone reads, and sends the others their part.
+        dispatch_batches: the main process alone reads, and sends the others their part; None is False.
         even_batches: kept for scripts that set it. The tail is always shared out without repeating a sample, and
             every rank always gets the same number of batches.
         use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order that accelerate gives.
@@ -62,11 +57,12 @@ def prepare_loader(
         loader: a `DataLoader`, which is only read from; one that was prepared already is given back.
         world, rank: over how many ranks the samples are dealt, and which of them this is.
         device: where batches are put; None leaves them on the host.
-        gang: for what ranks must agree on.
+        gang: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
+            `world` ranks.
 
     Raises:
         ConfigError: an option that this loader cannot have.
-        DataError: no `DataLoader`, or one that cannot be dealt.
+        DataError: no `DataLoader`, one that cannot be dealt, or another one on another rank.
     """
     if isinstance(loader, PreparedLoader):
         return loader
@@ -74,8 +70,14 @@ def prepare_loader(
         raise DataError(
             f"{type(loader).__name__} is no torch.utils.data.DataLoader, so it cannot be prepared."
         )
-    seed = _agreed_seed(options.data_seed, gang)
-    reader = _reader(loader, world, rank, seed, options)
+    seed = _agreed_seed(loader, options, gang)
+    reader = Choice(
+        loader,
+        seed=seed,
+        split=options.split_batches,
+        seedable=options.use_seedable_sampler,
+        gang=gang,
+    ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=options.slice_fn)
     return PreparedLoader(
         loader,
         reader,
@@ -88,53 +90,40 @@ def prepare_loader(
     )
 
 
-def _agreed_seed(data_seed: int | None, gang: Gang) -> int:
-    """Rank 0's number. Every rank draws, so that their generators stay in step."""
-    if data_seed is not None:
-        return data_seed
-    drawn = int(torch.empty((), dtype=torch.int64).random_())
-    return int(gang.broadcast_object(drawn))
+def _agreed_seed(loader: DataLoader[Any], options: LoaderOptions, gang: Gang) -> int:
+    """Rank 0's seed, also for generators that the loader brings along.
+
+    Every rank draws, so that their generators stay in step.
+
+    Raises:
+        DataError: on all ranks, where their datasets differ in size.
+    """
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = own_generators(loader, *samplers)
+    here = [_seed(options), [first for _, first in generators], _length(loader.dataset)]
+    everywhere = gang.gather_objects(here)
+    lengths = [length for _, _, length in everywhere]
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"the ranks hold {type(loader.dataset).__name__}s of different sizes: {lengths}. Samples are dealt "
+            "to ranks when a loader is prepared, so give every rank the whole dataset."
+        )
+    seed, firsts, _ = everywhere[0]
+    for (generator, first), agreed in zip(generators, firsts, strict=True):
+        if first is not None and first != agreed:
+            generator.manual_seed(agreed)
+    return int(seed)
 
 
-def _reader(loader: DataLoader[Any], world: int, rank: int, seed: int, options: LoaderOptions) -> Reader:
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigError(Problem("dataset", type(loader.dataset).__name__, "streams are not dealt yet"))
-    plan = _plan(loader, seed)
-    fetch = Fetch(loader.dataset, loader.collate_fn, seed)
-    return MapReader(_rows(loader, world, seed, options), Source(fetch, plan), rank)
+def _seed(options: LoaderOptions) -> int:
+    if options.data_seed is not None:
+        return options.data_seed
+    if options.use_seedable_sampler:
+        return torch.random.initial_seed()
+    return int(torch.empty((), dtype=torch.int64).random_())
 
 
-def _rows(loader: DataLoader[Any], world: int, seed: int, options: LoaderOptions) -> Rows:
-    sampler = loader.batch_sampler
-    if type(sampler) is not BatchSampler:
-        return BatchRows(sampler, seed, world, options.split_batches)
-    size = sampler.batch_size if options.split_batches else sampler.batch_size * world
-    return SampleRows(_order(sampler.sampler, seed), size, world, sampler.drop_last)
-
-
-def _order(sampler: Any, seed: int) -> Order:
-    if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler), seed)
-    if type(sampler) is RandomSampler and _is_plain(sampler):
-        return RandomOrder(len(sampler), seed)
-    return SamplerOrder(sampler, seed)
-
-
-def _is_plain(sampler: RandomSampler) -> bool:
-    """A permutation of everything that draws from the default generator."""
-    everything = sampler.num_samples == len(sampler.data_source)
-    return everything and not sampler.replacement and sampler.generator is None
-
-
-def _plan(loader: DataLoader[Any], seed: int) -> DataPlan:
-    return DataPlan(
-        workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        persistent_workers=loader.persistent_workers,
-        prefetch_factor=loader.prefetch_factor,
-        multiprocessing_context=loader.multiprocessing_context,
-        in_order=loader.in_order,
-        seed=seed,
-        worker_init=loader.worker_init_fn,
-        worker_timeout=loader.timeout,
-    )
+def _length(dataset: Any) -> int | None:
+    if isinstance(dataset, IterableDataset) and splits_itself(dataset):
+        return None  # parts may differ
+    return len(dataset) if hasattr(dataset, "__len__") else None

@@ -93,16 +93,16 @@ class BatchRows:
         self._cached: tuple[tuple[int, int], list[list[int]]] | None = None
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]:
-        batches, step = self._batches(epoch), self._per_row
+        batches, step = self.of(epoch), self._per_row
         for begin in range(start, len(batches), step):
             end = min(begin + step, len(batches))
             yield Row(self._parts(batches[begin:end]), end, end == len(batches))
 
     def count(self, epoch: int) -> int:
-        return -(-len(self._batches(epoch)) // self._per_row)
+        return -(-len(self.of(epoch)) // self._per_row)
 
     def position(self, epoch: int, rows: int) -> int:
-        return min(rows * self._per_row, len(self._batches(epoch)))
+        return min(rows * self._per_row, len(self.of(epoch)))
 
     def reseed(self, seed: int) -> None:
         self._seed = seed
@@ -112,7 +112,8 @@ class BatchRows:
             return batches
         return _dealt([position for batch in batches for position in batch], self._world)
 
-    def _batches(self, epoch: int) -> list[list[int]]:
+    def of(self, epoch: int) -> list[list[int]]:
+        """All batches of a pass, over all ranks."""
         key = (self._seed, epoch)
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, self._drawn(epoch))

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
-from windlass.data.fetch import Fetch
 from windlass.data.pin import pin, wants_pinning
 
 Task = list[int]
@@ -24,13 +23,21 @@ class Tasks(Protocol):
     def batches(self) -> list[Task]: ...
 
 
+class Fetching(Protocol):
+    """Reads and collates the samples of one task, in any process; `Fetch` is the usual one."""
+
+    def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any: ...
+
+    def reseed(self, seed: int) -> None: ...
+
+
 TasksT = TypeVar("TasksT", bound=Tasks)
 
 
 class Source:
     """Turns each update's cut into its collated batches, in order."""
 
-    def __init__(self, fetch: Fetch, plan: DataPlan) -> None:
+    def __init__(self, fetch: Fetching, plan: DataPlan) -> None:
         self.fetch, self._plan = fetch, plan
         self._pool: WorkerPool | None = None
 
@@ -77,7 +84,7 @@ class Source:
 class WorkerPool:
     """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`, whose queues and signals are proven."""
 
-    def __init__(self, fetch: Fetch, plan: DataPlan, persistent: bool) -> None:
+    def __init__(self, fetch: Fetching, plan: DataPlan, persistent: bool) -> None:
         self._queue = _Queue()
         self._loader: DataLoader[Any] = DataLoader(
             _Tasks(fetch), sampler=self._queue, **worker_options(plan, persistent)
@@ -150,7 +157,7 @@ class _Queue:
 class _Tasks(Dataset[Any]):
     """What a worker runs: a task in, a numbered batch out."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Fetching) -> None:
         self._fetch = fetch
 
     def __getitem__(self, task: tuple[int, int, Task]) -> tuple[int, Any]:

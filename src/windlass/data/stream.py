@@ -17,6 +17,7 @@ from windlass.core.types import Collator
 from windlass.data.cut import share
 from windlass.data.group import Group
 from windlass.data.loader import Loader
+from windlass.data.nested import checksum
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.seeding import Sandbox, collator_reseeder
 from windlass.data.source import in_order, worker_options
@@ -33,12 +34,15 @@ class Row:
         batch: the collated samples; the row's first sample alone where this rank has none.
         end: samples consumed over all ranks once this row is done.
         last: the stream ends here.
+        mark: in the first row of a pass, a checksum of its first sample, by which ranks tell whether they read
+            the same stream.
     """
 
     ids: list[int]
     batch: Any
     end: int
     last: bool
+    mark: int
 
     def pin_memory(self) -> Row:
         self.batch = pin(self.batch)
@@ -53,6 +57,7 @@ class _Raw:
     samples: list[Any]
     first: int
     end: int
+    mark: int
 
 
 class StreamLoader(Loader):
@@ -70,8 +75,10 @@ class StreamLoader(Loader):
                 "to ranks itself, so most of them would be lost. Pass the whole dataset on every rank."
             )
         super().__init__(dataset, batch, plan, collate)
-        self._reader = StreamReader(dataset, batch, plan, collate)
-        self._pool: DataLoader[Any] | None = None
+        reader = StreamReader(
+            dataset, collate, plan, row=batch.micro * batch.world, world=batch.world, rank=batch.rank
+        )
+        self._stream = StreamRows(reader, plan)
 
     def _length(self, epoch: int) -> int | None:
         if not hasattr(self.dataset, "__len__"):
@@ -80,15 +87,14 @@ class StreamLoader(Loader):
         return count - count % self.total_batch_size if self.drop_last else count
 
     def _reseed(self, seed: int) -> None:
-        self._reader.seed = seed
-        self._pool = None
+        self._stream.reseed(seed)
 
     def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
         if start and not private:
             logger.warning(f"reading {start} samples of the stream again, to continue behind them")
         rows: list[Row] = []
         before = start
-        for row in self._rows(epoch, start, private):
+        for row in self._stream.rows(epoch, start, private):
             rows.append(row)
             if len(rows) == accumulation or row.last:
                 yield self._group(rows, before, epoch)
@@ -107,14 +113,23 @@ class StreamLoader(Loader):
             position=self._position(epoch, end, last, None),
         )
 
-    def _rows(self, epoch: int, start: int, private: bool) -> Iterator[Row]:
-        if self.plan.workers == 0:
-            pinned = wants_pinning(self.plan.pin_memory)
+
+class StreamRows:
+    """The rows of a stream, read in this process or by workers, which changes nothing about them."""
+
+    def __init__(self, reader: StreamReader, plan: DataPlan) -> None:
+        self._reader, self._plan = reader, plan
+        self._pool: DataLoader[Any] | None = None
+
+    def rows(self, epoch: int, start: int, private: bool) -> Iterator[Row]:
+        """Rows of `epoch` from sample `start` on; a `private` pass leaves the lasting workers alone."""
+        if self._plan.workers == 0:
+            pinned = wants_pinning(self._plan.pin_memory)
             for _, row in self._reader.rows(epoch, start, 0, 1):
                 yield row.pin_memory() if pinned else row
             return
         if private or self._pool is None:
-            pool = _pool(self._reader, self.plan, persistent=self.plan.persistent_workers and not private)
+            pool = _pool(self._reader, self._plan, persistent=self._plan.persistent_workers and not private)
             if not private:
                 self._pool = pool
         else:
@@ -122,15 +137,35 @@ class StreamLoader(Loader):
         pool.dataset.seek(epoch, start)  # type: ignore[attr-defined]
         yield from in_order(iter(pool))
 
+    def reseed(self, seed: int) -> None:
+        """Read with another seed from now on; workers that hold the old one are let go."""
+        self._reader.seed = seed
+        self._pool = None
+
 
 class StreamReader:
     """Cuts a stream into rows and collates this rank's part of them. Always seeds: a sample passed by cannot
     be read again.
+
+    Args:
+        row: samples of a row, over all ranks.
+        may_end_early: a pass may begin behind the stream's end, and the first pass may be empty.
     """
 
-    def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collator,
+        plan: DataPlan,
+        *,
+        row: int,
+        world: int,
+        rank: int,
+        may_end_early: bool = False,
+    ) -> None:
         self._dataset, self._collate = dataset, collate
-        self._micro, self._world, self._rank = batch.micro, batch.world, batch.rank
+        self._row, self._world, self._rank = row, world, rank
+        self._may_end_early = may_end_early
         self._drop_last = plan.drop_last
         self.seed = plan.seed
         self._sandbox = Sandbox()
@@ -140,6 +175,8 @@ class StreamReader:
         raws = self._raw_rows(epoch, start)
         raw, number = next(raws, None), 0
         if raw is None:
+            if self._may_end_early and (start or not epoch):
+                return
             raise DataError(self._nothing(epoch, start))
         while raw is not None:
             following = next(
@@ -171,7 +208,7 @@ class StreamReader:
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, -1))
             stream = iter(self._dataset)
-        size, position = self._micro * self._world, 0
+        size, position = self._row, 0
         while position < start:
             passed = len(self._pull(stream, epoch, position, min(size, start - position)))
             if not passed:
@@ -180,7 +217,7 @@ class StreamReader:
         while samples := self._pull(stream, epoch, position, size):
             if len(samples) < size and self._drop_last:
                 return
-            yield self._own(samples, position)
+            yield self._own(samples, position, start)
             position += len(samples)
             if len(samples) < size:
                 return
@@ -201,10 +238,11 @@ class StreamReader:
                 raise
         return samples
 
-    def _own(self, samples: list[Any], position: int) -> _Raw:
+    def _own(self, samples: list[Any], position: int, start: int) -> _Raw:
         low, high = share(len(samples), self._world, self._rank)
         ids = list(range(position + low, position + high))
-        return _Raw(ids, samples[low:high] or samples[:1], position, position + len(samples))
+        mark = checksum(samples[0]) if position == start else 0
+        return _Raw(ids, samples[low:high] or samples[:1], position, position + len(samples), mark)
 
     def _collated(self, raw: _Raw, epoch: int, last: bool) -> Row:
         first = raw.ids[0] if raw.ids else raw.first
@@ -218,7 +256,7 @@ class StreamReader:
             except Exception as error:
                 error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
                 raise
-        return Row(raw.ids, batch, raw.end, last)
+        return Row(raw.ids, batch, raw.end, last, raw.mark)
 
 
 class _WorkerStream(IterableDataset[Any]):

@@ -1,0 +1,204 @@
+"""Which reader suits a user's loader: by its dataset, its sampler and how it is to be dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from windlass.config.plan import DataPlan
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.logs import get_logger
+from windlass.data.counted import Counted
+from windlass.data.dispatch import Dispatched
+from windlass.data.fetch import Fetch
+from windlass.data.fetch_item import FetchItem
+from windlass.data.map_reader import MapReader
+from windlass.data.nested import checksum
+from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
+from windlass.data.own_iteration import OwnIteration
+from windlass.data.portion import Reader
+from windlass.data.rows import BatchRows, Rows, SampleRows
+from windlass.data.samplers import SeedableOrder
+from windlass.data.shared_stream import SharedStream
+from windlass.data.source import Source
+from windlass.dist.gang import Gang
+
+logger = get_logger(__name__)
+
+
+def splits_itself(dataset: Any) -> bool:
+    """Whether a stream was split by node already (`datasets.distributed.split_dataset_by_node`)."""
+    return getattr(dataset, "_distributed", None) is not None
+
+
+class Choice:
+    """Chooses and builds readers for one loader.
+
+    Args:
+        split: the loader's batch size is that of all ranks together.
+        seedable: replace a random sampler by the seedable one.
+        gang: the ranks.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int, split: bool, seedable: bool, gang: Gang
+    ) -> None:
+        self._loader, self._dataset = loader, loader.dataset
+        self._seed, self._split, self._seedable, self._gang = seed, split, seedable, gang
+        self._unbatched = loader.batch_sampler is None and loader.batch_size is None
+        self._plan = _plan(loader, seed)
+
+    def reader(
+        self, world: int, rank: int, *, dispatch: bool = False, slice_fn: Callable[..., Any] | None = None
+    ) -> Reader:
+        """The reader of `rank`.
+
+        Raises:
+            ConfigError: an option that this loader cannot have.
+            DataError: its batches cannot be dealt.
+        """
+        self._refuse_contradictions(world, dispatch)
+        if dispatch and world > 1:
+            alone = Choice(
+                self._loader, seed=self._seed, split=self._split, seedable=self._seedable, gang=Gang()
+            ).reader(1, 0)
+            drop_last = self._plan.drop_last
+            return Dispatched(alone, self._gang, split=self._split, drop_last=drop_last, slice_fn=slice_fn)
+        if _iterates_in_its_own_way(self._loader):
+            return self._own_iteration(world)
+        if isinstance(self._dataset, IterableDataset):
+            return self._stream(world, rank)
+        return self._map(world, rank)
+
+    def _map(self, world: int, rank: int) -> Reader:
+        loader, seed = self._loader, self._seed
+        if not self._unbatched:
+            fetch = Fetch(self._dataset, loader.collate_fn, seed)
+            return MapReader(self._rows(world), Source(fetch, self._plan), rank)
+        many = isinstance(loader.sampler, BatchSampler)
+        source = Source(FetchItem(self._dataset, loader.collate_fn, seed, many), self._plan)
+        if many:
+            return MapReader(self._batch_rows(loader.sampler, world), source, rank)
+        rows = SampleRows(self._order(loader.sampler), world, world, drop_last=False)
+        return Counted(MapReader(rows, source, rank), rank, self._gang)
+
+    def _rows(self, world: int) -> Rows:
+        sampler = self._loader.batch_sampler
+        if type(sampler) is not BatchSampler:
+            return self._batch_rows(sampler, world)
+        order = self._order(sampler.sampler)
+        return SampleRows(order, self._row(sampler.batch_size, world), world, sampler.drop_last)
+
+    def _row(self, batch_size: int, world: int) -> int:
+        return batch_size if self._split else batch_size * world
+
+    def _order(self, sampler: Any) -> Order:
+        if type(sampler) is SequentialSampler:
+            return SequentialOrder(len(sampler), self._seed)
+        if type(sampler) is RandomSampler and self._seedable:
+            return SeedableOrder(sampler, self._seed)
+        if type(sampler) is RandomSampler and _is_plain(sampler):
+            return RandomOrder(len(sampler), self._seed)
+        order = SamplerOrder(sampler, self._seed)
+        if self._gang.size > 1:
+            self._compare(sampler, order.of(0).tolist())
+        return order
+
+    def _batch_rows(self, sampler: Any, world: int) -> BatchRows:
+        rows = BatchRows(sampler, self._seed, world, self._split)
+        if self._gang.size > 1:
+            self._compare(sampler, rows.of(0))
+        return rows
+
+    def _compare(self, sampler: Any, order: list[Any]) -> None:
+        """What a sampler draws from a generator that nobody sees may differ between ranks; samples would be lost."""
+        if len(set(self._gang.gather_objects(checksum(order)))) > 1:
+            raise DataError(
+                f"{type(sampler).__name__} gives different orders on the ranks. Let it draw from PyTorch's, NumPy's or "
+                "Python's default generator, which are seeded alike, or seed its own the same on every rank."
+            )
+
+    def _stream(self, world: int, rank: int) -> Reader:
+        if world > 1 and splits_itself(self._dataset):
+            return self._own_stream(world)
+        size = self._loader.batch_size
+        if size is not None:
+            return self._shared(self._loader.collate_fn, self._row(size, world), world, rank)
+        return Counted(self._shared(_Single(self._loader.collate_fn), world, world, rank), rank, self._gang)
+
+    def _shared(self, collate: Any, row: int, world: int, rank: int) -> SharedStream:
+        gang = self._gang if world > 1 else Gang()
+        return SharedStream(self._dataset, collate, self._plan, row=row, world=world, rank=rank, gang=gang)
+
+    def _own_stream(self, world: int) -> Reader:
+        name, size = type(self._dataset).__name__, self._loader.batch_size
+        logger.info(f"{name} was split by node before: every rank reads its own part, in an order of its own")
+        if size is None:
+            mine = self._shared(_Single(self._loader.collate_fn), 1, 1, 0)
+        else:
+            mine = self._shared(self._loader.collate_fn, size // world if self._split else size, 1, 0)
+        return Counted(mine, 0, self._gang)
+
+    def _own_iteration(self, world: int) -> Reader:
+        if world > 1:
+            raise DataError(
+                f"{type(self._loader).__name__} has an __iter__ of its own, so its samples cannot be dealt to ranks. "
+                "Set dispatch_batches=True to let the main process iterate it for all, or do not prepare it if every "
+                "rank gets data of its own."
+            )
+        return OwnIteration(self._loader)
+
+    def _refuse_contradictions(self, world: int, dispatch: bool) -> None:
+        problems = []
+        split_by_node = splits_itself(self._dataset)
+        if self._split and self._unbatched and not isinstance(self._loader.sampler, BatchSampler):
+            fix = "the loader has no batch size (batch_size=None), so there is nothing to split; leave it out"
+            problems.append(Problem("split_batches", True, fix))
+        size = self._loader.batch_size
+        if self._split and world > 1 and split_by_node and size is not None and size % world:
+            fix = f"every rank reads its own part of the data, and a batch size of {size} is no multiple of {world}"
+            problems.append(Problem("split_batches", True, fix))
+        if dispatch and world > 1 and split_by_node:
+            fix = "the dataset was split by node, so the main process has a part of it only; pass the whole dataset"
+            problems.append(Problem("dispatch_batches", True, fix))
+        if problems:
+            raise ConfigError(problems)
+
+
+class _Single:
+    """Collates an item that is a batch already."""
+
+    def __init__(self, convert: Any) -> None:
+        self._convert = convert
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self._convert(items[0])
+
+
+def _is_plain(sampler: RandomSampler) -> bool:
+    """A permutation of everything that draws from the default generator."""
+    everything = sampler.num_samples == len(sampler.data_source)
+    return everything and not sampler.replacement and sampler.generator is None
+
+
+def _iterates_in_its_own_way(loader: DataLoader[Any]) -> bool:
+    """A subclass with its own `__iter__`; torchdata's keeps state, and gives what torch's gives."""
+    kind = type(loader)
+    return kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata.")
+
+
+def _plan(loader: DataLoader[Any], seed: int) -> DataPlan:
+    return DataPlan(
+        workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+        multiprocessing_context=loader.multiprocessing_context,
+        in_order=loader.in_order,
+        worker_init=loader.worker_init_fn,
+        worker_timeout=loader.timeout,
+        drop_last=bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)),
+        seed=seed,
+    )

@@ -1,0 +1,180 @@
+"""One process reads, and sends every rank its part of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass.core.errors import DataError
+from windlass.data.cut import share
+from windlass.data.nested import batch_size_of, tensors_of
+from windlass.data.parcel import pack, unpack
+from windlass.data.portion import Portion, Reader, shares_of
+from windlass.dist.gang import Gang
+
+Pieces = list[Any]
+_MAIN = 0
+
+
+class Dispatched:
+    """The main process's batches, dealt to all ranks: either one each, or (`split`) each cut into equal parts.
+
+    Positions count the reader's, of which only the main process's reads. What reading raises there is told to the
+    others, so that nobody waits for a batch that will not come.
+
+    Args:
+        reader: a reader for one rank, over the whole data.
+        split: cut every batch, instead of dealing whole ones.
+        drop_last: leave out the batches that are too few to give every rank one.
+        slice_fn: how to cut: `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts the first axis.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        gang: Gang,
+        *,
+        split: bool,
+        drop_last: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self._reader, self._gang, self._drop_last = reader, gang, drop_last
+        self._split, self._slice = split, slice_fn or _cut
+        self._per_row = 1 if split else gang.size
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+        self.unit = reader.unit
+        size = reader.total_batch_size
+        self.total_batch_size = None if size is None else size * self._per_row
+
+    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+        portions = self._read(epoch, start) if self._gang.rank == _MAIN else self._receive()
+        while (portion := next(portions, None)) is not None:
+            yield portion
+
+    def batches(self, epoch: int) -> int | None:
+        count = self._reader.batches(epoch)
+        if count is None:
+            return None
+        return count // self._per_row if self._drop_last else -(-count // self._per_row)
+
+    def position(self, epoch: int, batches: int) -> int:
+        return self._reader.position(epoch, batches * self._per_row)
+
+    def reseed(self, seed: int) -> None:
+        self._reader.reseed(seed)
+
+    def _read(self, epoch: int, start: int) -> Iterator[Portion]:
+        rows = self._rows(self._reader.portions(epoch, start))
+        last = False
+        try:
+            while not last:
+                row, last, parcels = self._next(rows)
+                self._send_to_all(parcels)
+                if row:
+                    yield _portion(*unpack(parcels[_MAIN]))
+        finally:
+            self._settle()
+
+    def _next(
+        self, rows: Iterator[tuple[list[Portion], bool]]
+    ) -> tuple[list[Portion], bool, list[torch.Tensor]]:
+        try:
+            row, last = next(rows, ([], True))
+            return row, last, self._parcels(row, last)
+        except Exception as error:
+            self._send_to_all([pack(None, {"error": f"{type(error).__name__}: {error}"})] * self._gang.size)
+            raise
+
+    def _rows(self, portions: Iterator[Portion]) -> Iterator[tuple[list[Portion], bool]]:
+        """What makes a batch of every rank, and whether it is the last; read one ahead, to know that."""
+        row = self._row(portions)
+        while row:
+            following = self._row(portions)
+            yield row, not following
+            row = following
+
+    def _row(self, portions: Iterator[Portion]) -> list[Portion]:
+        row = list(islice(portions, self._per_row))
+        return [] if self._drop_last and len(row) < self._per_row else row
+
+    def _parcels(self, row: list[Portion], last: bool) -> list[torch.Tensor]:
+        """What each rank is sent; an empty batch says that there was none at all."""
+        if not row:
+            return [pack(None, {"shares": []})] * self._gang.size
+        pieces, shares = self._cut(row[0]) if self._split else self._deal(row)
+        notes = {"shares": shares, "end": row[-1].end, "last": last}
+        return [pack(piece, notes) for piece in pieces]
+
+    def _deal(self, row: list[Portion]) -> tuple[Pieces, list[int]]:
+        idle = self._gang.size - len(row)
+        sizes = [batch_size_of(portion.batch) or sum(portion.shares) for portion in row]
+        return [portion.batch for portion in row] + [row[0].batch] * idle, sizes + [0] * idle
+
+    def _cut(self, whole: Portion) -> tuple[Pieces, list[int]]:
+        count, world = batch_size_of(whole.batch), self._gang.size
+        if count is None:
+            raise DataError(
+                "split_batches=True cuts the first axis of a batch's tensors, and this batch has none. Let whole "
+                "batches be dealt instead: split_batches=False."
+            )
+        pieces = []
+        for rank in range(world):
+            low, high = share(count, world, rank)
+            part = slice(low, high) if high > low else slice(0, 1)  # the latter for a filler
+            pieces.append(self._slice(whole.batch, part, process_index=rank, num_processes=world))
+        return pieces, list(shares_of(count, world))
+
+    def _send_to_all(self, parcels: list[torch.Tensor]) -> None:
+        self._settle()
+        group = self._gang.host_group
+        for rank, parcel in enumerate(parcels):
+            if rank != _MAIN:
+                for content in (torch.tensor([parcel.numel()]), parcel):
+                    self._under_way.append((dist.isend(content, rank, group=group), content))
+
+    def _settle(self) -> None:
+        """See what is under way arrive: a message is lost with the object that stands for it."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _receive(self) -> Iterator[Portion]:
+        group = self._gang.host_group
+        while True:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, _MAIN, group=group)
+            parcel = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(parcel, _MAIN, group=group)
+            batch, notes = unpack(parcel)
+            if "error" in notes:
+                raise DataError(f"the main process failed while reading data for all ranks: {notes['error']}")
+            if not notes["shares"]:
+                return
+            yield _portion(batch, notes)
+            if notes["last"]:
+                return
+
+
+def _portion(batch: Any, notes: dict[str, Any]) -> Portion:
+    return Portion(batch, tuple(notes["shares"]), notes["end"], notes["last"])
+
+
+def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
+    """This part of every tensor's first axis, and of lists with an entry for each sample; the rest goes to all."""
+    return _cut_nest(batch, part, batch_size_of(batch))
+
+
+def _cut_nest(batch: Any, part: slice, count: int | None) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[part] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {name: _cut_nest(value, part, count) for name, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == count and next(tensors_of(batch), None) is None:
+        return batch[part]
+    if type(batch) in (list, tuple):
+        return type(batch)(_cut_nest(value, part, count) for value in batch)
+    return batch

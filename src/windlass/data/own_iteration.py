@@ -1,0 +1,47 @@
+"""Portions of a loader whose class iterates in its own way: its batches are taken as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from windlass.data.foreign import loader_length
+from windlass.data.nested import batch_size_of
+from windlass.data.portion import Portion
+
+
+class OwnIteration:
+    """One rank's batches, read one ahead to know the last. A position is reached by reading up to it."""
+
+    unit = "batches"
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    @property
+    def total_batch_size(self) -> int | None:
+        return getattr(self._loader, "batch_size", None)
+
+    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+        for part in (self._loader, getattr(self._loader, "sampler", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)  # type: ignore[union-attr]
+        batches, done = iter(self._loader), 0
+        batch = next(batches, _END)
+        while batch is not _END:
+            following, done = next(batches, _END), done + 1
+            if done > start:
+                yield Portion(batch, (batch_size_of(batch) or 1,), done, following is _END)
+            batch = following
+
+    def batches(self, epoch: int) -> int | None:
+        return loader_length(self._loader)
+
+    def position(self, epoch: int, batches: int) -> int:
+        return batches
+
+    def reseed(self, seed: int) -> None:
+        """Its order is its own."""
+
+
+_END = object()
