@@ -10,7 +10,8 @@ from torch import nn
 
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_logger, warn_once
+from windlass.transforms.recompute import repeated_blocks
 
 _LAYERS = "fsdp_config.transformer_layer_cls_to_wrap"
 _IGNORED = "fsdp_config.ignored_modules"
@@ -25,7 +26,8 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
         ConfigError: no module is of the wanted classes; those that there are get listed.
     """
     if plan.wrap == "transformer":
-        chosen = _of_classes(module, plan.layers or _own_classes(module))
+        classes = plan.layers or _own_classes(module)
+        chosen = _of_classes(module, classes) if classes else _blocks(module)
     elif plan.wrap == "size":
         chosen = _of_size(module, plan.min_parameters, ignored)
     else:
@@ -60,15 +62,27 @@ def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None)
 
 
 def _own_classes(module: nn.Module) -> tuple[str, ...]:
-    """The classes that a model (or the one it wraps) says must not be split, as Hugging Face's models do."""
+    """The classes that a model (or the one it wraps) says must not be split, as Hugging Face's models do; none where
+    it says nothing.
+    """
     said = {
         name for member in module.modules() for name in (getattr(member, "_no_split_modules", None) or ())
     }
-    if not said:
-        fix = f"{type(module).__name__} does not say which layers it repeats: name their class. {_there_are(module)}"
-        raise ConfigError(Problem(_LAYERS, None, fix))
     here = {type(member).__name__ for member in module.modules()}
     return tuple(sorted(said & here)) or tuple(sorted(said))
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks that a model which says nothing repeats."""
+    blocks = list(repeated_blocks(module))
+    found = ", ".join(sorted({type(block).__name__ for block in blocks}))
+    warn_once(
+        _logger,
+        f"{type(module).__name__} does not say which of its layers to gather one by one: "
+        + (f"these repeat, and are: {found}" if blocks else "none repeats, so it is gathered as a whole")
+        + f". {_LAYERS} names others",
+    )
+    return blocks
 
 
 def _of_classes(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
