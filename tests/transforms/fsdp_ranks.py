@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.optimizer_state import (
+    load_optimizer_state,
+    save_optimizer_state,
+    split_optimizer_state,
+)
+from windlass.checkpoint.sharded import write_parts
+from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights, save_weights
 from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError
@@ -306,6 +314,42 @@ def carried_state(gang: Gang, folder: Path) -> None:
         load_optimizer_state(second, other, odd)
 
 
+def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
+    """Every rank writes what it holds, within a checkpoint; any number of ranks reads it."""
+    module = model(RANK)
+    optimizer, before = optimizer_of(module), names_of(module)
+    plan = DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE // 2, ignored="blocks.1", **BLOCKS))
+    strategy = shard(module, CPU, plan, gang)
+    rebind(optimizer, before, module)
+    for _ in range(2):
+        with strategy.micro(last=True):
+            loss_sum(module, torch.ones(1, 4, dtype=torch.long)).backward()
+        optimizer.step()
+    store = Store(folder, rank=RANK, world=SIZE, vote=gang.vote, barrier=gang.barrier)
+    state, parts = split_optimizer_state(optimizer, module)
+
+    def write(place: Path, files: Files) -> dict[str, FileEntry]:
+        weights = write_parts(place, "model", module.state_dict(keep_vars=True), gang, files)
+        return weights | write_parts(place, "optimizer", parts, gang, files)
+
+    saved = CheckpointManager(store).save(
+        SIZE, shared={"optimizer": state}, per_rank={}, write_model=None, meta={}, write_parts=write
+    )
+    assert saved is not None
+    weights, reference = strategy.whole_state(), save_optimizer_state(optimizer, module)
+    for source in (saved, earlier) if earlier.exists() else (saved,):
+        other = model(9)
+        loaded = shard(other, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+        second = optimizer_of(other)
+        checkpoint = CheckpointManager(store).load(source)
+        checkpoint.load_weights(other)
+        read = loaded.whole_state()
+        assert RANK != 0 or same_tensors(read, weights), "what both runs came to"
+        for _ in range(2):
+            checkpoint.load_optimizer(second, other)
+            assert_optimizer(second, other, reference)
+
+
 def assert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, reference: dict[str, Any]) -> None:
     state = save_optimizer_state(optimizer, module)
     if RANK == 0:
@@ -336,7 +380,9 @@ def main() -> None:
         every_plan(gang)
         for check in (whole_weights, one_copy_on_the_host, refusals, recovers, low_precision):
             check(gang)
-    carried_state(gang, Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    carried_state(gang, folder)
+    in_parts(gang, folder, folder / "checkpoint-4")
     gang.barrier()
     leave()
 

@@ -21,7 +21,8 @@ from windlass.core.logs import get_logger
 from windlass.core.types import State
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_RANK_FILE = re.compile(r"rank-(\d{5,})\..*")
+# Of another rank, which lists it itself: its state, or its part of weights and the like.
+_RANK_FILE = re.compile(r"rank-\d{5,}\..*|\w+-rank-\d{5,}\.safetensors")
 _logger = get_logger(__name__)
 
 
@@ -66,6 +67,10 @@ class Draft:
     def write_rank_state(self, state: State) -> None:
         """This rank's own part, as `rank-RRRRR.json` (and `.safetensors`)."""
         self._written |= codec.save_state(self.folder / rank_stem(self._rank), state, self._files)
+
+    def add(self, entries: Mapping[str, FileEntry]) -> None:
+        """Take in files that were written into the folder through its `Files`, by name."""
+        self._written |= entries
 
     def seal(self) -> None:
         """Make all this rank wrote durable and known: rank 0 hashes what others' code put into the folder,

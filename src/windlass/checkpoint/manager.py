@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from windlass.checkpoint import codec
 from windlass.checkpoint.draft import rank_stem
-from windlass.checkpoint.files import Files, is_disk_failure
+from windlass.checkpoint.files import FileEntry, Files, is_disk_failure
 from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import prune
+from windlass.checkpoint.sharded import index_name, load_parts, open_parts
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import Handover, VerifiedFiles, hand_over, take_over
@@ -21,6 +24,8 @@ from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 
+# Writes one rank's files into a folder and gives what it wrote, by name.
+PartsWriter = Callable[[Path, Files], Mapping[str, FileEntry]]
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
 _logger = get_logger(__name__)
 
@@ -83,15 +88,39 @@ class Checkpoint:
         part: State = parts[name]
         return part
 
-    def load_weights(self, model: nn.Module) -> None:
-        """Copy the saved weights into `model`, in place (see `weights.load_weights`).
+    def load_weights(self, model: nn.Module, part: str = "") -> None:
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`), whole ones or ranks' parts.
+
+        Args:
+            part: subfolder of the weights, where several models were saved.
 
         Raises:
             CheckpointError: none were saved, or they do not fit.
         """
-        if WEIGHTS_NAME not in self.info.files:
-            raise CheckpointError(f"{self.folder} has no weights ({WEIGHTS_NAME} is not in its manifest)")
-        load_weights(self.folder, model, files=self._files)
+        if not part and self.has_parts("model"):
+            load_parts(self.folder, model, files=self._files)
+            return
+        name = f"{part}/{WEIGHTS_NAME}" if part else WEIGHTS_NAME
+        if name not in self.info.files:
+            raise CheckpointError(f"{self.folder} has no weights ({name} is not in its manifest)")
+        load_weights(self.folder / name, model, files=self._files)
+
+    def has_parts(self, stem: str) -> bool:
+        """Whether ranks wrote their parts of `stem` ("model", "optimizer") instead of one of them the whole."""
+        return index_name(stem) in self.info.files
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Put the state that was saved as the shared part "optimizer", with ranks' parts of it, into `optimizer`.
+
+        Raises:
+            CheckpointError: none was saved, or it does not fit.
+        """
+        state = self.shared("optimizer")
+        if not self.has_parts("optimizer"):
+            load_optimizer_state(optimizer, model, state)
+            return
+        with open_parts(self.folder, "optimizer", self._files) as parts:
+            load_optimizer_state(optimizer, model, join_parts(state, parts))
 
     def read(self, name: str) -> bytes | None:
         """A small file of the checkpoint, None where it was not saved.
@@ -130,6 +159,7 @@ class CheckpointManager:
         meta: Mapping[str, Any],
         best: Path | str | None = None,
         model_bytes: int = 0,
+        write_parts: PartsWriter | None = None,
     ) -> Path | None:
         """Save checkpoint `step` and let retention act. Gives its folder, or None where the disk was full or
         failing: that costs this checkpoint and a loud warning, earlier ones stand and training goes on.
@@ -140,26 +170,31 @@ class CheckpointManager:
             write_model: rank 0 calls it with the folder; it may put any plain files there (weights, config,
             tokenizer). meta: plain values for the manifest (best metric, ...).
             best: folder of the best checkpoint so far, which retention spares.
-            model_bytes: what `write_model` will write, for the check of free space.
+            model_bytes: what `write_model` and `write_parts` will write, for the check of free space.
+            write_parts: every rank calls it with the folder, to write its parts of sharded tensors.
 
         Raises:
             CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the
             disk). OSError: the folder cannot be written for another reason than a full or failing disk.
         """
         try:
-            self._write(step, shared, per_rank, write_model, meta, model_bytes)
+            self._write(step, shared, per_rank, write_model, meta, model_bytes, write_parts)
         except Exception as error:
             if not (is_disk_failure(error) or isinstance(error, SaveDropped)):
                 raise
             self._warn(step, error)
             return None
         path = self.store.path_for(step)
+        self.retain([path] if best is None else [path, Path(best)])
+        return path
+
+    def retain(self, protected: list[Path]) -> None:
+        """Remove checkpoints beyond `total_limit`, but for `protected` ones. Collective."""
         try:
             if self.store.rank == 0:
-                self._prune([path] if best is None else [path, Path(best)])
+                self._prune(protected)
         finally:
             self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
-        return path
 
     def _write(
         self,
@@ -169,6 +204,7 @@ class CheckpointManager:
         write_model: Callable[[Path], None] | None,
         meta: Mapping[str, Any],
         model_bytes: int,
+        write_parts: PartsWriter | None = None,
     ) -> None:
         own = codec.state_bytes(dict(per_rank)) * self.store.world
         needed = model_bytes + own + sum(codec.state_bytes(state) for state in shared.values()) + _MARGIN
@@ -179,6 +215,8 @@ class CheckpointManager:
                 if write_model is not None:
                     write_model(draft.folder)
             draft.write_rank_state(dict(per_rank))
+            if write_parts is not None:
+                draft.add(write_parts(draft.folder, self.store.files))
 
     def _warn(self, step: int, error: Exception) -> None:
         if isinstance(error, SaveDropped) and self.store.rank != 0:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.sharded import InParts, Parts
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
-from windlass.dist.sharded import copy_whole_, is_sharded, shard_like, whole_on_first
+from windlass.dist.sharded import (
+    copy_whole_,
+    from_part,
+    is_sharded,
+    local,
+    part,
+    shard_like,
+    whole_on_first,
+)
 
 # How an update is computed, not what it computes: these stay as this machine's optimizer has them.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_PART = "windlass.part"  # stands for a tensor that ranks wrote in parts; its value is that tensor's name
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
@@ -28,6 +38,17 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     Raises:
         CheckpointError: the optimizer updates a parameter that the model does not have.
     """
+    sharded = any(is_sharded(parameter) for parameter in _parameters(optimizer))
+    state = _state_by_name(optimizer, model, lambda name, entry: _gathered(entry))
+    if sharded and torch.distributed.get_rank() != 0:
+        state["state"] = {}
+    return state
+
+
+def _state_by_name(
+    optimizer: torch.optim.Optimizer, model: nn.Module, convert: Callable[[str, dict[Any, Any]], Any]
+) -> State:
+    """The state with what `convert` makes of each parameter's entry, given its name."""
     names = _names_of(optimizer, model)
     groups = [
         {
@@ -36,19 +57,56 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
         }
         for group in optimizer.param_groups
     ]
-    parameters = list(_parameters(optimizer))
-    kept = not any(is_sharded(parameter) for parameter in parameters) or torch.distributed.get_rank() == 0
-    state = {}
-    for parameter in parameters:
-        if optimizer.state.get(parameter):
-            entry = _gathered(optimizer.state[parameter])
-            if kept:
-                state[names[id(parameter)]] = entry
+    named = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
     return {
-        "shapes": {names[id(parameter)]: list(parameter.shape) for parameter in parameters},
-        "state": state,
+        "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
+        "state": {
+            name: convert(name, optimizer.state[parameter])
+            for name, parameter in named.items()
+            if optimizer.state.get(parameter)
+        },
         "groups": groups,
     }
+
+
+def split_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[State, dict[str, Tensor]]:
+    """As `save_optimizer_state`, with sharded tensors apart, by name, for every rank to write its part of them.
+
+    Nothing is gathered. `join_parts` puts what was written back into the state.
+    """
+    parts: dict[str, Tensor] = {}
+
+    def apart(value: Any, path: str) -> Any:
+        if is_sharded(value):
+            parts[path] = value
+            return {_PART: path}
+        if isinstance(value, dict):
+            return {key: apart(item, f"{path}/{key}") for key, item in value.items()}
+        return value
+
+    return _state_by_name(optimizer, model, lambda name, entry: apart(entry, name)), parts
+
+
+def join_parts(state: State, parts: Parts) -> State:
+    """The state that `split_optimizer_state` split, for `load_optimizer_state`: ranks read their parts then.
+
+    Raises:
+        CheckpointError: a tensor was not written.
+    """
+
+    def joined(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = value.get(_PART)
+        if name is None:
+            return {key: joined(item) for key, item in value.items()}
+        if name not in parts:
+            raise CheckpointError(f"{parts.path} lacks {name!r}, which the optimizer's state refers to")
+        return InParts(name, parts)
+
+    return {**state, "state": joined(state["state"])}
 
 
 def _gathered(value: Any) -> Any:
@@ -192,6 +250,11 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
     """`value` where it belongs: in the live tensor if that has its shape and dtype, else on `device` (None: as
     it came), and spread as `parameter` is.
     """
+    if isinstance(value, InParts):
+        like = live if is_sharded(live) and live.shape == value.shape else parameter
+        if is_sharded(like) and like.shape == value.shape:
+            return _placed_part(value, live, like)
+        value = value.read()
     if isinstance(value, Tensor):
         if isinstance(live, Tensor) and live.shape == value.shape and live.dtype == value.dtype:
             copy_whole_(live, value)
@@ -207,7 +270,16 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
     return value
 
 
-def _is_spread(value: Tensor, parameter: Tensor) -> bool:
+def _placed_part(value: InParts, live: Any, like: Tensor) -> Tensor:
+    mine = value.read(part(like))
+    if live is not like or live.dtype != value.dtype:
+        return from_part(mine.to(local(like).device), like)
+    with torch.no_grad():
+        local(live).copy_(mine)
+    return live
+
+
+def _is_spread(value: Tensor | InParts, parameter: Tensor) -> bool:
     """Whether the optimizer would keep this tensor in parts beside a sharded parameter; counters it keeps whole."""
     return is_sharded(parameter) and value.numel() > 1
 
@@ -219,7 +291,7 @@ def _check_spread(
     for name, parameter in by_name.items():
         live = optimizer.state.get(parameter, {})
         for key, value in entries.get(name, {}).items():
-            if not isinstance(value, Tensor) or not _is_spread(value, parameter):
+            if not isinstance(value, Tensor | InParts) or not _is_spread(value, parameter):
                 continue
             if value.shape not in (parameter.shape, getattr(live.get(key), "shape", None)):
                 raise CheckpointError(

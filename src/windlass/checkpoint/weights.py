@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,17 +120,54 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
             weights apart in the file that the model ties, or a damaged file.
     """
     path = source / WEIGHTS_NAME if source.is_dir() else source
-    targets = _canonical_state(model.state_dict(keep_vars=True))
     with open_tensors(path, files or Files()) as file:
-        sources = _match(path, file, targets)
-        _check(path, file, targets, sources)
-        _check_ties(path, file, targets, sources)
-        _copy(file, targets, sources)
+        aliases = read_aliases(path, file)
+        fill(path, file, aliases, model, lambda target, name: copy_whole_(target, file.read(name)))
 
 
-def _match(path: Path, file: TensorFile, targets: Mapping[str, Tensor]) -> dict[str, str]:
+class TensorSource(Protocol):
+    """Stored tensors by name."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+def fill(
+    path: Path,
+    file: TensorSource,
+    aliases: Mapping[str, str],
+    model: nn.Module,
+    take: Callable[[Tensor, str], None],
+) -> None:
+    """Load `model` from any source, with the checks of `load_weights`.
+
+    Args:
+        path: names the source in errors.
+        aliases: tied name -> the name that it is stored under.
+        take: copies a stored tensor into the model's.
+    """
+    targets = _canonical_state(model.state_dict(keep_vars=True))
+    sources = _match(file, aliases, targets)
+    _check(path, file, targets, sources)
+    _check_ties(path, file, targets, sources)
+    stored, _ = split_aliases(targets)
+    changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
+    if changed:
+        _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
+    for name, tensor in stored.items():
+        take(tensor, sources[name])
+
+
+def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str, Tensor]) -> dict[str, str]:
     """Which stored tensor each of the model's names takes. A tied name that is not stored takes its twin's."""
-    aliases = read_aliases(path, file)
     sources = {name: aliases.get(name, name) for name in targets}
     _, twins = split_aliases(targets)
     groups = {name: [name] for name in targets if name not in twins}
@@ -154,7 +191,7 @@ def read_aliases(path: Path, file: TensorFile) -> dict[str, str]:
     return aliases
 
 
-def _check(path: Path, file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
+def _check(path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
     missing = [name for name, source in sources.items() if source not in file]
     used = set(sources.values())
     unexpected = [name for name in file.names if name not in used]
@@ -180,7 +217,7 @@ def _check(path: Path, file: TensorFile, targets: Mapping[str, Tensor], sources:
 
 
 def _check_ties(
-    path: Path, file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]
+    path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]
 ) -> None:
     """Two different stored tensors must not go into one: whichever came last would win, silently."""
     _, twins = split_aliases(targets)
@@ -190,12 +227,3 @@ def _check_ties(
             raise CheckpointError(
                 f"{path} has different values for {name!r} and {kept!r}, which this model ties together"
             )
-
-
-def _copy(file: TensorFile, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
-    stored, _ = split_aliases(targets)
-    changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
-    if changed:
-        _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
-    for name, tensor in stored.items():
-        copy_whole_(tensor, file.read(sources[name]))

@@ -123,10 +123,7 @@ def shard_like(source: Tensor, like: Tensor) -> Tensor:
     No communication.
     """
     mine = part(like).of(source)
-    copied = mine.to(local(like).device, copy=True).contiguous()
-    if not is_sharded(like):
-        return copied
-    return _from_local(copied, like)
+    return from_part(mine.to(local(like).device, copy=True).contiguous(), like)
 
 
 def _on_mesh_device(tensor: DTensor) -> DTensor:
@@ -134,10 +131,15 @@ def _on_mesh_device(tensor: DTensor) -> DTensor:
     part_here, device_type = tensor.to_local(), tensor.device_mesh.device_type
     if part_here.device.type == device_type:
         return tensor
-    return _from_local(part_here.to(device_type), tensor)
+    return _spread_as(tensor, part_here.to(device_type))
 
 
-def _from_local(mine: Tensor, like: DTensor) -> DTensor:
+def from_part(mine: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which this rank holds the part `mine`, spread as `like` is. No communication."""
+    return _spread_as(like, mine) if is_sharded(like) else mine
+
+
+def _spread_as(like: DTensor, mine: Tensor) -> DTensor:
     return type(like).from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -1,0 +1,285 @@
+"""Tensors in the parts that ranks hold, written by each rank for itself and read back into any number of ranks.
+
+    STEM.parts.json                   every tensor's global shape and dtype, and which rank wrote which rows of it
+    STEM-rank-00000.safetensors       the parts of rank 0; one such file for each rank that wrote any
+
+Writing moves no tensor between ranks, and reading one opens only the files that hold what is asked for. The index:
+
+    {"version": 1, "ranks": 2, "aliases": {"head.weight": "embed.weight"}, "tensors": {"embed.weight": {
+        "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
+
+where a part is [rank, first row, rows] along dimension `dim`. Copies (of replicated tensors, of hybrid sharding) are
+written once, by the first rank that holds them; tied tensors once, under the first of their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.names import shorten
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, open_tensors, write_tensors
+from windlass.checkpoint.weights import fill, save_weights, split_aliases
+from windlass.core.errors import CheckpointError
+from windlass.dist.gang import Gang
+from windlass.dist.sharded import Part, is_sharded, local, part
+
+VERSION = 1
+
+
+def index_name(stem: str) -> str:
+    return f"{stem}.parts.json"
+
+
+def rank_file(stem: str, rank: int) -> str:
+    return f"{stem}-rank-{rank:05d}.safetensors"
+
+
+# --- writing
+
+
+def write_parts(
+    folder: Path, stem: str, tensors: Mapping[str, Tensor], gang: Gang, files: Files | None = None
+) -> dict[str, FileEntry]:
+    """Write this rank's parts of `tensors`; rank 0 also writes the index. Collective, but no tensor travels.
+
+    Args:
+        tensors: the same names in the same order on every rank; plain tensors are rank 0's.
+
+    Returns:
+        What this rank wrote, by file name.
+
+    Raises:
+        CheckpointError: a tensor cannot be saved (see `tensor_file.check_tensor`), or is split otherwise than along
+            one dimension.
+    """
+    files = files or Files()
+    stored, aliases = split_aliases(tensors)
+    parts = {name: _part_to_write(name, tensor, gang.rank) for name, tensor in stored.items()}
+    mine = {name: found for name, found in parts.items() if found is not None}
+    gathered = gang.gather_objects({name: list(found) for name, found in mine.items()})
+    written = {}
+    if mine:
+        path = folder / rank_file(stem, gang.rank)
+        written[path.name] = write_tensors(path, {name: local(stored[name]) for name in mine}, files=files)
+    if gang.rank == 0:
+        path = folder / index_name(stem)
+        index = {
+            "version": VERSION,
+            "ranks": gang.size,
+            "aliases": aliases,
+            "tensors": {name: _entry(name, tensor, gathered) for name, tensor in stored.items()},
+        }
+        written[path.name] = files.write(path, [strict_json.dump(index, path.name)])
+    return written
+
+
+def _part_to_write(name: str, tensor: Tensor, rank: int) -> tuple[int, int, int] | None:
+    """(dimension, first index, length) of what this rank writes of a tensor; None for nothing."""
+    if not is_sharded(tensor):
+        return (0, 0, tensor.shape[0] if tensor.dim() else 1) if rank == 0 else None
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank saves what it has a part of"
+    copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    if any(coordinate[axis] for axis in copies) or mesh.ndim == 0:
+        return None  # an equal copy is written by another rank
+    found = part(tensor)
+    cut = [dim for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]]
+    if len(cut) > 1:
+        raise CheckpointError(f"{name} is split along dimensions {cut}; only one can be saved")
+    dim = cut[0] if cut else 0
+    return (dim, found.offsets[dim], found.sizes[dim]) if found.sizes[dim] else None
+
+
+def _entry(name: str, tensor: Tensor, gathered: list[dict[str, list[int]]]) -> dict[str, Any]:
+    parts = [(rank, *found[name]) for rank, found in enumerate(gathered) if name in found]
+    return {
+        "dtype": CODES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "dim": max((dim for _, dim, _, _ in parts), default=0),
+        "parts": [[rank, offset, size] for rank, _, offset, size in parts],
+    }
+
+
+# --- reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[tuple[int, int, int], ...]  # (rank, first index, length), in order of the index
+
+
+@contextmanager
+def open_parts(folder: Path, stem: str, files: Files | None = None) -> Iterator[Parts]:
+    """Open what ranks wrote with `write_parts`; each of their files when it is first read from.
+
+    Raises:
+        CheckpointError: the index is missing, malformed, or leaves rows of a tensor out.
+    """
+    with ExitStack() as opened:
+        yield Parts(folder, stem, files or Files(), opened)
+
+
+class Parts:
+    """Tensors that ranks wrote, readable whole or in any part.
+
+    Attributes:
+        aliases: tied name -> the name it is stored under.
+    """
+
+    def __init__(self, folder: Path, stem: str, files: Files, opened: ExitStack) -> None:
+        self._folder, self._stem, self._files = folder, stem, files
+        self._opened, self._by_rank = opened, dict[int, TensorFile]()
+        path = folder / index_name(stem)
+        self.path = path
+        index = strict_json.parse(self._files.read(path, MAX_JSON_BYTES), str(path))
+        try:
+            if index["version"] != VERSION:
+                raise CheckpointError(
+                    f"{path} is of version {index['version']}; this release reads {VERSION}"
+                )
+            self._tensors = {name: _stored(entry, index["ranks"]) for name, entry in index["tensors"].items()}
+            self.aliases: dict[str, str] = dict(index["aliases"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is malformed: {error}") from None
+        astray = [name for name, kept in self.aliases.items() if kept not in self._tensors]
+        if astray:
+            raise CheckpointError(f"{path} ties names to tensors that it does not have: {shorten(astray)}")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, wanted: Part | None = None) -> Tensor:
+        """A tensor, or this part of it, on the host.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or not what the index says of it.
+        """
+        stored = self._tensors[name]
+        wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
+        result = torch.empty(wanted.sizes, dtype=stored.dtype)
+        if not stored.shape:
+            return result.copy_(self._read_part(name, stored, stored.parts[0]))
+        begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
+        for rank, offset, size in stored.parts:
+            low, high = max(begin, offset), min(end, offset + size)
+            if low >= high:
+                continue
+            piece = self._read_part(name, stored, (rank, offset, size))
+            inside = _narrowed(wanted, stored.dim, low - offset, high - low).of(piece)
+            result.narrow(stored.dim, low - begin, high - low).copy_(inside)
+        return result
+
+    def _read_part(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> Tensor:
+        rank, _, size = found
+        shape = list(stored.shape)
+        if shape:
+            shape[stored.dim] = size
+        file, path = self._file(rank), self._folder / rank_file(self._stem, rank)
+        if name not in file or file.shape(name) != tuple(shape) or file.dtype(name) != stored.dtype:
+            raise CheckpointError(f"{path} does not hold {name!r} as {self.path.name} says")
+        return file.read(name)
+
+    def _file(self, rank: int) -> TensorFile:
+        if rank not in self._by_rank:
+            path = self._folder / rank_file(self._stem, rank)
+            self._by_rank[rank] = self._opened.enter_context(open_tensors(path, self._files))
+        return self._by_rank[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """A stored tensor that is yet to be read, in a state whose other values are read already."""
+
+    name: str
+    source: Parts
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.source.shape(self.name))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype(self.name)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, wanted: Part | None = None) -> Tensor:
+        return self.source.read(self.name, wanted)
+
+
+def merge_parts(source: Path, target: Path, stem: str = "model") -> FileEntry:
+    """Put weights that ranks wrote together into `target/model.safetensors`. All of them pass through host memory.
+
+    Raises:
+        CheckpointError: a part is missing or damaged.
+    """
+    with open_parts(source, stem) as parts:
+        state = {name: parts.read(name) for name in parts.names}
+        state |= {name: state[kept] for name, kept in parts.aliases.items()}
+    target.mkdir(parents=True, exist_ok=True)
+    return save_weights(target, state)
+
+
+def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Files | None = None) -> None:
+    """Copy weights that ranks wrote into `model`, in place; every rank reads what it holds (see `load_weights`).
+
+    Raises:
+        CheckpointError: they do not fit the model, or a part is missing or damaged.
+    """
+    with open_parts(folder, stem, files) as parts:
+
+        def take(target: Tensor, name: str) -> None:
+            with torch.no_grad():
+                local(target).copy_(parts.read(name, part(target)))
+
+        fill(parts.path, parts, parts.aliases, model, take)
+
+
+def _narrowed(wanted: Part, dim: int, offset: int, size: int) -> Part:
+    offsets, sizes = list(wanted.offsets), list(wanted.sizes)
+    offsets[dim], sizes[dim] = offset, size
+    return Part(tuple(offsets), tuple(sizes))
+
+
+def _stored(entry: Any, ranks: int) -> _Stored:
+    """An entry of the index, checked: its parts cover the tensor, each row once."""
+    dtype, shape, dim = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["dim"]
+    parts = tuple(sorted(((rank, offset, size) for rank, offset, size in entry["parts"]), key=lambda p: p[1]))
+    numbers = [*shape, dim, *(number for found in parts for number in found)]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("a shape or a part is not made of whole numbers")
+    if dim >= max(len(shape), 1) or any(rank >= ranks for rank, _, _ in parts):
+        raise ValueError("a dimension or a rank lies outside its range")
+    position, rows = 0, shape[dim] if shape else 1
+    for _, offset, size in parts:
+        if offset != position:
+            raise ValueError("parts of a tensor overlap or leave rows out")
+        position += size
+    if position != rows and math.prod(shape):
+        raise ValueError("parts of a tensor leave rows out")
+    return _Stored(dtype, shape, dim, parts)
