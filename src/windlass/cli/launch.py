@@ -1,48 +1,58 @@
-"""`windlass launch`: a script in many processes."""
+"""`windlass launch`: a script in many processes, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
-from windlass.config.launch import LaunchPlan
 from windlass.core.optional import require
 
+_HELP = """\
+Start a script in many processes. What was said to `windlass config` holds where no flag says otherwise, and everything
+is checked before the first process starts.
 
-def launch_command(words: list[str]) -> int:
+  windlass launch --num_processes 2 train.py --lr 3e-4
+  windlass launch --config_file two_machines.yaml --machine_rank 1 train.py
+  windlass launch --engine slurm --engine_options partition=long --print train.py
+
+Exit codes: 0 every process ended well; 2 the configuration is wrong; 69 the machines did not find each other; 124 the
+job stood still for longer than --stall_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else that of the process
+that failed first, 128 + the signal where one killed it.
+"""
+
+
+def launch_command(words: Sequence[str]) -> int:
     """Launch what `words` say; returns the exit code."""
-    options = _parser().parse_args(words)
-    # Torch's store warns in C++ stack traces when another machine has gone; the report says it in one line.
+    # Torch's store warns with C++ stacks when another machine has gone; the report says it in one line. The processes
+    # themselves keep the level that they were given.
+    unsaid = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     require("torch", "launch")
-    options.engine_options = dict(word.split("=", 1) for word in options.engine_options)
     from windlass.cli.launching.engines import engine
+    from windlass.cli.machine import this_machine
+    from windlass.config.launch import resolve_launch
 
-    if options.__dict__.pop("print"):
-        print(engine(options.engine).show(LaunchPlan(**vars(options))))
+    if unsaid:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    options = _parser().parse_args(words)
+    plan = resolve_launch(options, os.environ, this_machine())
+    carrier = engine(plan.engine)
+    if options.print:
+        print(carrier.show(plan))
         return 0
-    return engine(options.engine).run(LaunchPlan(**vars(options)))
+    return carrier.run(plan)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="windlass launch", allow_abbrev=False)
-    parser.add_argument("--num_processes", dest="processes", type=int, default=1)
-    parser.add_argument("--num_machines", dest="machines", type=int, default=1)
-    parser.add_argument("--machine_rank", type=int, default=0)
-    parser.add_argument("--main_process_ip", dest="main_address")
-    parser.add_argument("--main_process_port", dest="main_port", type=int)
-    parser.add_argument("--rdzv_backend", dest="rendezvous", default="static")
-    parser.add_argument("--max_restarts", type=int, default=0)
-    parser.add_argument("--monitor_interval", type=float, default=0.1)
-    parser.add_argument("--stall_timeout", type=float)
-    parser.add_argument("--log_dir")
-    parser.add_argument("--tee", default="0")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("-m", "--module", action="store_true")
-    parser.add_argument("--no_python", action="store_true")
-    parser.add_argument("--engine", default="local")
-    parser.add_argument("--engine_options", action="append", default=[])
-    parser.add_argument("--print", action="store_true")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    from windlass.config.launch_flags import add_launch_flags
+
+    parser = argparse.ArgumentParser(
+        prog="windlass launch",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--print", action="store_true", help="show the job that would run, and start nothing")
+    add_launch_flags(parser)
     return parser

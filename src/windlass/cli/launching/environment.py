@@ -21,7 +21,6 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
         **_interface(plan),
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
         BIND_VARIABLE: "1" if bind else "0",
-        **({"CUDA_VISIBLE_DEVICES": plan.devices} if plan.devices else {}),
     }
     kept = {} if plan.threads else {"OMP_NUM_THREADS"} & os.environ.keys()
     return {key: value for key, value in found.items() if key not in kept} | dict(plan.environment)
