@@ -11,6 +11,7 @@ from typing import Any
 
 from windlass.cli.checks import find_conflicts
 from windlass.cli.draft import Draft
+from windlass.cli.parallel import spread
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, training_fields, training_problems
 from windlass.config.codec import Keys
@@ -39,6 +40,9 @@ def load_recipe(
     _name_the_run(draft, Path(path or own or "python-docs").stem)
     problems = list(draft.problems)
     recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
+    training, unfit = spread(recipe.training, recipe.parallel, draft)
+    problems += unfit
+    recipe = replace(recipe, training=training)
     conflicts = [*find_conflicts(recipe, draft), *_evaluation_problems(recipe, draft)]
     problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, draft)

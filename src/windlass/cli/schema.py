@@ -103,11 +103,21 @@ class Recipe:
     model: ModelSpec = field(default_factory=ModelSpec)
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     sample: SampleSpec = field(default_factory=SampleSpec)
+    parallel: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_note("how it is spread over processes: {strategy: fsdp}, {precision: bf16}"),
+    )
     training: dict[str, Any] = field(default_factory=dict)
 
 
 # `model: name` in a recipe is short for `model: {name: name}`.
-SHORTHANDS = {"data": "train", "model": "name", "tokenizer": "name", "sample": "prompt"}
+SHORTHANDS = {
+    "data": "train",
+    "model": "name",
+    "tokenizer": "name",
+    "sample": "prompt",
+    "parallel": "strategy",
+}
 
 # Sections that may be absent (null) and are still mappings when given.
 NESTED: dict[tuple[type, str], type] = {

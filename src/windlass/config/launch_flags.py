@@ -25,18 +25,23 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     What the command line did not say is absent from the parsed options. Values stay text: `resolve_launch` reads
     them, so that all that is wrong with them is told at once.
     """
-    parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags go before them"
-    )
+    add_setting_flags(parser)
     how = parser.add_argument_group("the script")
     how.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     how.add_argument("--no_python", "--no-python", action="store_true", help="the script is a program")
+    how.add_argument("script", help="what to start")
+    how.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--config_file` and the flags of all settings, without a script."""
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags go before them"
+    )
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
     for key in KEYS.values():
         for word in key.flags:
             _add(groups.get(key.group, parser), key, word)
-    how.add_argument("script", help="what to start")
-    how.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:

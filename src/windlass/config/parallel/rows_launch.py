@@ -89,7 +89,7 @@ ENVIRONMENT = _row(
 )
 
 _IDLE_LAUNCH = (
-    _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network",
+    _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network", written=True,
          idle="changes nothing: the machines meet at main_process_ip either way"),
     _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
          idle="needs no saying: num_processes decides, and all of them are used"),

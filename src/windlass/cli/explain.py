@@ -1,0 +1,124 @@
+"""`windlass explain KEY`: what a setting is, where its value comes from, and every way to say it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from windlass.config.launch import launch_settings
+from windlass.config.launch_flags import add_setting_flags
+from windlass.config.nearest import did_you_mean
+from windlass.config.parallel import from_arguments, merge
+from windlass.config.parallel.keys import GROUPS, Key
+from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.core.errors import ConfigError, Problem
+
+
+def explain_command(words: list[str]) -> int:
+    """Print what `words` ask about; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="windlass explain",
+        allow_abbrev=False,
+        description="Where the value of a setting comes from. The flags and the launch file are those of a launch.",
+    )
+    parser.add_argument(
+        "key", nargs="?", help="a setting, in any of its spellings; without one: all that were said"
+    )
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe that is to be trained")
+    add_setting_flags(parser)
+    options = parser.parse_args(words)
+    settings = launch_settings(options, os.environ)
+    if options.recipe:
+        settings = merge(_of_recipe(options.recipe), settings)
+    print("\n".join(_all(settings) if options.key is None else explain(find_key(options.key), settings)))
+    return 0
+
+
+def find_key(word: str) -> Key:
+    """The setting that `word` spells: a canonical name, flag, variable, key of a launch file or field of arguments.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    spelling = word.lstrip("-").replace("-", "_").removeprefix("TrainingArguments.").removeprefix("parallel.")
+    last = spelling.rpartition(".")[2]
+    key = (
+        KEYS.get(spelling)
+        or VARIABLES.get(spelling)
+        or FLAGS.get(spelling)
+        or _of_field(spelling)
+        or FLAGS.get(last)
+    )
+    if key is None:
+        hint = did_you_mean(spelling, [*KEYS, *FLAGS, *VARIABLES])
+        raise ConfigError(
+            Problem("KEY", word, f"there is no such setting{hint or '; see: windlass launch --help'}")
+        )
+    return key
+
+
+def _of_field(name: str) -> Key | None:
+    return next((key for key in KEYS.values() if name in key.fields), None)
+
+
+def explain(key: Key, settings: Settings) -> Iterator[str]:
+    """The lines about one setting."""
+    said = settings.get(key.name)
+    yield f"{key.name} = {_text(settings.value(key))}"
+    if said is None:
+        yield "  from      its default"
+    else:
+        yield f"  from      {said.origin}{_weakness(said)}"
+        for other in said.over:
+            yield f"  over      {_text(other.value)} from {other.origin}{_weakness(other)}"
+        yield f"  default   {_text(key.default)}"
+    yield f"  means     {key.doc}"
+    for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
+        if remark:
+            yield f"  {remark}"
+    for place, spelling in _spellings(key):
+        yield f"  {place:<9} {spelling}"
+    for problem in settings.problems:
+        yield f"  problem   {problem}"
+
+
+def _all(settings: Settings) -> Iterator[str]:
+    if not settings:
+        yield "nothing was said: every setting has its default"
+    for name in sorted(settings):
+        said = settings[name]
+        yield f"{name} = {_text(said.value)}  # {said.origin}{_weakness(said)}"
+    for problem in settings.problems:
+        yield f"problem: {problem}"
+
+
+def _weakness(said: Setting) -> str:
+    return " (as tools write it unasked; whatever is meant goes before it)" if said.weak else ""
+
+
+def _spellings(key: Key) -> Iterator[tuple[str, str]]:
+    yield "flag", f"--{key.flags[0]}"
+    yield "file", key.in_file
+    if key.variables:
+        yield "variable", key.variables[0]
+    if key.fields:
+        yield "arguments", ", ".join(key.fields)
+    elif key.group == "fsdp":
+        yield "arguments", f"fsdp_config={{{key.words[0]!r}: ...}}"
+    if GROUPS[key.group] is not GROUPS["launch"]:
+        yield "recipe", f"parallel.{key.name}"
+
+
+def _of_recipe(path: str) -> Settings:
+    from windlass.cli.recipe import load_recipe
+    from windlass.cli.training import training_arguments
+
+    return from_arguments(training_arguments(load_recipe(path).training))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
