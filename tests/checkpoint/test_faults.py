@@ -177,7 +177,8 @@ def test_once_one_was_committed_a_verified_one_always_exists(
 
 def _current(path: Path) -> Path:
     """Where a checkpoint lies now: between the two renames of a replacement it has another name."""
-    return path if path.exists() else path.with_name("replaced-" + path.name.removeprefix("replaced-"))
+    name = path.name.removeprefix("replaced-")
+    return path.with_name(name) if path.with_name(name).exists() else path.with_name("replaced-" + name)
 
 
 def _attempt(root: Path, step: int, event: str, at: int, limit: int | None, best: Path | None) -> bool:
