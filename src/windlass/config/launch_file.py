@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.config.parallel.files import parse_file, without_unknown
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import KEYS
 
@@ -56,10 +57,19 @@ def to_document(settings: Settings) -> dict[str, Any]:
 
 def write_file(settings: Settings, path: Path) -> None:
     """Write the launch file that says `settings`; its folder is made."""
+    _dump(to_document(settings), path)
+
+
+def updated(path: Path) -> None:
+    """Write the launch file at `path` anew, as YAML without keys that mean nothing."""
+    _dump(without_unknown(parse_file(path)), path)
+
+
+def _dump(document: Mapping[str, Any], path: Path) -> None:
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(to_document(settings), sort_keys=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(dict(document), sort_keys=True), encoding="utf-8")
 
 
 def _kind(settings: Settings) -> str:

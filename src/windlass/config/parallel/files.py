@@ -14,6 +14,7 @@ from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNB
 from windlass.core.errors import Problem
 
 _UNBUILT_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config")
+_KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
 _NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselves, with LOCAL_MACHINE"
 
 
@@ -21,7 +22,7 @@ def from_file(path: str | Path) -> Settings:
     """What a launch file says (YAML, or JSON); what is wrong with it becomes problems, unknown keys notes."""
     settings = Settings()
     try:
-        document = _parse(Path(path).expanduser())
+        document = parse_file(Path(path).expanduser())
     except OSError as error:
         fix = f"cannot be read ({error.strerror}); `windlass config` writes one"
         settings.problems.append(Problem("--config_file", str(path), fix))
@@ -32,7 +33,13 @@ def from_file(path: str | Path) -> Settings:
     return from_document(document, str(path))
 
 
-def _parse(path: Path) -> Mapping[str, Any]:
+def parse_file(path: Path) -> Mapping[str, Any]:
+    """The mapping that a YAML or JSON file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
     import yaml
 
     text = path.read_text(encoding="utf-8")
@@ -53,6 +60,17 @@ def from_document(document: Mapping[str, Any], name: str) -> Settings:
     for word, value in document.items():
         _top_level(settings, str(word), value, name)
     return settings
+
+
+def without_unknown(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A launch file's document without the keys that mean nothing."""
+    kept: dict[str, Any] = {}
+    for word, value in document.items():
+        if word in SECTIONS and isinstance(value, Mapping) and word not in _UNBUILT_SECTIONS:
+            kept[word] = {inner: item for inner, item in value.items() if inner in SECTIONS[word]}
+        elif word in _KNOWN or word in TOP_LEVEL or word in FLAGS or word in SECTIONS:
+            kept[word] = value
+    return kept
 
 
 def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:

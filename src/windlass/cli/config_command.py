@@ -1,0 +1,231 @@
+"""`windlass config`: asks how training is spread over processes, and writes the launch file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.prompts import Prompter, ask_until, prompter
+from windlass.config.launch_file import default_file, find_file, updated, write_file
+from windlass.config.parallel import rows_launch, rows_training
+from windlass.config.parallel.files import from_file
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Setting, Settings
+from windlass.core.errors import ConfigError, Problem
+
+Answers = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question.
+
+    Attributes:
+        key: the setting that it fills.
+        text: what is asked.
+        choices: the words to choose from; none for an answer in one's own words.
+        default: what an empty answer means, given the answers so far.
+        when: whether it is asked at all, given the answers so far.
+    """
+
+    key: Key
+    text: str
+    choices: tuple[str, ...] = ()
+    default: Callable[[Answers], str] = lambda answers: ""
+    when: Callable[[Answers], bool] = lambda answers: True
+
+
+def _always(value: str) -> Callable[[Answers], str]:
+    return lambda answers: value
+
+
+def _many(answers: Answers) -> bool:
+    return bool(answers["launch.machines"] > 1)
+
+
+def _sharded(answers: Answers) -> bool:
+    return bool(answers["strategy"] == "fsdp")
+
+
+def _wraps(kind: str) -> Callable[[Answers], bool]:
+    return lambda answers: answers.get("fsdp.wrap") == kind
+
+
+_YES_NO = ("no", "yes")
+QUESTIONS = (
+    Question(
+        rows_training.STRATEGY,
+        "Does every process hold the whole model (ddp), or its share of it (fsdp)?",
+        ("ddp", "fsdp"),
+        _always("ddp"),
+    ),
+    Question(rows_launch.MACHINES, "How many machines take part?", (), _always("1")),
+    Question(rows_launch.MACHINE_RANK, "Which of them is this one, from 0?", (), _always("0"), _many),
+    Question(rows_launch.MAIN_ADDRESS, "What is the address of machine 0?", (), _always("127.0.0.1"), _many),
+    Question(rows_launch.MAIN_PORT, "Which port is free on machine 0?", (), _always("29500"), _many),
+    Question(
+        rows_launch.RENDEZVOUS,
+        "Do machines have the ranks given to them (static), or whichever they get (c10d)?",
+        ("static", "c10d"),
+        _always("static"),
+        _many,
+    ),
+    Question(rows_training.CPU, "Leave accelerators alone and train on the CPU?", _YES_NO, _always("no")),
+    Question(
+        rows_launch.PROCESSES,
+        "How many processes on all machines together?",
+        (),
+        lambda answers: str(_usual_processes(answers)),
+    ),
+    Question(
+        rows_training.FSDP_SHARDING,
+        "What is sharded?",
+        ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
+        _always("full_shard"),
+        _sharded,
+    ),
+    Question(
+        rows_training.FSDP_WRAP,
+        "Which parts are gathered on their own: layers by class, those above a size, or only the whole?",
+        ("transformer", "size", "none"),
+        _always("transformer"),
+        _sharded,
+    ),
+    Question(
+        rows_training.FSDP_LAYERS,
+        "Classes of the layers, with commas (empty: the model's own list)?",
+        (),
+        when=_wraps("transformer"),
+    ),
+    Question(
+        rows_training.FSDP_MIN_PARAMETERS, "From how many parameters on?", (), _always("100000000"), _wraps("size")
+    ),
+    Question(
+        rows_training.FSDP_OFFLOAD, "Keep the model in host memory between uses?", _YES_NO, _always("no"), _sharded
+    ),
+    Question(
+        rows_training.FSDP_STATE,
+        "Do checkpoints hold whole tensors (full), or every rank's shards?",
+        ("full", "sharded"),
+        _always("full"),
+        _sharded,
+    ),
+    Question(rows_training.FSDP_RECOMPUTE, "Recompute layers to save memory?", _YES_NO, _always("no"), _sharded),
+    Question(
+        rows_training.FSDP_RAM_EFFICIENT, "Read the weights on the first rank only?", _YES_NO, _always("no"), _sharded
+    ),
+    Question(rows_training.PRECISION, "Which precision?", ("no", "bf16", "fp16"), _always("no")),
+)  # fmt: skip
+
+
+def _usual_processes(answers: Answers) -> int:
+    machines: int = answers["launch.machines"]
+    return machines * (2 if answers["cpu"] else max(_devices(), 2))
+
+
+def _devices() -> int:
+    from windlass.core.device import visible_devices
+
+    return visible_devices()
+
+
+def config_command(words: list[str]) -> int:
+    """Write, complete or update a launch file; returns the exit code."""
+    options = _parser().parse_args(words)
+    path = Path(options.config_file or default_file(os.environ)).expanduser()
+    if options.action == "update":
+        _update(options.config_file)
+        return 0
+    settings = (
+        _default(options.mixed_precision)
+        if options.action == "default" or options.default
+        else asked(prompter())
+    )
+    write_file(settings, path)
+    print(f"wrote {path}\nstart a script with it: windlass launch {_flag(options.config_file)}script.py")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="windlass config",
+        allow_abbrev=False,
+        description="Asks how training is spread over processes, and writes the file that `windlass launch` reads.",
+    )
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("default", "update"),
+        help="default: ask nothing; update: write an existing file anew without keys that mean nothing",
+    )
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="where to write; else the cache folder"
+    )
+    parser.add_argument("--default", action="store_true", help="ask nothing")
+    parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="for the default file")
+    return parser
+
+
+def _flag(config_file: str | None) -> str:
+    return f"--config_file {config_file} " if config_file else ""
+
+
+def asked(prompt: Prompter) -> Settings:
+    """The settings that the questions' answers make."""
+    answers: Answers = {}
+    for question in QUESTIONS:
+        if question.when(answers):
+            answers[question.key.name] = _answer(prompt, question, question.default(answers))
+    return _settings(answers)
+
+
+def _answer(prompt: Prompter, question: Question, default: str) -> Any:
+    if question.choices:
+        return question.key.read(prompt.choose(question.text, question.choices, default))
+    return ask_until(
+        question.key.read,
+        lambda: prompt.ask(question.text, default),
+        lambda text: print(text, file=sys.stderr),
+    )
+
+
+def _default(precision: str) -> Settings:
+    """One process for each accelerator, or one on the CPU."""
+    devices = _devices()
+    settings = Settings()
+    settings.say(rows_training.PRECISION, precision, "--mixed_precision", "flag", weak=False)
+    if settings.problems:
+        raise ConfigError(settings.problems)
+    return _settings(
+        {
+            "launch.machines": 1,
+            "launch.processes": max(devices, 1),
+            "cpu": devices == 0,
+            "precision": settings.value(rows_training.PRECISION),
+        }
+    )
+
+
+def _settings(answers: Answers) -> Settings:
+    said = {name: value for name, value in answers.items() if value not in ((), None)}
+    return Settings({name: Setting(name, value, "windlass config", "file") for name, value in said.items()})
+
+
+def _update(named: str | None) -> None:
+    path = Path(named) if named else find_file(os.environ)[0]
+    if path is None:
+        fix = "there is no launch file to update; `windlass config` writes one"
+        raise ConfigError(Problem("--config_file", None, fix))
+    settings = from_file(path)
+    unread = [problem for problem in settings.problems if problem.field == "--config_file"]
+    if unread:
+        raise ConfigError(unread)
+    for note in (note for note in settings.notes if "means nothing here" in note):
+        print(f"left out: {note}")
+    updated(path)
+    print(f"updated {path}")
