@@ -44,6 +44,14 @@ def _dispatch(arguments: list[str]) -> int:
         from windlass.cli.launch import launch_command
 
         return launch_command(arguments[1:])
+    if arguments[:1] == ["config"]:
+        from windlass.cli.config_command import config_command
+
+        return config_command(arguments[1:])
+    if arguments[:1] == ["explain"]:
+        from windlass.cli.explain import explain_command
+
+        return explain_command(arguments[1:])
     if arguments[:1] == ["test"]:
         from windlass.cli.selftest import selftest_command
 
@@ -102,6 +110,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="build everything, run two steps, an evaluation, a save and a load, and say what the full run takes",
     )
     commands.add_parser("launch", help="start a script in many processes", add_help=False)
+    commands.add_parser("config", help="write the file that a launch reads", add_help=False)
+    commands.add_parser("explain", help="where the value of a setting comes from", add_help=False)
     commands.add_parser("test", help="check that this installation trains in two processes", add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")
