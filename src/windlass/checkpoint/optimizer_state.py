@@ -281,7 +281,7 @@ def _placed_part(value: InParts, live: Any, like: Tensor) -> Tensor:
 
 def _is_spread(value: Tensor | InParts, parameter: Tensor) -> bool:
     """Whether the optimizer would keep this tensor in parts beside a sharded parameter; counters it keeps whole."""
-    return is_sharded(parameter) and value.numel() > 1
+    return is_sharded(parameter) and (value.numel() > 1 or value.shape == parameter.shape)
 
 
 def _check_spread(
