@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from typing import TYPE_CHECKING
 
 from windlass.cli.launching.worker import BIND_VARIABLE
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
+
+_LOOPBACK = ("lo", "lo0")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 
 
 def worker_environment(plan: LaunchPlan) -> dict[str, str]:
@@ -33,7 +37,34 @@ def usable_cores() -> int:
 
 def _interface(plan: LaunchPlan) -> dict[str, str]:
     """The network interface that gloo takes: left alone it goes by the machine's name, which often leads nowhere."""
-    if plan.machines > 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    names = {name for _, name in socket.if_nameindex()}
-    return next(({"GLOO_SOCKET_IFNAME": name} for name in ("lo", "lo0") if name in names), {})
+    address = (
+        address_towards(plan.main_address, 0) if plan.machines > 1 and plan.main_address else "127.0.0.1"
+    )
+    name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
+
+def address_towards(address: str, port: int) -> str:
+    """The address of this machine on the way to `address`. Nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _carries(interface: str, address: str) -> bool:
+    """Whether `interface` has this IPv4 address. All that begin with 127 lie on the loopback interface."""
+    if interface in _LOOPBACK:
+        return address.startswith("127.")
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # it has none
+            return False
+    return socket.inet_ntoa(found[20:24]) == address

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from windlass.cli.launching.environment import address_towards
 from windlass.core.errors import WindlassError
 
 DEFAULT_WAIT_SECONDS = 600
@@ -170,11 +171,3 @@ def _unreachable(address: str, port: int, seconds: float, reason: OSError) -> st
     return (
         f"the main machine {address}:{port} could not be reached within {seconds:.0f} s ({reason}); {check}"
     )
-
-
-def address_towards(address: str, port: int) -> str:
-    """The address of this machine on the way to `address`. Nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
