@@ -9,7 +9,7 @@ from windlass.config.plan import DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
 from windlass.data.portion import Portion, shares_of
-from windlass.data.stream import StreamReader, StreamRows
+from windlass.data.stream import StreamReader, StreamRows, can_be_read_once
 from windlass.dist.gang import Gang
 
 
@@ -38,21 +38,24 @@ class SharedStream:
         rank: int,
         gang: Gang,
     ) -> None:
-        reader = StreamReader(dataset, collate, plan, row=row, world=world, rank=rank, may_end_early=True)
+        reader = StreamReader(dataset, collate, plan, row=row, world=world, rank=rank, may_be_empty=True)
         self._stream = StreamRows(reader, plan)
         self._dataset, self._world, self._drop_last = dataset, world, plan.drop_last
         self.total_batch_size = row
         self._gang, self._compared = gang, gang.size == 1
-        self._passes = 0
+        self._passes, self._had_samples = 0, False
 
     def portions(self, epoch: int, start: int) -> Iterator[Portion]:
         private, before = self._passes > 0, start
         self._passes += 1
         try:
             for row in self._stream.rows(epoch, start, private):
+                self._had_samples = True
                 self._compare(row.mark)
                 yield Portion(row.batch, shares_of(row.end - before, self._world), row.end, row.last)
                 before = row.end
+            if before == 0 and self._had_samples:
+                raise DataError(can_be_read_once(type(self._dataset).__name__, epoch))
         finally:
             self._passes -= 1
 

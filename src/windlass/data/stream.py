@@ -149,7 +149,7 @@ class StreamReader:
 
     Args:
         row: samples of a row, over all ranks.
-        may_end_early: a pass may begin behind the stream's end, and the first pass may be empty.
+        may_be_empty: it is no error if a pass has no row, as one that begins behind the stream's end.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class StreamReader:
         row: int,
         world: int,
         rank: int,
-        may_end_early: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         self._dataset, self._collate = dataset, collate
         self._row, self._world, self._rank = row, world, rank
-        self._may_end_early = may_end_early
+        self._may_be_empty = may_be_empty
         self._drop_last = plan.drop_last
         self.seed = plan.seed
         self._sandbox = Sandbox()
@@ -175,7 +175,7 @@ class StreamReader:
         raws = self._raw_rows(epoch, start)
         raw, number = next(raws, None), 0
         if raw is None:
-            if self._may_end_early and (start or not epoch):
+            if self._may_be_empty:
                 return
             raise DataError(self._nothing(epoch, start))
         while raw is not None:
@@ -194,10 +194,7 @@ class StreamReader:
                 "it is not the same stream."
             )
         if epoch:
-            return (
-                f"the stream ({name}) gave no sample in epoch {epoch}. A generator or iterator can be read "
-                "once only: pass an object whose __iter__ begins anew, or train for one epoch."
-            )
+            return can_be_read_once(name, epoch)
         short = " or shorter than one batch (dataloader_drop_last=True)" if self._drop_last else ""
         return f"the stream ({name}) is empty{short}."
 
@@ -257,6 +254,14 @@ class StreamReader:
                 error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
                 raise
         return Row(raw.ids, batch, raw.end, last, raw.mark)
+
+
+def can_be_read_once(name: str, epoch: int) -> str:
+    """What is wrong with a stream that had samples, and has none in a later pass."""
+    return (
+        f"the stream ({name}) gave no sample in epoch {epoch}. A generator or iterator can be read once only: pass an "
+        "object whose __iter__ begins anew, or train for one epoch."
+    )
 
 
 class _WorkerStream(IterableDataset[Any]):
