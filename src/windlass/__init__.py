@@ -14,8 +14,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "windlass.accelerator.accelerator": ("Accelerator",),
+    "windlass.accelerator.state": ("PartialState",),
+    "windlass.accelerator.memory": ("find_executable_batch_size",),
+    "windlass.accelerator.rng": ("synchronize_rng_states",),
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.config.arguments": ("TrainingArguments",),
+    "windlass.config.plugins": (
+        "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
+        "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",
+        "ParallelismConfig", "ProfileKwargs", "ProjectConfiguration", "TorchDynamoPlugin",
+    ),
+    "windlass.config.plugin_words": ("DDPCommunicationHookType", "DistributedType"),
     "windlass.config.parser": ("HfArgumentParser",),
     "windlass.config.enums": (
         "EvaluationStrategy", "HubStrategy", "IntervalStrategy", "OptimizerNames", "ParallelMode", "SaveStrategy",
@@ -53,7 +62,13 @@ _HOMES = {
     "windlass.optim.schedules.greedy": ("GreedyLR",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
 }  # fmt: skip
-_MODULES = {"utils": "windlass.utils"}
+_MODULES = {
+    name: f"windlass.{name}"
+    for name in (
+        "big_modeling", "data_loader", "hooks", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking",
+        "utils",
+    )
+}  # fmt: skip
 _NAMES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_NAMES)
 

@@ -30,12 +30,15 @@ OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_obje
 
 
 def violations(module: Module) -> Iterator[str]:
+    # Windlass's own operations of these names carry JSON.
+    own = {n for i in imports(module) if i.module == "windlass.dist.operations" for n in i.names}
     for item in imports(module):
         if item.module.split(".")[0] in MODULES:
             yield f"{module.where}:{item.line} imports {item.module}"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
-            if (name := _forbidden_call(node.func)) and not (name == "yaml.load" and _is_safe(node, module)):
+            name = _forbidden_call(node.func)
+            if name and name not in own and not (name == "yaml.load" and _is_safe(node, module)):
                 yield f"{module.where}:{node.lineno} calls {name}"
             if any(k.arg == "allow_pickle" and getattr(k.value, "value", True) for k in node.keywords):
                 yield f"{module.where}:{node.lineno} allows pickle"
@@ -67,6 +70,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     [
         "import pickle", "from pickle import loads", "def f():\n    import dill", "torch.load('x')", "eval('1')",
         "np.load('x', allow_pickle=True)", "yaml.load(text)", "dist.all_gather_object(out, x)",
+        "from torch.distributed import gather_object\ngather_object(x)",
         "importlib.import_module('marshal')",
     ],
 )  # fmt: skip

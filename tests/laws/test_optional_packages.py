@@ -24,9 +24,10 @@ HOMES: dict[str, set[str]] = {
     "pyarrow": {"data", "cli"},
     "submitit": {"cli"},
     "ray": {"cli"},
+    "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
-ONE_FILE = {"submitit", "ray", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
+ONE_FILE = {"submitit", "ray", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
 
 
 def _top(name: str) -> str:

@@ -1,0 +1,76 @@
+"""A logger that speaks on the main process, on all, or on one after another."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from windlass.accelerator.state import PartialState
+from windlass.core.errors import ModelError
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """Takes two more keywords in every call: `main_process_only` (True by default), and `in_order`."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Name the process."""
+        msg, kwargs = super().process(msg, kwargs)
+        kwargs.setdefault("stacklevel", 2)  # the line that called, not this file's
+        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log here if it is this process's turn.
+
+        Args:
+            main_process_only: the others stay silent.
+            in_order: all speak, the first process first; then the call is collective.
+
+        Raises:
+            ModelError: it is not known yet who this process is.
+        """
+        if not PartialState._shared_state:
+            raise ModelError(
+                "this logger asks which process it is in; make a PartialState() or an Accelerator() first"
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
+        state = PartialState()
+        if not in_order:
+            if state.is_main_process or not main_process_only:
+                self.logger.log(level, msg, *args, **kwargs)
+            return
+        for turn in range(state.num_processes):
+            if turn == state.process_index:
+                self.logger.log(level, msg, *args, **kwargs)
+            state.wait_for_everyone()
+
+    @functools.cache  # noqa: B019 (loggers live as long as the process)
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warn the first time these arguments come, and never again."""
+        self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger `name`, for several processes.
+
+    Args:
+        log_level: "DEBUG", "INFO", ... for it and the root logger; by default what `ACCELERATE_LOG_LEVEL` says, if it
+            says anything.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

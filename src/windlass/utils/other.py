@@ -1,0 +1,197 @@
+"""Small things that scripts import: unwrapped models, files of tensors, names, sizes, ports."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.accelerator.forward import restore_forward
+from windlass.accelerator.restoring import save_tensors
+from windlass.accelerator.state import PartialState
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.tensor_file import open_tensors
+from windlass.config.launch_file import default_file, write_file
+from windlass.config.parallel.settings import Setting, Settings
+from windlass.core.device import visible_devices
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.trees import convert_to_fp32
+from windlass.dist.sharded import is_sharded
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` made this wrapper."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """The module behind wrappers of data parallelism.
+
+    Args:
+        keep_fp32_wrapper: False takes mixed precision off its forward.
+        keep_torch_compile: False takes the compiler's wrapper off too.
+        recursive: also unwrap its submodules.
+    """
+    compiled: Any = model if is_compiled_module(model) else None
+    module: Any = model if compiled is None else compiled._orig_mod
+    while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        module = module.module
+    if recursive:
+        for name, child in module.named_children():
+            setattr(module, name, extract_model_from_parallel(child, recursive=True))
+    if not keep_fp32_wrapper:
+        restore_forward(module)
+    if compiled is None or not keep_torch_compile:
+        return module  # type: ignore[no-any-return]
+    compiled._orig_mod = module
+    return compiled  # type: ignore[no-any-return]
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether parameters of the model lie in shards on several processes."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """The module and all inside it, children before parents.
+
+    Args:
+        return_fqns: (name, module) pairs instead of modules.
+    """
+    ordered: list[tuple[str, nn.Module]] = []
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        ordered.append((name, module))
+        stack.extend((f"{name}.{child}" if name else child, part) for child, part in module.named_children())
+    ordered.reverse()
+    return list(ordered) if return_fqns else [module for _, module in ordered]
+
+
+def wait_for_everyone() -> None:
+    """Return when every process is here."""
+    PartialState().wait_for_everyone()
+
+
+def save(
+    obj: Mapping[str, Tensor],
+    f: str | os.PathLike[str],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> None:
+    """Write a dict of tensors as safetensors, on the main process.
+
+    Args:
+        obj: names and tensors; tensors that share memory are written once each.
+        f: the file.
+        save_on_each_node: on the main process of every machine.
+        safe_serialization: must stay True: pickle is never written.
+    """
+    if not safe_serialization or Path(f).suffix in (".bin", ".pt", ".pth", ".pkl"):
+        raise ConfigError(Problem("save.f", str(f), "pickle is never written: end the name in .safetensors"))
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        save_tensors(Path(f), dict(obj))
+
+
+def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the host or on `map_location`."""
+    if Path(f).suffix != ".safetensors":
+        fix = "only safetensors files are read; pickle is not, since reading it runs what is in it"
+        raise ConfigError(Problem("load.f", str(f), fix))
+    with open_tensors(Path(f), Files()) as tensors:
+        found = {name: tensors.read(name) for name in tensors.names}
+    return {name: t if map_location is None else t.to(map_location) for name, t in found.items()}
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict with contiguous tensors, of those that are the same memory only the first."""
+    seen: set[tuple[int, torch.Size]] = set()
+    kept: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if not tensor.numel() or place not in seen:
+            kept[name] = tensor.contiguous()
+            seen.add(place)
+    return kept
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a forward: what it returns in fp16 or bf16 is widened to fp32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Write a launch configuration for this machine; one that is there stands.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        save_location: by default the file that `windlass launch` finds by itself.
+
+    Returns:
+        The file, or False where there was one.
+    """
+    path = default_file(os.environ) if save_location is None else Path(save_location)
+    if mixed_precision not in ("no", "fp16", "bf16"):
+        raise ConfigError(Problem("mixed_precision", mixed_precision, "must be one of no, fp16, bf16"))
+    if path.exists():
+        return False
+    devices = visible_devices()
+    said = {"precision": mixed_precision, "launch.processes": max(devices, 1), "cpu": devices == 0}
+    settings = Settings({key: Setting(key, value, "write_basic_config") for key, value in said.items()})
+    write_file(settings, path)
+    return path
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a function or class, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Lay `source` over `destination`, in place, dict by dict."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether something on this machine listens at the port (29500 by default)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in the largest unit of which there is at least one."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """`obj.a.b` for "a.b"."""
+    return functools.reduce(getattr, attr.split("."), obj)

@@ -1,0 +1,43 @@
+"""Comparisons of versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.torch_version import TorchVersion
+
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Whether a version compares so with another.
+
+    Args:
+        library_or_version: name of an installed package, or a parsed version.
+        operation: one of >, >=, ==, !=, <=, <.
+        requirement_version: what it is compared with.
+
+    Raises:
+        ValueError: no such operation.
+    """
+    if operation not in _OPERATIONS:
+        raise ValueError(f"operation={operation!r}: must be one of {', '.join(_OPERATIONS)}")
+    version = library_or_version
+    if type(version) is str:
+        version = importlib.metadata.version(version)
+    return bool(_OPERATIONS[operation](TorchVersion(str(version)), requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether the installed PyTorch compares so with `version`."""
+    return compare_versions("torch", operation, version)

@@ -1,0 +1,224 @@
+"""`windlass.utils` and its siblings: scripts' imports work with the name of the library replaced, or say why not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import types
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import accelerate.utils as peer
+import pytest
+import torch
+from torch import nn
+
+import windlass
+import windlass.utils as ours
+from windlass.core.errors import ConfigError
+from windlass.utils.table import HOMES, REFUSED
+
+PEER_NAMES = sorted(
+    name
+    for name in dir(peer)
+    if not name.startswith("_") and not isinstance(getattr(peer, name), types.ModuleType)
+)
+BUILT = {name for names in HOMES.values() for name in names}
+LEFT_OUT = {name for names in REFUSED.values() for name in names}
+SIBLINGS = ["state", "logging", "local_sgd", "tracking", "big_modeling", "hooks", "optimizer", "scheduler"]
+
+
+def test_every_name_of_the_peer_is_there_or_refused() -> None:
+    assert set(PEER_NAMES) <= BUILT | LEFT_OUT, set(PEER_NAMES) - BUILT - LEFT_OUT
+    assert not BUILT & LEFT_OUT
+
+
+@pytest.mark.parametrize("name", sorted(BUILT))
+def test_names_resolve_and_are_documented(name: str) -> None:
+    thing = getattr(ours, name)
+    assert isinstance(thing, str) or (thing.__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize("name", ["DummyOptim", "load_fsdp_model", "WEIGHTS_NAME"])
+def test_refused_names_say_why(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"windlass\.utils has no {name}: \w+"):
+        importlib.import_module("windlass.utils").__getattr__(name)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = ours.nothing_of_the_kind
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_sibling_modules(name: str) -> None:
+    module = importlib.import_module(f"windlass.{name}")
+    assert getattr(windlass, name) is module
+    theirs = importlib.import_module(f"accelerate.{name}")
+    public = {
+        n
+        for n in vars(theirs)
+        if getattr(vars(theirs)[n], "__module__", "") == theirs.__name__ and n[0] != "_"
+    }
+    known = {*module.__all__, *BUILT, *NOT_IN_SIBLINGS.get(name, ())}
+    assert public <= known, f"windlass.{name} has no {sorted(public - known)}"
+
+
+# What scripts do not import from there: helpers of that library's own.
+NOT_IN_SIBLINGS = {
+    "state": {"do_nothing", "SharedDict", "ThreadLocalSharedDict", "is_initialized"},
+    "optimizer": {"patch_optimizer_step", "move_to_device"},
+    "hooks": {"CpuOffloadHook"},
+}
+
+
+@pytest.mark.parametrize("name", ["dataclasses", "operations", "random", "memory", "modeling"])
+def test_submodules(name: str) -> None:
+    module = importlib.import_module(f"windlass.utils.{name}")
+    for public in module.__all__:
+        assert getattr(module, public) is getattr(ours, public)
+
+
+def test_top_level_names_of_the_peer() -> None:
+    names = {n for n, v in vars(accelerate).items() if n[0] != "_" and not isinstance(v, types.ModuleType)}
+    missing = names - set(windlass.__all__) - BUILT - NOT_BUILT
+    assert not missing, sorted(missing)
+
+
+NOT_BUILT = {
+    "prepare_pippy",
+    # exported by their own rooms
+    "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "init_empty_weights", "init_on_device",
+    "load_checkpoint_and_dispatch", "skip_first_batches", "debug_launcher", "notebook_launcher",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["yes", "On", "1", "n", "FALSE", "0"])
+def test_words_of_consent(word: str) -> None:
+    for to_bool in (True, False):
+        assert ours.str_to_bool(word, to_bool) == peer.str_to_bool(word, to_bool)
+        assert type(ours.str_to_bool(word, to_bool)) is type(peer.str_to_bool(word, to_bool))
+    with pytest.raises(ValueError, match="maybe"):
+        ours.str_to_bool("maybe")
+
+
+def test_variables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_TEST_A", "1")
+    with ours.patch_environment(windlass_test_a=2, windlass_test_b=3):
+        assert (os.environ["WINDLASS_TEST_A"], os.environ["WINDLASS_TEST_B"]) == ("2", "3")
+        assert ours.get_int_from_env(["WINDLASS_TEST_C", "WINDLASS_TEST_B"], 0) == 3
+    assert os.environ["WINDLASS_TEST_A"] == "1"
+    assert "WINDLASS_TEST_B" not in os.environ
+    with ours.clear_environment():
+        assert not os.environ
+    assert ours.parse_flag_from_env("WINDLASS_TEST_A")
+    assert not ours.parse_flag_from_env("WINDLASS_TEST_B")
+
+    @ours.purge_accelerate_environment
+    def leaves_traces() -> None:
+        os.environ["ACCELERATE_TRACE"] = "1"
+
+    leaves_traces()
+    assert "ACCELERATE_TRACE" not in os.environ
+
+
+@pytest.mark.parametrize("name", sorted(n for n in BUILT if n.startswith("is_") and n.endswith("_available")))
+def test_availability_is_a_yes_or_no(name: str) -> None:
+    assert isinstance(getattr(ours, name)(), bool)
+
+
+def test_availability_is_the_peers_on_this_machine() -> None:
+    for name in (
+        "cuda",
+        "xpu",
+        "datasets",
+        "transformers",
+        "deepspeed",
+        "pytest",
+        "triton",
+        "torchvision",
+    ):
+        assert getattr(ours, f"is_{name}_available")() == bool(getattr(peer, f"is_{name}_available")()), name
+
+
+@pytest.mark.parametrize("operation", [">", ">=", "==", "!=", "<=", "<"])
+def test_versions_compare_as_the_peers(operation: str) -> None:
+    for version in ("1.0", torch.__version__.split("+")[0], "99.0"):
+        assert ours.is_torch_version(operation, version) == peer.is_torch_version(operation, version)
+    assert ours.compare_versions("numpy", operation, "2.0") == peer.compare_versions(
+        "numpy", operation, "2.0"
+    )
+    with pytest.raises(ValueError, match="must be one of"):
+        ours.compare_versions("numpy", "~", "2.0")
+
+
+def test_wrappers_come_off() -> None:
+    inner = nn.Linear(2, 2)
+    assert ours.extract_model_from_parallel(nn.DataParallel(inner)) is inner
+    compiled = torch.compile(inner)
+    assert ours.is_compiled_module(compiled)
+    assert ours.extract_model_from_parallel(compiled) is compiled
+    assert ours.extract_model_from_parallel(compiled, keep_torch_compile=False) is inner
+    nested = nn.Sequential(nn.DataParallel(inner))
+    assert ours.extract_model_from_parallel(nested, recursive=True)[0] is inner
+    assert not ours.model_has_dtensor(inner)
+
+
+def test_children_before_parents() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
+    assert ours.get_module_children_bottom_up(model) == peer.get_module_children_bottom_up(model)
+    pairs = ours.get_module_children_bottom_up(model, return_fqns=True)
+    assert pairs == peer.get_module_children_bottom_up(model, return_fqns=True)
+
+
+def test_tensors_go_to_a_file_and_come_back(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    ours.save(tensors, tmp_path / "x.safetensors")
+    found = ours.load(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert ours.load(tmp_path / "x.safetensors", "meta")["a"].device.type == "meta"
+    for refused in (lambda: ours.save(tensors, tmp_path / "x.bin"), lambda: ours.load(tmp_path / "x.bin")):
+        with pytest.raises(ConfigError, match="pickle"):
+            refused()
+
+
+def test_shared_memory_is_kept_once() -> None:
+    weight = torch.ones(2, 3)
+    kept = ours.clean_state_dict_for_safetensors(
+        {"a": weight, "b": weight, "c": weight.t(), "d": torch.empty(0)}
+    )
+    assert sorted(kept) == ["a", "c", "d"]
+    assert all(t.is_contiguous() for t in kept.values())
+
+
+def test_a_first_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
+    path = ours.write_basic_config("bf16")
+    assert path == tmp_path / "default_config.yaml"
+    from accelerate.commands.config import load_config_from_file
+
+    read: Any = load_config_from_file(str(path))
+    assert (read.mixed_precision, read.num_processes, read.use_cpu) == ("bf16", 1, True)
+    assert ours.write_basic_config() is False
+    with pytest.raises(ConfigError, match="fp7"):
+        ours.write_basic_config("fp7")
+
+
+def test_small_things() -> None:
+    assert [ours.convert_bytes(n) for n in (10, 2048, 5e9)] == [
+        peer.convert_bytes(n) for n in (10, 2048, 5e9)
+    ]
+    assert ours.get_pretty_name(nn.Linear(1, 1)) == peer.get_pretty_name(nn.Linear(1, 1))
+    assert ours.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"c": 2, "b": 1}}
+    assert ours.recursive_getattr(nn.Linear(3, 1), "weight.shape") == torch.Size([1, 3])
+    assert ours.convert_outputs_to_fp32(lambda: {"x": torch.ones(1).half()})()["x"].dtype == torch.float32
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert ours.is_port_in_use(listener.getsockname()[1])
+
+
+def test_a_bar_on_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(ours.tqdm([1, 2, 3])) == [1, 2, 3]
+    assert "3/3" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="main_process_only"):
+        ours.tqdm(True, [1])
