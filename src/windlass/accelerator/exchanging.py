@@ -14,6 +14,7 @@ from windlass.accelerator.shares import share_of
 from windlass.core.trees import recursively_apply
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist import operations
+from windlass.dist.objects import collect
 
 
 class Exchanging(Core):
@@ -38,7 +39,7 @@ class Exchanging(Core):
         loader = self.gradient_state.active_dataloader
         if use_gather_object or not _all_tensors(input_data):
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
-            return operations.gather_object(own, gang=self._gang)
+            return own if self._gang.size == 1 else [item for part in collect(own, self._gang) for item in part]
         if loader is not None and loader.end_of_dataloader:
             input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)
         return self.gather(input_data)

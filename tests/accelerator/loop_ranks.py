@@ -1,0 +1,230 @@
+"""Two ranks run the loops of `loop_cases` and end as one process did; run by `test_loop_ranks.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.accelerator import loop_cases
+from tests.accelerator.loop_cases import loader, make, regression, tiny
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from windlass import Accelerator
+from windlass.core.errors import CheckpointError, ModelError
+
+FOLDER = Path(sys.argv[1])
+
+
+def same_ends(shard: bool) -> None:
+    """Losses, norms, rates and weights are those of one process."""
+    for name, case in loop_cases.CASES.items():
+        want, found = load_file(FOLDER / f"{name}.safetensors"), case(shard)
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, want[key], rtol=1e-10, atol=1e-12, msg=f"{name} {shard} {key}")
+
+
+def metrics() -> None:
+    """Every sample once, whatever the shares; repeated losses count each sample; plain values travel too."""
+    accelerator = make(False)
+    data = accelerator.prepare(DataLoader(regression(), batch_size=9))
+    rows, repeated, names = [], [], []
+    for x, _ in data:
+        rows.append(accelerator.gather_for_metrics(x))
+        repeated.append(accelerator.gather_for_metrics(torch.full((9,), 2.0)))
+        names += accelerator.gather_for_metrics([f"{value:.6f}" for value in x[:, 0].tolist()])
+    want = torch.stack([x for x, _ in regression()])
+    assert torch.equal(torch.cat(rows), want)
+    assert torch.cat(repeated).shape == (len(want),)
+    assert names == [f"{value:.6f}" for value in want[:, 0].tolist()]
+    rank = torch.tensor([float(accelerator.process_index)])
+    assert accelerator.gather({"rank": rank})["rank"].tolist() == [0.0, 1.0]
+    assert accelerator.reduce(rank).tolist() == [1.0]
+    assert accelerator.reduce(rank, "mean").tolist() == [0.5]
+    padded = accelerator.pad_across_processes(torch.ones(accelerator.process_index + 1))
+    assert padded.shape == (2,)
+    with accelerator.split_between_processes(["a", "b", "c"]) as mine:
+        assert mine == (["a", "b"] if accelerator.is_main_process else ["c"])
+
+
+def ranks() -> None:
+    accelerator = make(False)
+    main = accelerator.process_index == 0
+    assert (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process) == (2, main, not main)
+    assert accelerator.on_last_process(lambda: 5)() == (None if main else 5)
+    assert accelerator.on_process(process_index=0)(lambda: 6)() == (6 if main else None)
+    assert not accelerator.check_trigger()
+    if not main:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+    mark = FOLDER / "mark"
+    with accelerator.main_process_first():
+        assert mark.exists() is not main
+        mark.touch()
+
+
+def raw_use() -> None:
+    """What was given to `prepare` cannot be trained past what it returned."""
+    accelerator = make(False)
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, _ = accelerator.prepare(model, optimizer)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    with pytest.raises(ModelError, match="Sequential that was given to `accelerator.prepare` was called directly"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    prepared(x)
+    assert accelerator.unwrap_model(prepared) is model
+    with pytest.raises(ModelError, match="SGD that was given to `accelerator.prepare` was stepped directly"):
+        optimizer.step()
+    accelerator.free_memory()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def stray_optimizer() -> None:
+    accelerator = make(False)
+    model, optimizer = accelerator.prepare(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
+    with pytest.raises(ModelError, match="updates no parameter of a prepared model"):
+        optimizer.step()
+
+
+def late_optimizer() -> None:
+    """An optimizer that was built before sharding, and prepared after it, follows its model's parameters."""
+    accelerator = make(True)
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(torch.ones(2, 6, dtype=torch.float64)).sum())
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    assert not accelerator.is_main_process or not torch.equal(state["0.weight"], before)
+
+
+def syncing() -> None:
+    """Gradients under `no_sync` are this rank's own until a backward that reduces."""
+    accelerator = make(False)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), float(accelerator.process_index + 1))
+    with accelerator.no_sync(model):
+        first, second = model(x).sum(), model(x).sum()
+        accelerator.backward(first)
+        assert model.weight.grad.item() == accelerator.process_index + 1
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    assert model.weight.grad.item() == 3.0  # twice the mean of 1 and 2
+
+
+def uneven() -> None:
+    """Data of the script's own, of which one rank has more."""
+    accelerator = make(False)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    steps = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(1 + accelerator.process_index):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            steps += 1
+    assert steps == 1 + accelerator.process_index
+
+
+def schedule_ends() -> None:
+    """A schedule over the epochs of the unsharded loader is at its end when they are, on two ranks too."""
+    accelerator = make(False)
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader(regression(), batch_size=4)
+    total = 2 * len(data)
+    linear = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total)
+    model, optimizer, data, linear, cycle = accelerator.prepare(model, optimizer, data, linear, cycle)
+    for _ in range(2):
+        for x, y in data:
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            linear.step()
+            cycle.step()
+            optimizer.zero_grad()
+    assert linear.scheduler.last_epoch == total
+    assert cycle.scheduler.last_epoch <= total
+
+
+def train(accelerator: Accelerator, folder: Path | None, epochs: int) -> loop_cases.Result:
+    """`epochs` of a loop that continues from `folder`."""
+    torch.manual_seed(8)
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    model, optimizer, schedule, data = accelerator.prepare(
+        model, optimizer, schedule, loader(accelerator, shuffle=True)
+    )
+    if folder is not None:
+        accelerator.load_state(folder)
+    for _ in range(epochs):
+        for x, y in data:
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+    return loop_cases.whole(accelerator, model)
+
+
+def checkpoints() -> None:
+    """Saved by replicas, continued on shards, and the other way round; the end is that of a loop never left."""
+    options = {"scheduler_unit": "optimizer_step"}
+    want = train(make(False, **options), None, 4)
+    for before, after in ((False, True), (True, False)):
+        accelerator = make(before, **options)
+        train(accelerator, None, 2)
+        folder = accelerator.save_state(FOLDER / f"state-{before}")
+        found = train(make(after, **options), Path(folder), 2)
+        for key, tensor in found.items():
+            torch.testing.assert_close(tensor, want[key], rtol=1e-10, atol=1e-12, msg=f"{before} {key}")
+
+
+class FailsOnOne:
+    """Its state can be taken on every rank but the second."""
+
+    def state_dict(self) -> dict[str, int]:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("no state here")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def failed_save() -> None:
+    """A rank that cannot save costs this checkpoint, on all ranks, and leaves nothing behind."""
+    accelerator = make(False)
+    accelerator.prepare(tiny())
+    accelerator.register_for_checkpointing(FailsOnOne())
+    kind = RuntimeError if accelerator.process_index == 1 else CheckpointError
+    with pytest.raises(kind):
+        accelerator.save_state(FOLDER / "torn")
+    accelerator.wait_for_everyone()
+    assert not (FOLDER / "torn").exists()
+
+
+for sharded in (False, True):
+    same_ends(sharded)
+metrics()
+ranks()
+raw_use()
+stray_optimizer()
+late_optimizer()
+syncing()
+uneven()
+schedule_ends()
+checkpoints()
+failed_save()
+print("LOOPS AGREE")
+Accelerator(cpu=True).end_training()
