@@ -18,6 +18,7 @@ from windlass import Trainer
 from windlass.dist.sharded import is_sharded, whole
 
 SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
+IN_PARTS: dict[str, Any] = {**SHARDED, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 RANK = int(os.environ["RANK"])
 
 
@@ -31,6 +32,11 @@ def resumed_runs(folder: Path) -> dict[str, Any]:
     torch.distributed.barrier()
     stretch(folder / "stopped", 12, True, **SHARDED)
     stretch(folder / "replicated", 12, True)
+    stretch(folder / "parts", 5, False, **IN_PARTS)
+    if RANK == 0:
+        shutil.copytree(folder / "parts", folder / "parts_alone")
+    torch.distributed.barrier()
+    stretch(folder / "parts", 12, True, **IN_PARTS)
     return {name: digest(folder / name / "checkpoint-12") for name in ("clean", "stopped")}
 
 

@@ -13,6 +13,7 @@ from tests.trainer.elastic_ranks import SAMPLES, stretch
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, load_weights
+from windlass.checkpoint.sharded import load_parts
 
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
 TOLERANCE = 1e-12
@@ -53,6 +54,23 @@ def test_a_checkpoint_goes_on_replicated_and_alone(folder: Path) -> None:
     for model in (alone.model, replicated):
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_checkpoints_in_parts_go_on_sharded_and_alone(folder: Path) -> None:
+    last = folder / "parts" / "checkpoint-12"
+    assert not (last / "model.safetensors").exists()
+    assert {"model.parts.json", "model-rank-00001.safetensors", "optimizer-rank-00001.safetensors"} <= {
+        file.name for file in last.iterdir()
+    }
+    expected, parts = Net().double(), Net().double()
+    load_weights(folder / "clean" / "checkpoint-12", expected)
+    load_parts(last, parts)
+    alone = stretch(folder / "parts_alone", 12, True)
+    for ours, same, theirs in zip(
+        alone.model.parameters(), parts.parameters(), expected.parameters(), strict=True
+    ):
+        assert torch.equal(same, theirs), "the bits of a run that was not stopped"
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
 def test_a_model_that_stays_sharded_evaluates_predicts_saves_and_trains_on(

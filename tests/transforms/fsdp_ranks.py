@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import (
     load_optimizer_state,
     save_optimizer_state,
     split_optimizer_state,
 )
-from windlass.checkpoint.sharded import write_parts
+from windlass.checkpoint.sharded import parts_writer
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights, save_weights
 from windlass.config.plan import DistPlan, ShardPlan
@@ -328,12 +327,14 @@ def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
     store = Store(folder, rank=RANK, world=SIZE, vote=gang.vote, barrier=gang.barrier)
     state, parts = split_optimizer_state(optimizer, module)
 
-    def write(place: Path, files: Files) -> dict[str, FileEntry]:
-        weights = write_parts(place, "model", module.state_dict(keep_vars=True), gang, files)
-        return weights | write_parts(place, "optimizer", parts, gang, files)
-
+    sets = {"model": module.state_dict(keep_vars=True), "optimizer": parts}
     saved = CheckpointManager(store).save(
-        SIZE, shared={"optimizer": state}, per_rank={}, write_model=None, meta={}, write_parts=write
+        SIZE,
+        shared={"optimizer": state},
+        per_rank={},
+        write_model=None,
+        meta={},
+        write_parts=parts_writer(sets, gang.world),
     )
     assert saved is not None
     weights, reference = strategy.whole_state(), save_optimizer_state(optimizer, module)

@@ -15,7 +15,7 @@ written once, by the first rank that holds them; tied tensors once, under the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,8 @@ from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, open_tensors, write_tensors
 from windlass.checkpoint.weights import fill, save_weights, split_aliases
 from windlass.core.errors import CheckpointError
-from windlass.dist.gang import Gang
-from windlass.dist.sharded import Part, is_sharded, local, part
+from windlass.core.world import World
+from windlass.dist.sharded import Part, holders, local, part
 
 VERSION = 1
 
@@ -49,9 +49,9 @@ def rank_file(stem: str, rank: int) -> str:
 
 
 def write_parts(
-    folder: Path, stem: str, tensors: Mapping[str, Tensor], gang: Gang, files: Files | None = None
+    folder: Path, stem: str, tensors: Mapping[str, Tensor], world: World, files: Files | None = None
 ) -> dict[str, FileEntry]:
-    """Write this rank's parts of `tensors`; rank 0 also writes the index. Collective, but no tensor travels.
+    """Write this rank's parts of `tensors`; rank 0 also writes the index. Ranks do not talk to each other.
 
     Args:
         tensors: the same names in the same order on every rank; plain tensors are rank 0's.
@@ -65,50 +65,52 @@ def write_parts(
     """
     files = files or Files()
     stored, aliases = split_aliases(tensors)
-    parts = {name: _part_to_write(name, tensor, gang.rank) for name, tensor in stored.items()}
-    mine = {name: found for name, found in parts.items() if found is not None}
-    gathered = gang.gather_objects({name: list(found) for name, found in mine.items()})
+    index = {name: _entry(name, tensor) for name, tensor in stored.items()}
+    mine = {
+        name: local(stored[name])
+        for name, entry in index.items()
+        if any(rank == world.rank for rank, _, _ in entry["parts"])
+    }
     written = {}
     if mine:
-        path = folder / rank_file(stem, gang.rank)
-        written[path.name] = write_tensors(path, {name: local(stored[name]) for name in mine}, files=files)
-    if gang.rank == 0:
+        path = folder / rank_file(stem, world.rank)
+        written[path.name] = write_tensors(path, mine, files=files)
+    if world.is_main:
         path = folder / index_name(stem)
-        index = {
-            "version": VERSION,
-            "ranks": gang.size,
-            "aliases": aliases,
-            "tensors": {name: _entry(name, tensor, gathered) for name, tensor in stored.items()},
-        }
-        written[path.name] = files.write(path, [strict_json.dump(index, path.name)])
+        tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
+        written[path.name] = files.write(path, [strict_json.dump(tree, path.name)])
     return written
 
 
-def _part_to_write(name: str, tensor: Tensor, rank: int) -> tuple[int, int, int] | None:
-    """(dimension, first index, length) of what this rank writes of a tensor; None for nothing."""
-    if not is_sharded(tensor):
-        return (0, 0, tensor.shape[0] if tensor.dim() else 1) if rank == 0 else None
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank saves what it has a part of"
-    copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    if any(coordinate[axis] for axis in copies) or mesh.ndim == 0:
-        return None  # an equal copy is written by another rank
-    found = part(tensor)
-    cut = [dim for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]]
+def parts_writer(
+    sets: Mapping[str, Mapping[str, Tensor]], world: World
+) -> Callable[[Path, Files], dict[str, FileEntry]]:
+    """Writes several sets of tensors, by stem: for `CheckpointManager.save(write_parts=...)`."""
+
+    def write(folder: Path, files: Files) -> dict[str, FileEntry]:
+        written: dict[str, FileEntry] = {}
+        for stem, tensors in sets.items():
+            written |= write_parts(folder, stem, tensors, world, files)
+        return written
+
+    return write
+
+
+def _entry(name: str, tensor: Tensor) -> dict[str, Any]:
+    held = holders(tensor)
+    cut = {dim for _, found in held for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]}
     if len(cut) > 1:
-        raise CheckpointError(f"{name} is split along dimensions {cut}; only one can be saved")
-    dim = cut[0] if cut else 0
-    return (dim, found.offsets[dim], found.sizes[dim]) if found.sizes[dim] else None
+        raise CheckpointError(f"{name} is split along dimensions {sorted(cut)}; only one can be saved")
+    if tensor.dtype not in CODES:
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold")
+    dim = cut.pop() if cut else 0
+    parts = [[rank, *_rows(found, dim)] for rank, found in held]
+    return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "parts": parts}
 
 
-def _entry(name: str, tensor: Tensor, gathered: list[dict[str, list[int]]]) -> dict[str, Any]:
-    parts = [(rank, *found[name]) for rank, found in enumerate(gathered) if name in found]
-    return {
-        "dtype": CODES[tensor.dtype],
-        "shape": list(tensor.shape),
-        "dim": max((dim for _, dim, _, _ in parts), default=0),
-        "parts": [[rank, offset, size] for rank, _, offset, size in parts],
-    }
+def _rows(found: Part, dim: int) -> tuple[int, int]:
+    """First index and length along `dim`; a scalar is one row."""
+    return (found.offsets[dim], found.sizes[dim]) if found.sizes else (0, 1)
 
 
 # --- reading

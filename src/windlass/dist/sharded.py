@@ -6,6 +6,7 @@ every function here is the identity, so that whoever saves, loads or measures ne
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,13 +93,34 @@ def part(tensor: Tensor) -> Part:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the tensor's mesh, so it holds nothing of it")
+    return _part_at(tensor, coordinate)
+
+
+def holders(tensor: Tensor) -> list[tuple[int, Part]]:
+    """Every part of a sharded tensor with the first of the ranks that hold it, parts without elements left out; of a
+    plain tensor, rank 0 and all of it.
+
+    The same on every rank, without communication.
+    """
+    if not is_sharded(tensor):
+        return [(0, part(tensor))]
+    _check_placements(tensor)
+    mesh = tensor.device_mesh
+    axes = [
+        range(mesh.size(axis)) if placement.is_shard() else range(1)
+        for axis, placement in enumerate(tensor.placements)
+    ]
+    found = [(int(mesh.mesh[place]), _part_at(tensor, place)) for place in itertools.product(*axes)]
+    return [(rank, held) for rank, held in found if all(held.sizes)]
+
+
+def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis, placement in enumerate(tensor.placements):
         if placement.is_shard():
             dim: int = placement.dim  # type: ignore[attr-defined]
-            ranks = tensor.device_mesh.size(axis)
             # Chunks are as long as the first; the last ones may be shorter or empty.
-            chunk = -(-sizes[dim] // ranks)
+            chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
             start = min(coordinate[axis] * chunk, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(chunk, sizes[dim] - start)

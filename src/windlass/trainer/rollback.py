@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from windlass.callbacks.metrics_log import MetricsLogCallback
-from windlass.checkpoint.optimizer_state import load_optimizer_state
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
@@ -36,7 +35,7 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
     checkpoint = trainer._open_checkpoint(str(trainer._newest_checkpoint))
     checkpoint.load_weights(trainer.model)
     assert trainer.optimizer is not None, "a run that steps has an optimizer"
-    load_optimizer_state(trainer.optimizer, trainer.model, checkpoint.shared("optimizer"))
+    checkpoint.load_optimizer(trainer.optimizer, trainer.model)
     run = trainer._run
     run.schedule.load_state_dict(checkpoint.shared("schedule"))
     run.executor.load_state_dict(checkpoint.shared("executor"))

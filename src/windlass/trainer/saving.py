@@ -14,7 +14,8 @@ from torch import nn
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
+from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.sharded import parts_writer
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.weights import load_weights, save_weights, weights_bytes
 from windlass.core.errors import CheckpointError, ConfigError, Problem
@@ -66,10 +67,16 @@ class SavingMixin(TrainerBase):
             self._save(folder, state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Write the model's files into a folder. Override it for files of your own; checkpoints call it too."""
+        """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
+
+        Args:
+            state_dict: the weights to write instead of the model's own; an empty one writes none.
+        """
         folder = Path(output_dir or self.output_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
+        weights = self.model.state_dict() if state_dict is None else state_dict
+        if weights:
+            save_weights(folder, weights)
         parts: tuple[Any, ...] = tuple(
             getattr(self.model, name, None) for name in ("config", "generation_config")
         )
@@ -95,8 +102,10 @@ class SavingMixin(TrainerBase):
         with manager.store.agreed(step):
             self.state.stateful_callbacks = self.callback_handler.state_dict()
             shared, per_rank = self._shared_state(), self._rank_state()
-            weights = self._gathered_weights()
-            model_bytes = weights_bytes(self.model.state_dict() if weights is None else weights)
+            parts = self._parts_of_ranks(shared) if self._strategy.saves_parts else {}
+            weights = {} if parts else self._gathered_weights()
+            model_bytes = sum(map(weights_bytes, parts.values()))
+            model_bytes += weights_bytes(self.model.state_dict() if weights is None else weights)
         saved = manager.save(
             step,
             shared=shared,
@@ -110,6 +119,7 @@ class SavingMixin(TrainerBase):
             },
             best=Path(best) if best else None,
             model_bytes=model_bytes,
+            write_parts=parts_writer(parts, self._gang.world) if parts else None,
         )
         if saved is None:
             self.state.best_model_checkpoint = previous_best  # the best of those that exist
@@ -122,13 +132,22 @@ class SavingMixin(TrainerBase):
         if self.args.save_only_model:
             return shared
         assert self.optimizer is not None, "a run that saves has an optimizer"
+        if not self._strategy.saves_parts:
+            shared["optimizer"] = save_optimizer_state(self.optimizer, self.model)
         return {
             **shared,
-            "optimizer": save_optimizer_state(self.optimizer, self.model),
             "schedule": self._run.schedule.state_dict(),
             "executor": self._run.executor.state_dict(),
             "loop": self._run.loop.state_dict(),
         }
+
+    def _parts_of_ranks(self, shared: dict[str, State]) -> dict[str, Mapping[str, Any]]:
+        """The tensors that every rank writes its parts of; the rest of the optimizer's state goes into `shared`."""
+        parts: dict[str, Mapping[str, Any]] = {"model": self.model.state_dict(keep_vars=True)}
+        if not self.args.save_only_model:
+            assert self.optimizer is not None, "a run that saves has an optimizer"
+            shared["optimizer"], parts["optimizer"] = split_optimizer_state(self.optimizer, self.model)
+        return parts
 
     def _rank_state(self) -> dict[str, State]:
         if self.args.save_only_model:
@@ -218,7 +237,7 @@ class SavingMixin(TrainerBase):
         self._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
         self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
-        load_optimizer_state(self.optimizer, self.model, checkpoint.shared("optimizer"))
+        checkpoint.load_optimizer(self.optimizer, self.model)
         self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
         self._run.executor.load_state_dict(checkpoint.shared("executor"))
         self._run.loop.load_state_dict(self._loop_state(checkpoint))

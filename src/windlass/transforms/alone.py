@@ -23,6 +23,7 @@ class Alone:
     """
 
     sharded = False
+    saves_parts = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

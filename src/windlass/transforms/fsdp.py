@@ -57,6 +57,7 @@ class FullyShardedModel:
         self._module, self._gang = module, gang
         self._device = device or device_of(module)
         self._plan = plan.shard or ShardPlan()
+        self.saves_parts = self._plan.state == "sharded"
         if not isinstance(module, FSDPModule):
             shard_(module, self._device, plan, gang)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]

@@ -23,9 +23,11 @@ class Strategy(Protocol):
         module: the user's own module.
         sharded: parameters lie in parts on several ranks, so every forward is a collective and ranks must make the
             same number of them.
+        saves_parts: checkpoints hold what each rank has (`checkpoint/sharded.py`) instead of whole tensors.
     """
 
     sharded: bool
+    saves_parts: bool
 
     @property
     def model(self) -> nn.Module: ...
