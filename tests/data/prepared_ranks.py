@@ -46,6 +46,18 @@ class Breaks(Count):
         raise OSError("the disk is gone")
 
 
+class BreaksOnOne:
+    """Items that are batches, of which rank 1 cannot read its third."""
+
+    def __len__(self) -> int:
+        return 4 * SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2 * SIZE + 1:
+            raise OSError("the disk is gone")
+        return torch.arange(index % 3 + 1)
+
+
 class OwnLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter([torch.tensor([1, 2]), torch.tensor([3])])
@@ -114,6 +126,23 @@ def streams_split_by_node(gang: Gang) -> None:
             gang, DataLoader(split_dataset_by_node(rows, RANK, SIZE), batch_size=2), dispatch_batches=True
         ),
     )
+
+
+def ranks_without_data_and_ranks_that_fail(gang: Gang) -> None:
+    rows = HubStream.from_generator(_rows, gen_kwargs={"shards": [4]})
+    part = split_dataset_by_node(rows, RANK, SIZE)
+    assert sorted(flat(one_pass(gang, prepare(gang, DataLoader(part, batch_size=2))))) == list(
+        range(400, 404)
+    )
+    empty = HubStream.from_generator(_rows, gen_kwargs={"shards": [4] + [0] * (SIZE - 1)})
+    alone = prepare(gang, DataLoader(split_dataset_by_node(empty, RANK, SIZE), batch_size=2))
+    fails(DataError, "have no batch at all", lambda: list(alone))
+    seen: list[int] = []
+    broken = prepare(gang, DataLoader(BreaksOnOne(), batch_size=None))
+    kind, words = (OSError, "the disk is gone") if RANK == 1 else (DataError, r"ranks \[1\] failed")
+    with pytest.raises(kind, match=words):
+        seen.extend(map(len, broken))
+    assert gang.gather_objects(len(seen)) == [1] * SIZE, "all stop at the same batch"
 
 
 def _rows(shards: list[int]) -> Any:
@@ -194,6 +223,7 @@ def main() -> None:
         shared_streams,
         streams_split_by_node,
         batches_of_unknown_size,
+        ranks_without_data_and_ranks_that_fail,
         dispatched,
         dispatching_what_cannot_be_dealt,
         agreements,

@@ -157,7 +157,8 @@ def test_custom_batch_samplers_keep_their_batches() -> None:
         [[6, 7], [8, 9]],
         [[10], []],
     ]
-    assert prepare(make()).total_batch_size is None
+    loader = prepare(make())
+    assert (loader.total_batch_size, loader.batch_size, type(loader.batch_sampler)) == (None, None, Bucketed)
 
 
 def test_a_batch_sampler_over_a_seeded_sampler_is_the_same_on_every_rank() -> None:
@@ -214,6 +215,5 @@ def test_something_else_is_refused() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_must_speak_to_each_other(world: int) -> None:
-    launch(world, Path(__file__).with_name("prepared_ranks.py"))
+def test_ranks_that_must_speak_to_each_other() -> None:
+    launch(3, Path(__file__).with_name("prepared_ranks.py"))

@@ -18,7 +18,12 @@ _AHEAD = 2
 
 class _Sent(NamedTuple):
     portion: Portion | None
-    sizes: Pending
+    error: Exception | None
+    told: Pending
+
+
+# What a rank tells of a batch, besides its size.
+_HAS, _HAS_NONE, _FAILED = 0.0, 1.0, 2.0
 
 
 class Counted:
@@ -33,7 +38,8 @@ class Counted:
         gang: the ranks that go in step.
 
     Raises:
-        DataError: while iterating, on all ranks: a rank has no batch at all.
+        DataError: while iterating, on all ranks at the same batch: a rank has no batch at all, or failed to read one
+            (the failing rank raises its own error).
     """
 
     unit = "batches"
@@ -64,7 +70,7 @@ class Counted:
                 shares = following
         finally:
             for sent in under_way:  # every rank has begun these exchanges, so every rank can end them
-                sent.sizes.wait()
+                sent.told.wait()
 
     def batches(self, epoch: int) -> int | None:
         return self._reader.batches(epoch)
@@ -76,19 +82,39 @@ class Counted:
         self._reader.reseed(seed)
 
     def _send(self, mine: Iterator[Portion]) -> _Sent:
-        portion = next(mine, None)
-        sizes = [0.0] * self._gang.size + [float(portion is None)]
+        portion, error = None, None
+        try:
+            portion = next(mine, None)
+        except (
+            Exception
+        ) as failure:  # raised when the others come to this batch too, or they would wait for this rank
+            error = failure
+        size, state = 0.0, _FAILED if error else _HAS_NONE if portion is None else _HAS
         if portion is not None and portion.shares[self._rank]:
-            sizes[self._gang.rank] = batch_size_of(portion.batch) or 1
-        return _Sent(portion, self._gang.start_sum(sizes))
+            size = float(batch_size_of(portion.batch) or 1)
+        return _Sent(portion, error, self._gang.start_sum([*self._placed(size), *self._placed(state)]))
+
+    def _placed(self, value: float) -> list[float]:
+        """Zeros but for this rank's value: their sum is the list of all ranks' values."""
+        return [value if rank == self._gang.rank else 0.0 for rank in range(self._gang.size)]
 
     def _shares(self, sent: _Sent) -> tuple[int, ...]:
-        return tuple(int(size) for size in sent.sizes.wait()[:-1])
+        sizes, states = self._told(sent)
+        if sent.error is not None:
+            raise sent.error
+        failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+        if failed:
+            raise DataError(f"ranks {failed} failed while reading this batch; their own errors say why.")
+        return tuple(map(int, sizes))
+
+    def _told(self, sent: _Sent) -> tuple[list[float], list[float]]:
+        told, world = sent.told.wait(), self._gang.size
+        return told[:world], told[world:]
 
     def _refuse_rank_without_any(self, first: _Sent, shares: tuple[int, ...]) -> None:
         """On all ranks alike: one that has nothing to run along with would leave the others waiting."""
-        if sum(shares) and first.sizes.wait()[-1]:
-            idle = [rank for rank, size in enumerate(shares) if not size]
+        idle = [rank for rank, state in enumerate(self._told(first)[1]) if state == _HAS_NONE]
+        if sum(shares) and idle:
             raise DataError(
                 f"ranks {idle} have no batch at all, while the others have: the data was split into fewer parts than "
                 "there are processes. Split it further, or set dispatch_batches=True."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from windlass.core.logs import get_logger
 from windlass.core.types import State
@@ -96,6 +96,7 @@ class PreparedLoader(DataLoader[Any]):
         self.follower: Follower = Nobody()
         self._reader, self._rank, self._world = reader, rank, world
         self._non_blocking, self._restores_position = non_blocking, restores_position
+        self._drops_last = _drops_last(loader)
         self._place, self._skip = _Place(seed), 0
         self._enter()
 
@@ -177,7 +178,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = self._known_remainder()
 
     def _known_remainder(self) -> int:
-        if self.drop_last or not self.total_batch_size or not hasattr(self.dataset, "__len__"):
+        if self._drops_last or not self.total_batch_size or not hasattr(self.dataset, "__len__"):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
@@ -185,7 +186,7 @@ class PreparedLoader(DataLoader[Any]):
         self.shares, self.end_of_dataloader = portion.shares, portion.last
         place = self._place
         place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
-        if portion.last and not self.drop_last and self.total_batch_size:
+        if portion.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -243,17 +244,24 @@ def _options(loader: DataLoader[Any], reader: Reader, world: int) -> dict[str, A
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
-        "drop_last": bool(total) and _drops_last(loader),
+        "drop_last": loader.drop_last and total is not None,
         "generator": loader.generator,
         "worker_init_fn": loader.worker_init_fn,
     }
     if not isinstance(loader.dataset, IterableDataset):
-        options["sampler"] = loader.sampler
+        options |= _samplers(loader)
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor
         options["persistent_workers"] = loader.persistent_workers
         options["timeout"] = loader.timeout
     return options
+
+
+def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A batch sampler of the user's own leaves a `DataLoader` no batch size to show."""
+    if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
+        return {"sampler": loader.sampler}
+    return {"batch_sampler": loader.batch_sampler, "batch_size": 1, "drop_last": False}
 
 
 def _drops_last(loader: DataLoader[Any]) -> bool:
