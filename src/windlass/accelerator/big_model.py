@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.offloaded import (
     INDEX_NAME,
     OffloadedWeightsLoader,
@@ -157,7 +158,7 @@ def _write_weights(state_dict: Mapping[str, Tensor], folder: str | os.PathLike[s
         raise ModelError(f"no weights to offload: the model has none, and {folder} has no {INDEX_NAME}")
     index = read_offload_index(folder)
     if missing := [name for name in state_dict if name not in index]:
-        raise ModelError(f"no data for {', '.join(missing)}: neither the model nor {folder} has them")
+        raise ModelError(f"no data for {shorten(missing)}: neither the model nor {folder} has them")
 
 
 def dispatch_model(

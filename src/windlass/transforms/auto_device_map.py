@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.logs import get_logger
-from windlass.transforms.device_map import clean_device_map
+from windlass.transforms.device_map import clean_device_map, lookup
 from windlass.transforms.device_memory import Room, class_names, get_max_memory
 from windlass.transforms.module_sizes import (
     NamedModule,
@@ -63,12 +63,14 @@ def infer_auto_device_map(
     filling.start(top_level(model))
     while filling.waiting:
         filling.place_next()
+    filling.place_buffers_of_split_modules(model)
     if not offload_buffers:
         _check_buffers(model, filling, dtype, special_dtypes)
     if filling.too_small:
         needed = ", ".join(f"{device}: {size:,} bytes" for device, size in filling.too_small.items())
         _logger.info("these devices got nothing; the least they would need for the next layer is %s", needed)
-    return clean_device_map(filling.found) if clean_result else filling.found
+    found: dict[str, Place] = dict(filling.found)
+    return clean_device_map(found) if clean_result else found
 
 
 @dataclass
@@ -92,7 +94,7 @@ class _Filling:
     no_split: list[str]
     verbose: bool
     fallback: bool
-    found: dict[str, Place] = field(default_factory=dict)
+    found: dict[str, int | str] = field(default_factory=dict)
     waiting: list[NamedModule] = field(default_factory=list)
     too_small: dict[int | str, int] = field(default_factory=dict)
     placed_modules: list[tuple[int | str, nn.Module]] = field(default_factory=list)
@@ -100,7 +102,8 @@ class _Filling:
     def start(self, parts: list[NamedModule]) -> None:
         self.waiting = parts
         self._devices = [*self.room, *([] if "disk" in self.room else ["disk"])]
-        self.used: dict[int | str, int] = dict.fromkeys(self._devices, 0)
+        self.used: dict[int | str, int] = dict.fromkeys(self._devices, 0)  # what is reserved counts as well
+        self._taken = dict(self.used)
         self._device = self._devices[0]
         self.accelerators = [device for device in self._devices if device not in ("cpu", "disk")]
         # Where an offloaded layer is brought to, and so where the largest of them must still find room.
@@ -125,6 +128,21 @@ class _Filling:
             return
         if not self._find_smaller(item):
             self._next_device(item)
+
+    def place_buffers_of_split_modules(self, model: nn.Module) -> None:
+        """Put what was left over when modules were split: beside the other parts if there is room, else further on."""
+        for name, _ in model.named_buffers():
+            if lookup(self.found, name) is not None:
+                continue
+            beside = [
+                place for other, place in self.found.items() if other.startswith(name.rpartition(".")[0])
+            ]
+            size = self.sizes.get(name, 0)
+            for device in dict.fromkeys([*beside, *self._devices]):
+                if device == "disk" or self._taken[device] + size <= self.room[device]:
+                    self.found[name] = device
+                    self._taken[device] += size
+                    break
 
     def _limit(self) -> int | None:
         """Bytes that the current device may hold in all; None for the disk."""
@@ -153,6 +171,7 @@ class _Filling:
     def _put(self, item: _Item) -> None:
         self._say(f"{item.name} ({item.with_ties:,} bytes) goes to {self._device}")
         self.used[self._device] += item.with_ties
+        self._taken[self._device] += item.with_ties
         self.found[item.name] = self._device
         tied = {name for name, _ in item.tied}
         self.found.update(dict.fromkeys([name for name, _ in item.tied], self._device))

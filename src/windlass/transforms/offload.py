@@ -212,17 +212,19 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
 
 @contextmanager
 def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
-    devices = {name: param.device for name, param in module.named_parameters(recurse=False)}
-    if device is None:
-        yield
-        return
+    """Direct parameters on `device` for a while; what is changed in them meanwhile is kept."""
+    originals = dict(module.named_parameters(recurse=False)) if device is not None else {}
     try:
-        for name in devices:
+        for name in originals:
+            assert device is not None
             set_module_tensor_to_device(module, name, device)
         yield
     finally:
-        for name, original in devices.items():
-            set_module_tensor_to_device(module, name, original)
+        for name, original in originals.items():
+            moved = getattr(*owner_of(module, name))
+            if moved is not original and not moved.is_meta:
+                original.data.copy_(moved.data)
+            put_tensor(module, name, original)
 
 
 def load_offloaded_parameter(model: nn.Module, param_name: str) -> Tensor:

@@ -1,0 +1,202 @@
+"""Checkpoints into models, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.transforms.big_models import IDS, Model, seeded
+from torch import nn
+
+from windlass.accelerator.checkpoint_loading import checkpoint_files, load_checkpoint_in_model
+from windlass.checkpoint.offloaded import OffloadedWeightsLoader, read_offload_index
+from windlass.checkpoint.weights import save_weights
+from windlass.core.errors import CheckpointError, ConfigError
+from windlass.transforms.meta import init_empty_weights
+
+
+@pytest.fixture(autouse=True)
+def _propagate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of `seeded()`, the tied head stored under the embedding's name."""
+    save_weights(tmp_path, seeded().state_dict())
+    return tmp_path
+
+
+def _empty(**sizes: bool) -> Model:
+    torch.manual_seed(1)
+    with init_empty_weights():
+        model = Model(**sizes).eval()
+    return _with_factors(model)
+
+
+def _with_factors(model: Model) -> Model:
+    """Buffers outside the state dict are the constructor's to make; here they are random, and so they are copied."""
+    for block, full in zip(model.blocks, seeded().blocks, strict=True):
+        block.factor.copy_(full.factor)
+    return model
+
+
+def _shards(folder: Path) -> Path:
+    state = {name: tensor.contiguous() for name, tensor in seeded(tied=False).state_dict().items()}
+    names = sorted(state)
+    where = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file(
+            {name: state[name] for name in names if where[name] == file}, folder / file, {"format": "pt"}
+        )
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return path
+
+
+@pytest.mark.parametrize("spelling", ["folder", "file"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_an_empty_model_is_filled(saved: Path, spelling: str, device_map: dict | None) -> None:
+    model = _empty()
+    path = saved if spelling == "folder" else saved / "model.safetensors"
+    load_checkpoint_in_model(model, path, device_map=device_map, strict=True)
+    assert torch.equal(model(IDS), seeded()(IDS))
+    assert model.head.weight is model.embedding.weight
+
+
+def test_shards_by_folder_and_by_index(tmp_path: Path) -> None:
+    index = _shards(tmp_path)
+    for path in (tmp_path, index, str(index)):
+        model = _empty(tied=False)
+        load_checkpoint_in_model(model, path, strict=True)
+        assert torch.equal(model(IDS), seeded(tied=False)(IDS))
+
+
+def test_tensors_that_are_there_are_filled_in_place(saved: Path) -> None:
+    model = _with_factors(seeded(5))
+    before = dict(model.named_parameters())
+    load_checkpoint_in_model(model, saved, strict=True)
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert torch.equal(model(IDS), seeded()(IDS))
+
+
+def test_casts_what_is_a_fraction_and_keeps_what_was_named(saved: Path) -> None:
+    model = _empty()
+    load_checkpoint_in_model(model, saved, dtype="bfloat16", keep_in_fp32_modules=["norm", "position"])
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert dtypes["norm.num_batches_tracked"] == torch.int64
+    assert dtypes["norm.weight"] == dtypes["position"] == torch.float32
+    assert dtypes["head.weight"] == dtypes["blocks.0.shift"] == torch.bfloat16
+
+
+def test_weights_on_disk_stay_in_the_checkpoint(saved: Path, tmp_path: Path) -> None:
+    model, folder = _empty(), tmp_path / "offload"
+    places = {"": "cpu", "blocks": "disk", "embedding": "disk", "head": "disk"}
+    load_checkpoint_in_model(model, saved, device_map=places, offload_folder=folder, dtype=torch.float16)
+    assert [path.name for path in folder.iterdir()] == ["index.json"], "nothing is copied"
+    assert model.blocks[0].scale.is_meta
+    assert model.blocks[0].scale.dtype == torch.float16
+    assert not model.blocks[0].shift.is_meta, "buffers are needed in memory unless they are offloaded too"
+    assert model.head.weight is model.embedding.weight
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    full = seeded().state_dict()
+    assert torch.equal(loader["head.weight"], full["head.weight"].half())
+    assert "blocks.1.shift" not in loader
+    load_checkpoint_in_model(_empty(), saved, device_map=places, offload_folder=folder, offload_buffers=True)
+    assert "blocks.1.shift" in read_offload_index(folder)
+
+
+def test_ties_over_places_are_filled_each(saved: Path, tmp_path: Path) -> None:
+    model = _empty()
+    places = {"": "cpu", "head": "disk"}
+    load_checkpoint_in_model(model, saved, device_map=places, offload_folder=tmp_path / "offload")
+    assert model.head.weight.is_meta
+    assert not model.embedding.weight.is_meta
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "offload")
+    assert torch.equal(loader["head.weight"], model.embedding.weight)
+
+
+def test_what_does_not_match_is_said_and_strictly_refused(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(11, 8), "other": nn.Linear(1, 1)})
+    load_checkpoint_in_model(model, saved)
+    assert torch.equal(model["embedding"].weight, seeded().embedding.weight)
+    assert "2 weights of the model are not in it: other.weight, other.bias" in caplog.text
+    assert "are not in the model" in caplog.text
+    with pytest.raises(CheckpointError, match=r"(?s)other\.weight.*norm\.bias|not in the model"):
+        load_checkpoint_in_model(model, saved, strict=True)
+
+
+def test_another_shape_is_named(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"norm\.\w+ has shape \[8\], in the model it has \[9\]"):
+        load_checkpoint_in_model(nn.ModuleDict({"norm": nn.BatchNorm1d(9)}), saved)
+
+
+def test_ties_that_are_apart_in_the_file(tmp_path: Path) -> None:
+    save_weights(tmp_path, seeded(tied=False).state_dict())
+    with pytest.raises(CheckpointError, match=r"(head|embedding)\.weight differ, and the model ties them"):
+        load_checkpoint_in_model(seeded(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / name)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(CheckpointError, match=rf"{name} is a pickle.*save_file"):
+            checkpoint_files(path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match="is a pickle"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", ".."])
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        checkpoint_files(tmp_path)
+
+
+def test_odd_folders(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        checkpoint_files(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor an index"):
+        checkpoint_files(tmp_path)
+    (tmp_path / "a.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is not an index"):
+        checkpoint_files(tmp_path)
+    (tmp_path / "b.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="several indices"):
+        checkpoint_files(tmp_path)
+
+
+def test_a_shard_of_another_checkpoint(tmp_path: Path) -> None:
+    index = _shards(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\.safetensors lacks what"):
+        load_checkpoint_in_model(_empty(tied=False), index)
+
+
+def test_weights_of_another_framework(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "flax"})
+    with pytest.raises(CheckpointError, match="flax"):
+        load_checkpoint_in_model(nn.Identity(), tmp_path)
+
+
+def test_all_that_cannot_be_honoured_at_once(saved: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_checkpoint_in_model(
+            seeded(),
+            saved,
+            {"": "disk"},
+            offload_8bit_bnb=True,
+            full_state_dict=False,
+            broadcast_from_rank0=True,
+        )
+    assert [problem.field for problem in caught.value.problems] == [
+        "offload_folder", "offload_8bit_bnb", "full_state_dict", "broadcast_from_rank0",
+    ]  # fmt: skip

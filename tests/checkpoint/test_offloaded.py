@@ -1,0 +1,117 @@
+"""Weights that wait on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import accelerate.utils
+import pytest
+import torch
+from transformers.integrations import accelerate as transformers_reference
+
+from windlass.checkpoint.offloaded import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
+from windlass.core.errors import CheckpointError, ConfigError
+
+WEIGHTS = {
+    "a.weight": torch.rand(3, 2),
+    "a.bias": torch.rand(2).to(torch.bfloat16),
+    "scalar": torch.tensor(7),
+    "small": torch.rand(4).to(torch.float8_e4m3fn),
+}
+
+
+def _same(loader: OffloadedWeightsLoader, weights: dict[str, torch.Tensor]) -> bool:
+    return list(loader) == list(weights) and all(
+        loader[name].dtype == tensor.dtype and torch.equal(loader[name].float(), tensor.float())
+        for name, tensor in weights.items()
+    )
+
+
+def test_weights_come_back_as_they_were(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "folder", WEIGHTS)
+    assert _same(OffloadedWeightsLoader(save_folder=tmp_path / "folder"), WEIGHTS)
+    assert [path.name for path in sorted((tmp_path / "folder").iterdir())] == [
+        "index.json",
+        "offloaded-00000.safetensors",
+    ]
+
+
+def test_memory_comes_before_disk(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, WEIGHTS)
+    loader = OffloadedWeightsLoader(state_dict={"scalar": torch.tensor(8)}, save_folder=tmp_path)
+    assert int(loader["scalar"]) == 8
+    assert len(loader) == len(WEIGHTS)
+    assert "a.bias" in loader
+    assert "b" not in loader
+
+
+def test_later_weights_replace_those_of_their_name_and_leave_the_others(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, WEIGHTS)
+    offload_state_dict(tmp_path, {"scalar": torch.tensor(9)})
+    assert _same(OffloadedWeightsLoader(save_folder=tmp_path), {**WEIGHTS, "scalar": torch.tensor(9)})
+    offload_state_dict(tmp_path, WEIGHTS)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1, "files that nothing names are removed"
+
+
+def test_one_weight_at_a_time_and_the_index_after(tmp_path: Path) -> None:
+    index = offload_weight(WEIGHTS["a.weight"], "a.weight", tmp_path)
+    index = offload_weight(WEIGHTS["scalar"], "scalar", tmp_path, index)
+    save_offload_index(index, tmp_path)
+    save_offload_index({}, tmp_path)
+    assert _same(
+        OffloadedWeightsLoader(save_folder=tmp_path), {name: WEIGHTS[name] for name in ("a.weight", "scalar")}
+    )
+
+
+def test_an_index_of_transformers_is_read(tmp_path: Path) -> None:
+    index: dict = {}
+    for name, tensor in WEIGHTS.items():
+        transformers_reference.offload_weight(tensor, name, str(tmp_path), index)
+    assert _same(OffloadedWeightsLoader(index=index), WEIGHTS)
+
+
+def test_our_folder_is_read_by_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload_state_dict(tmp_path, WEIGHTS)
+    monkeypatch.chdir(tmp_path)  # the reference takes file names as they are
+    theirs = accelerate.utils.OffloadedWeightsLoader(save_folder=tmp_path)
+    assert torch.equal(theirs["a.weight"], WEIGHTS["a.weight"])
+
+
+def test_raw_files_of_the_reference_are_refused(tmp_path: Path) -> None:
+    accelerate.utils.offload_state_dict(tmp_path, {"w": torch.rand(2)})
+    with pytest.raises(CheckpointError, match=r"\.dat files.* are not read"):
+        read_offload_index(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {"w": 3}, {"w": {"safetensors_file": 3}}])
+def test_a_malformed_index(tmp_path: Path, index: object) -> None:
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        read_offload_index(tmp_path)
+
+
+def test_a_file_without_the_tensor(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.rand(2)})
+    index = read_offload_index(tmp_path)
+    index["v"] = {**index["w"], "weight_name": "v"}
+    with pytest.raises(CheckpointError, match="no tensor 'v'"):
+        OffloadedWeightsLoader(save_folder=tmp_path, index=index)["v"]
+
+
+def test_nothing_given() -> None:
+    with pytest.raises(ConfigError, match="save_folder"):
+        OffloadedWeightsLoader()
+
+
+def test_a_dtype_other_than_the_files(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.rand(2)})
+    index = read_offload_index(tmp_path)
+    index["w"]["dtype"] = "float16"
+    assert OffloadedWeightsLoader(save_folder=tmp_path, index=index)["w"].dtype == torch.float16

@@ -1,0 +1,108 @@
+"""Device maps as data: looked up, checked, cleaned and made flat."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from accelerate.utils import modeling as reference
+from tests.transforms.big_models import Model
+from transformers.integrations import accelerate as transformers_reference
+
+from windlass.core.errors import ConfigError
+from windlass.transforms.device_map import (
+    check_and_set_device_map,
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+    expand_device_map,
+    get_device,
+    without_nesting,
+)
+
+MAP = {
+    "embedding": 0,
+    "position": "cpu",
+    "blocks.0": "disk",
+    "blocks.1": 1,
+    "blocks.2": 1,
+    "norm": 0,
+    "head": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _propagate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+
+
+def test_places_of_tensors_are_those_of_the_reference() -> None:
+    names = list(Model().state_dict())
+    assert expand_device_map(MAP, names) == transformers_reference.expand_device_map(MAP, names)
+    assert expand_device_map(None, names) == transformers_reference.expand_device_map(None, names)
+    assert expand_device_map({"": "disk"}, ["x.y"]) == {"x.y": "disk"}
+    assert get_device(MAP, "blocks.0.scale") == "disk"
+    assert get_device(MAP, "blocks.0.scale", valid_torch_device=True) == "cpu"
+
+
+def test_a_name_is_no_prefix_of_another_by_letters_alone() -> None:
+    assert expand_device_map({"h.1": 0, "h": 1}, ["h.10.w", "h.1.w"]) == {"h.10.w": 1, "h.1.w": 0}
+
+
+@pytest.mark.parametrize("given", ["auto", "sequential", None, {"": 0}, 0, "cpu", torch.device("cpu")])
+def test_arguments_in_one_form(given: object) -> None:
+    expected = transformers_reference.check_and_set_device_map(given)  # type: ignore[arg-type]
+    assert check_and_set_device_map(given) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["automatic", -1])
+def test_arguments_that_mean_nothing(given: object) -> None:
+    with pytest.raises(ConfigError, match="device_map"):
+        check_and_set_device_map(given)  # type: ignore[arg-type]
+
+
+def test_a_map_must_cover_the_model() -> None:
+    check_device_map(Model(), MAP)
+    check_device_map(Model(), {"": 0})
+    with pytest.raises(ConfigError, match=r"no place for norm\.weight, norm\.bias"):
+        check_device_map(Model(), {key: place for key, place in MAP.items() if key != "norm"})
+
+
+def test_strangers_in_a_map_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    check_device_map(Model(), {**MAP, "nose": 0})
+    assert "nose" in caplog.text
+    assert "position" not in caplog.text, "a parameter is a name too"
+
+
+def test_ties_over_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    ties = [["embedding.weight", "head.weight"]]
+    check_tied_parameters_on_same_device(ties, MAP)
+    assert not caplog.text
+    check_tied_parameters_on_same_device(ties, {**MAP, "head": 1})
+    assert "head.weight" in caplog.text
+    with pytest.raises(ConfigError, match=r"head\.weight"):
+        check_tied_parameters_on_same_device(ties, {"embedding": 0})
+
+
+@pytest.mark.parametrize(
+    "places", [[0] * 5, [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 2, 3, 4], ["cpu"] * 4 + [0]]
+)
+def test_cleaning_is_that_of_the_reference(places: list) -> None:
+    names = ["a.b.c", "a.b.d", "a.e", "f.g", "f.h"]
+    found = dict(zip(names, places, strict=True))
+    assert clean_device_map(copy.copy(found)) == reference.clean_device_map(copy.copy(found))
+
+
+def test_an_entry_inside_another_takes_its_part_out() -> None:
+    model = Model(layers=2)
+    flat = without_nesting(model, {"": 0, "blocks.1": "cpu", "nose": 3})
+    assert flat == {
+        "embedding": 0, "position": 0, "norm": 0, "head": 0, "blocks.0": 0, "blocks.1": "cpu",
+    }  # fmt: skip
+    assert without_nesting(model, {"": 0}) == {"": 0}
+    inner = without_nesting(model, {"": "cpu", "blocks.0": "disk", "blocks.0.inner.0": 0})
+    assert inner["blocks.0.inner.0"] == 0
+    assert inner["blocks.0.scale"] == inner["blocks.0.shift"] == inner["blocks.0.inner.2"] == "disk"
+    assert inner["blocks.1"] == "cpu"

@@ -1,0 +1,46 @@
+"""How much each device may take, compared with accelerate's."""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import pytest
+from accelerate.utils import modeling as reference
+from tests.transforms.big_models import Model
+
+from windlass.core.errors import ConfigError
+from windlass.transforms.device_memory import available_host_memory, get_balanced_memory, get_max_memory
+
+
+def test_what_the_system_says_is_available() -> None:
+    assert available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_devices_come_in_order_and_sizes_in_bytes() -> None:
+    given = {"disk": "1GB", "cpu": "2KiB", 1: 5, 0: "1MB"}
+    ours, theirs = get_max_memory(dict(given)), reference.get_max_memory(dict(given))
+    assert list(ours.items()) == list(theirs.items()) == [(0, 10**6), (1, 5), ("cpu", 2048), ("disk", 10**9)]
+    assert given["cpu"] == "2KiB", "what was given stays as it was"
+
+
+def test_absent_devices_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("windlass").propagate = True
+    get_max_memory({64: 1})
+    assert "64" in caplog.text
+
+
+def test_every_unknown_device_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)gpu.*hdd"):
+        get_max_memory({"gpu": 1, "hdd": 2, "cpu": 3})
+
+
+@pytest.mark.parametrize("low_zero", [False, True])
+@pytest.mark.parametrize(
+    "room", [{0: 4000, 1: 4000}, {0: 900, 1: 5000, 2: 5000}, {0: 9000}, {"cpu": 5}, {0: 0, 1: 50}]
+)
+@pytest.mark.parametrize("blocks", [None, "Block", ["Block", "Linear"]])
+def test_shares_are_those_of_the_reference(room: dict, low_zero: bool, blocks: object) -> None:
+    model = Model()
+    ours = get_balanced_memory(model, dict(room), blocks, low_zero=low_zero)  # type: ignore[arg-type]
+    assert ours == reference.get_balanced_memory(model, dict(room), blocks, low_zero=low_zero)
