@@ -73,7 +73,7 @@ def _sharding(settings: Settings, args: Any) -> None:
     read_section(
         settings, _without_xla(settings, args.fsdp_config), "fsdp_config", "TrainingArguments.fsdp_config"
     )
-    if args.activation_checkpointing and settings.meant(rows.FSDP_RECOMPUTE.name):
+    if args.activation_checkpointing and settings.value(rows.FSDP_RECOMPUTE):
         fix = "recomputes every layer twice with activation_checkpointing=True; set one of the two"
         settings.problems.append(Problem("TrainingArguments.fsdp_config.activation_checkpointing", True, fix))
 
