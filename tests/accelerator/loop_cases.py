@@ -42,7 +42,9 @@ def loader(accelerator: Accelerator, batch: int = BATCH, **options: Any) -> Data
 def whole(accelerator: Accelerator, *models: nn.Module) -> Result:
     states = [accelerator.get_state_dict(model) for model in models]
     return {
-        f"{index}.{name}": value.clone() for index, state in enumerate(states) for name, value in state.items()
+        f"{index}.{name}": value.clone()
+        for index, state in enumerate(states)
+        for name, value in state.items()
     }
 
 

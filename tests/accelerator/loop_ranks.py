@@ -54,7 +54,11 @@ def metrics() -> None:
 def ranks() -> None:
     accelerator = make(False)
     main = accelerator.process_index == 0
-    assert (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process) == (2, main, not main)
+    assert (accelerator.num_processes, accelerator.is_main_process, accelerator.is_last_process) == (
+        2,
+        main,
+        not main,
+    )
     assert accelerator.on_last_process(lambda: 5)() == (None if main else 5)
     assert accelerator.on_process(process_index=0)(lambda: 6)() == (6 if main else None)
     assert not accelerator.check_trigger()
@@ -75,13 +79,17 @@ def raw_use() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, _ = accelerator.prepare(model, optimizer)
     x = torch.ones(2, 6, dtype=torch.float64)
-    with pytest.raises(ModelError, match="Sequential that was given to `accelerator.prepare` was called directly"):
+    with pytest.raises(
+        ModelError, match=r"Sequential that was given to `accelerator\.prepare` was called directly"
+    ):
         model(x)
     with torch.no_grad():
         model(x)
     prepared(x)
     assert accelerator.unwrap_model(prepared) is model
-    with pytest.raises(ModelError, match="SGD that was given to `accelerator.prepare` was stepped directly"):
+    with pytest.raises(
+        ModelError, match=r"SGD that was given to `accelerator\.prepare` was stepped directly"
+    ):
         optimizer.step()
     accelerator.free_memory()
     model(x).sum().backward()

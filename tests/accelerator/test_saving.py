@@ -1,0 +1,216 @@
+"""`save_state` and `load_state` in one process: what is kept, how folders are named, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.accelerator.loop_cases import make, regression, tiny
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from windlass import Accelerator
+from windlass.config.plugins import DataLoaderConfiguration, ProjectConfiguration
+from windlass.core.errors import CheckpointError, ConfigError
+
+
+class Counter:
+    """A script's own object: tensors, numbers and lists."""
+
+    def __init__(self) -> None:
+        self.seen = {"total": 0, "mean": torch.zeros(2), "history": [1.5, None]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class Loop:
+    """Everything that a script prepares."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.accelerator = make(False, **options)
+        self.model = nn.Sequential(*tiny(), nn.Dropout(0.5))
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        data = DataLoader(regression(), batch_size=8, shuffle=True)
+        prepared = self.accelerator.prepare(self.model, optimizer, schedule, data)
+        self.model, self.optimizer, self.schedule, self.data = prepared
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def run(self, steps: int, data: Any = None) -> None:
+        for x, y in itertools.islice(self.data if data is None else data, steps):
+            self.accelerator.backward(F.mse_loss(self.model(x), y))
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.counter.seen["total"] += 1
+
+
+def weights(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_a_loop_goes_on_as_if_it_had_never_stopped(tmp_path: Path, stateful: bool) -> None:
+    """Dropout, order of samples, optimizer and schedule included, from within an epoch."""
+    options = {"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=stateful)}
+    whole = Loop(**options)
+    whole.run(3)
+    folder = whole.accelerator.save_state(tmp_path / "state")
+    assert folder == str(tmp_path / "state")
+    rest = whole.accelerator.skip_first_batches(whole.data, 3)
+    whole.run(99, rest)
+
+    later = Loop(**options)
+    later.run(2)
+    later.accelerator.load_state(folder)
+    assert later.counter.seen["total"] == 3
+    assert later.counter.seen["history"] == [1.5, None]
+    later.run(99, None if stateful else later.accelerator.skip_first_batches(later.data, 3))
+    assert same(weights(later), weights(whole))
+    assert later.schedule.get_last_lr() == whole.schedule.get_last_lr()
+
+
+def test_folders_are_numbered_and_the_oldest_go(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    loop = Loop(project_config=project)
+    folders = [Path(loop.accelerator.save_state()) for _ in range(3)]
+    assert [folder.name for folder in folders] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert folders[0].parent == tmp_path / "checkpoints"
+    assert [folder.exists() for folder in folders] == [False, True, True]
+
+    again = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=2)
+    loop = Loop(project_config=again)
+    with pytest.raises(CheckpointError, match="checkpoint_2 exists already"):
+        loop.accelerator.save_state()
+    (folders[2] / "model.safetensors").write_bytes(b"torn")
+    loop.accelerator.load_state()  # the newest that is whole
+    assert loop.accelerator.save_iteration == 2
+
+
+def test_a_save_replaces_the_folder_as_a_whole(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.accelerator.save_state(tmp_path / "state")
+    loop.run(2)
+    loop.accelerator.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    fresh = Loop()
+    fresh.accelerator.load_state(tmp_path / "state")
+    assert same(weights(fresh), weights(loop))
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.run(1)
+    folder = Path(loop.accelerator.save_state(tmp_path / "state"))
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    loop.counter.seen["opaque"] = object()
+    with pytest.raises(CheckpointError, match=r"'opaque' is a builtins\.object, which cannot be saved"):
+        loop.accelerator.save_state(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    for options in ({"safe_serialization": False}, {"max_shard_size": 3}):
+        with pytest.raises(ConfigError):
+            loop.accelerator.save_state(tmp_path / "other", **options)
+
+
+def test_another_set_of_objects_is_refused(tmp_path: Path) -> None:
+    folder = Loop().accelerator.save_state(tmp_path / "state")
+    other = Loop()
+    other.accelerator.prepare(tiny())
+    with pytest.raises(CheckpointError, match="holds 1 models and 2 here"):
+        other.accelerator.load_state(folder)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        other.accelerator.load_state(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="input_dir"):
+        other.accelerator.load_state()
+    with pytest.raises(ConfigError, match="strict"):
+        other.accelerator.load_state(folder, strict=False)
+    with pytest.raises(ConfigError, match="state_dict and load_state_dict"):
+        other.accelerator.register_for_checkpointing(3)
+
+
+def test_hooks_may_save_models_themselves(tmp_path: Path) -> None:
+    loop = Loop()
+
+    def save(models: list[nn.Module], states: list[Any], folder: str) -> None:
+        assert models == [loop.model]
+        own = states.pop()
+        (Path(folder) / "own.json").write_text(json.dumps(len(own)))
+
+    removed = loop.accelerator.register_save_state_pre_hook(save)
+    folder = Path(loop.accelerator.save_state(tmp_path / "state"))
+    assert (folder / "own.json").read_text() == str(len(loop.model.state_dict()))
+    assert not (folder / "model.safetensors").exists()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        loop.accelerator.load_state(folder)
+    seen: list[str] = []
+    loop.accelerator.register_load_state_pre_hook(lambda models, where: (models.clear(), seen.append(where)))  # type: ignore[arg-type, return-value]
+    loop.accelerator.load_state(folder)
+    assert seen == [str(folder)]
+    removed.remove()
+    loop.accelerator.save_state(folder)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_two_models_and_an_optimizer_over_both(tmp_path: Path) -> None:
+    def build() -> tuple[Accelerator, nn.Module, nn.Module, Any]:
+        accelerator, first, second = make(False), tiny(), tiny()
+        both = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
+        return accelerator, *accelerator.prepare(first, second, both)
+
+    accelerator, first, second, both = build()
+    x = torch.ones(2, 6).double()
+    accelerator.backward((first(x) + second(x)).sum())
+    both.step()
+    folder = accelerator.save_state(tmp_path / "state")
+    other, *models, optimizer = build()
+    other.load_state(folder)
+    assert same(models[1].state_dict(), second.state_dict())
+    assert torch.equal(models[0][0].weight, first[0].weight)  # type: ignore[index]
+    found = optimizer.state[models[1][0].weight]["exp_avg"]
+    assert torch.equal(found, both.state[second[0].weight]["exp_avg"])  # type: ignore[index]
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
+    accelerator, model = make(False), tiny()
+    accelerator.save_model(model, tmp_path, max_shard_size=300)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    found = {}
+    for name in set(index["weight_map"].values()):
+        found |= load_file(tmp_path / name)
+    assert same(found, model.state_dict())
+    accelerator.save_model(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigError, match="pickle is never written"):
+        accelerator.save_model(model, tmp_path, safe_serialization=False)
+
+
+def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:
+    accelerator = make(False)
+    accelerator.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(2))
+    accelerator.save({"epoch": 3}, tmp_path / "notes.json")
+    assert json.loads((tmp_path / "notes.json").read_text()) == {"epoch": 3}
+    with pytest.raises(ConfigError, match="pickle is never written"):
+        accelerator.save({"a": 1}, tmp_path / "a.bin")
+    with pytest.raises(CheckpointError, match="holds a dict of tensors"):
+        accelerator.save([1], tmp_path / "a.safetensors")
