@@ -36,6 +36,7 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/startup.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/overhead.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev

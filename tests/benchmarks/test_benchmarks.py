@@ -53,7 +53,7 @@ def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:
 
 def test_the_page_has_every_section() -> None:
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
-    for section in ("overhead", "startup", "gpu"):
+    for section in ("overhead", "startup", "distributed", "gpu"):
         assert f"<!-- begin: {section} -->" in text
         assert f"<!-- end: {section} -->" in text
 
@@ -75,6 +75,16 @@ def test_overhead_times_every_step(tmp_path: Path) -> None:
     # 31 calls of the model are 30 distances, of which the first 20 of each round warm up
     assert {name: it["steps"] for name, it in figures["microseconds"].items()} == {"raw": 20, "windlass": 20}
     assert figures["versions"]["torch"]
+
+
+@pytest.mark.dist
+def test_two_processes_are_timed_by_every_loop(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    sizes = ("--steps", "8", "--rounds", "1", "--only", "accelerator,trainer")
+    _run(str(FOLDER / "distributed.py"), *sizes, "--strategies", "fsdp", "--json", str(raw))
+    found = json.loads(raw.read_text())["milliseconds"]["fsdp"]
+    # 8 calls of the model are 7 distances, of which the first 5 warm up.
+    assert {name: it["steps"] for name, it in found.items()} == {"raw": 2, "accelerator": 2, "trainer": 2}
 
 
 def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:

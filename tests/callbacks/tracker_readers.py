@@ -118,8 +118,8 @@ def aim(folder: Path) -> Curves:
             quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
             run = Run(name, repo=str(path.parent), **quiet)
             for metric in run.metrics():
-                steps, values = metric.values.sparse_list()
-                found.setdefault(metric.name, {}).update(zip(steps, values, strict=True))
+                points = metric.dataframe()
+                found.setdefault(metric.name, {}).update(zip(points["step"], points["value"], strict=True))
             run.close()
     return found
 
