@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -29,6 +28,8 @@ from windlass.core.errors import WindlassError
 
 DEFAULT_WAIT_SECONDS = 600
 _TRY_SECONDS = 2.0
+# All machines have met when ranks are compared: this is the time for a few exchanges with the store.
+_AGREE_SECONDS = 60
 
 
 class UnreachableError(WindlassError):
@@ -102,21 +103,21 @@ class Ranked(RendezvousHandler):
         found = self._inner.next_rendezvous()
         store = PrefixStore("windlass", found.store)
         rank = found.rank if self._meeting.rank is None else self._meeting.rank
-        self._claim(store, rank, found.rank, found.world_size)
+        self._check(store, rank, found.rank, found.world_size)
         where = RendezvousStoreInfo.build(rank, store, self._own_address)
         return RendezvousInfo(store, rank, found.world_size, where)
 
-    def _claim(self, store: Store, rank: int, drawn: int, machines: int) -> None:
-        """Take a rank, and see that each is taken by one machine."""
-        holder = int(store.compare_set(f"machine/{rank}", "", str(drawn)))
-        if holder != drawn:
-            raise UnreachableError(f"two machines say --machine_rank {rank}; each needs its own, from 0 up")
-        try:
-            store.wait([f"machine/{i}" for i in range(machines)], timedelta(seconds=60))
-        except DistStoreError:
+    def _check(self, store: Store, rank: int, drawn: int, machines: int) -> None:
+        """See that each rank is taken by one machine. `drawn` is the number that torch gave to this one."""
+        store.set(f"rank-of/{drawn}", str(rank))
+        keys = [f"rank-of/{number}" for number in range(machines)]
+        store.wait(keys, timedelta(seconds=_AGREE_SECONDS))
+        ranks = sorted(int(store.get(key)) for key in keys)
+        if ranks != list(range(machines)):
             raise UnreachableError(
-                f"{machines} machines met, and not every --machine_rank from 0 to {machines - 1} is among them"
-            ) from None
+                f"{machines} machines met, and they say --machine_rank {', '.join(map(str, ranks))}: "
+                f"each needs its own, from 0 to {machines - 1}"
+            )
 
     def get_backend(self) -> str:
         return self._inner.get_backend()

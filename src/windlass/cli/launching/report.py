@@ -111,13 +111,16 @@ def _lag(rank: RankFacts) -> tuple[int, bool, float, int]:
 
 
 def exit_code(incident: Incident) -> int:
-    """What the launcher ends with: the culprit's own code, 128 + signal for one that was killed, 124 for a stall."""
+    """What the launcher ends with: the culprit's own code, 128 + signal for one that was killed, 124 for a stall.
+
+    After an exception it is 1, Python's own, whatever happened while the process came down.
+    """
     if incident.kind == "stalled":
         return EXIT_STALLED
-    code = incident.culprit.exit_code if incident.culprit else None
-    if not code:
+    culprit = incident.culprit
+    if culprit is None or culprit.message or not culprit.exit_code:
         return 1
-    return code if code > 0 else 128 - code
+    return culprit.exit_code if culprit.exit_code > 0 else 128 - culprit.exit_code
 
 
 EXIT_STALLED = 124

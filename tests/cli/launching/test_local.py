@@ -1,0 +1,87 @@
+"""`windlass launch` on one machine: what is said when a rank fails, and that nothing of the job is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import ROOT
+
+SCRIPT = Path(__file__).parent / "failing_ranks.py"
+
+
+def windlass(*words: object, timeout: float = 120) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def launch(how: str, *flags: object) -> tuple[int, str]:
+    return windlass("launch", "--cpu", "--num_processes", 2, *flags, SCRIPT, how)
+
+
+@pytest.mark.dist
+def test_the_first_rank_that_failed_is_named_with_its_step_call_and_traceback(tmp_path: Path) -> None:
+    code, said = launch("raises", "--log_dir", tmp_path, "--tee", "3")
+    assert code == 1
+    assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in said
+    assert 'raise ValueError("row 17 is damaged")' in said
+    assert "rank 0 (machine 0): " in said
+    assert "ended well" not in said
+    assert "windlass/cli/launching/worker.py" not in said.split("windlass launch:")[1]
+    (report,) = tmp_path.rglob("report.txt")
+    assert "rank 1 raised ValueError" in report.read_text()
+    assert any("row 17 is damaged" in log.read_text() for log in tmp_path.rglob("stderr.log"))
+
+
+@pytest.mark.dist
+def test_a_rank_that_leaves_early_is_named_though_another_failed() -> None:
+    code, said = launch("leaves")
+    assert code == 1
+    assert "rank 1 ended while others still waited for it [step 2, in 'data']; rank 0 then failed" in said
+    assert "rank 1 (machine 0): had ended well" in said
+
+
+@pytest.mark.dist
+def test_a_job_that_stands_still_is_ended_with_all_stacks() -> None:
+    code, said = launch("stalls", "--stall_timeout", 2)
+    assert code == 124
+    assert "the job stands still: rank 1 made no progress for" in said
+    assert "[step 2, in 'data']" in said.splitlines()[0] or "[step 2, in 'data']" in said
+    stacks = said.split("Stacks of rank")[1:]
+    assert [text[1] for text in stacks] == ["0", "1"]
+    assert "all_reduce" in stacks[0]
+    assert "sleep_in_the_data_pipeline" in stacks[1]
+
+
+def test_a_wrong_configuration_starts_nothing_and_names_every_problem(tmp_path: Path) -> None:
+    flags = (
+        "--engine",
+        "boat",
+        "--mixed_precision",
+        "fp12",
+        "--num_processes",
+        "0",
+        tmp_path / "missing.py",
+    )
+    code, said = windlass("launch", *flags)
+    assert code == 2
+    for word in ("--engine='boat'", "--mixed_precision='fp12'", "--num_processes=0", "missing.py"):
+        assert word in said
+
+
+def test_a_job_can_be_shown_without_starting_it() -> None:
+    code, said = windlass("launch", "--cpu", "--num_processes", 2, "--print", SCRIPT, "raises")
+    assert code == 0
+    assert f"windlass.cli.launching.worker {SCRIPT} raises" in said
+    assert "WINDLASS_PARALLEL=" in said

@@ -1,0 +1,37 @@
+"""The launchers that people already use start the same scripts; what they were told reaches the accelerator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import ROOT
+
+SCRIPT = Path(__file__).parent / "any_launcher.py"
+LAUNCHERS = {
+    "windlass": ("windlass", "launch", "--cpu", "--num_processes", "2", "--mixed_precision", "bf16"),
+    "accelerate": (
+        "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
+        "bf16", "--dynamo_backend", "no", "--main_process_port", "0", "--multi_cpu",
+    ),
+    "torch": ("torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "0"),
+}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_runs_under_any_launcher(launcher: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "-m", *LAUNCHERS[launcher], str(SCRIPT), str(tmp_path)],
+        env={**environ, "HF_HOME": "/nowhere"}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    precision = "no" if launcher == "torch" else "bf16"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "0": f"2 {precision} cpu",
+        "1": f"2 {precision} cpu",
+    }

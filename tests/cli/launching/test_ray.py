@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from tests.cli.launching.test_local import SCRIPT, windlass
+
+from windlass.cli.launching.ray import print_ray
+from windlass.config.launch import LaunchPlan
+from windlass.core.errors import ConfigError
+
+
+def test_the_job_can_be_shown() -> None:
+    plan = LaunchPlan("train.py", processes=4, engine="ray", max_restarts=2, engine_options={"name": "first"})
+    job = json.loads(print_ray(plan))
+    assert job["scaling"] == {"num_workers": 4, "use_gpu": True, "resources_per_worker": {"CPU": 1}}
+    assert (job["run"]["name"], job["max_failures"]) == ("first", 2)
+    assert job["command"][-1] == "train.py"
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine_options\.adress='x'"):
+        print_ray(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+def test_a_job_runs_on_ray_and_its_failure_is_reported() -> None:
+    code, said = windlass(
+        "launch", "--cpu", "--num_processes", 2, "--engine", "ray", SCRIPT, "raises", timeout=280
+    )
+    assert code == 1, said
+    report = said.split("windlass launch:")[-1]
+    assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in report

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from windlass.cli.launching.environment import address_towards
+from windlass.cli.launching.rendezvous import Meeting, UnreachableError, meet, wait_until_reachable
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("address", "check"),
+    [("127.0.0.1", "nothing listens there"), ("no-such-host.invalid", "does not resolve here")],
+)
+def test_a_main_machine_that_does_not_answer_is_named_with_what_to_check(address: str, check: str) -> None:
+    port = free_port()
+    with pytest.raises(UnreachableError, match=check) as caught:
+        wait_until_reachable(address, port, 0.1)
+    assert f"{address}:{port}" in str(caught.value)
+
+
+def test_it_is_waited_for() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        wait_until_reachable("127.0.0.1", listener.getsockname()[1], 5)
+
+
+def test_the_launcher_ends_with_a_code_of_its_own() -> None:
+    words = (
+        "launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "1", "--main_process_ip",
+        "127.0.0.1", "--main_process_port", str(free_port()), "--rdzv_conf", "timeout=1", __file__,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *words], env={**os.environ, "WINDLASS_HOME": "/nowhere"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69, done.stderr
+    assert "start `windlass launch --machine_rank 0` on it" in done.stderr
+
+
+def test_an_address_of_this_machine_leads_to_the_other() -> None:
+    assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
+
+
+def _meeting(port: int, rank: int | None, hosts: bool, **changes: Any) -> Meeting:
+    return Meeting("127.0.0.1", port, 2, rank, hosts, "test", 30, changes)
+
+
+def _both(ranks: tuple[int | None, int | None]) -> list[RendezvousInfo]:
+    """Two machines meet, the host last to ask."""
+    port = free_port()
+    host = meet(_meeting(port, ranks[0], True))
+    guest = meet(_meeting(port, ranks[1], False))
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(handler.next_rendezvous) for handler in (guest, host)]
+        return [asked[1].result(60), asked[0].result(60)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_machines_keep_the_ranks_they_were_given(ranks: tuple[int, int]) -> None:
+    found = _both(ranks)
+    assert [info.rank for info in found] == list(ranks)
+    first, second = (info.bootstrap_store_info for info in found)
+    assert first is not None
+    assert first == second
+
+
+def test_without_given_ranks_each_gets_one() -> None:
+    assert {info.rank for info in _both((None, None))} == {0, 1}
+
+
+def test_two_machines_of_one_rank_are_refused() -> None:
+    with pytest.raises(UnreachableError, match="they say --machine_rank 0, 0: each needs its own"):
+        _both((0, 0))

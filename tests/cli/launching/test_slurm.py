@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.launching.test_local import SCRIPT, windlass
+
+from windlass.cli.launching.portable import from_text, to_text
+from windlass.cli.launching.slurm import plan_of_node, print_slurm
+from windlass.config.launch import LaunchPlan
+from windlass.core.errors import ConfigError
+
+pytest.importorskip("submitit")
+PLAN = LaunchPlan(
+    "train.py",
+    ("--lr", "3"),
+    processes=16,
+    machines=2,
+    engine="slurm",
+    engine_options={"partition": "long", "account": "physics", "mem_gb": "64", "time": 90},
+    environment={"WINDLASS_PARALLEL": "{}"},
+)
+
+
+def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
+    text = print_slurm(PLAN)
+    for line in (
+        "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--partition=long", "--account=physics", "--mem=64GB",
+        "--time=90", "--job-name=train",
+    ):  # fmt: skip
+        assert f"#SBATCH {line}\n" in text
+
+
+def test_options_that_slurm_does_not_have_are_refused_together() -> None:
+    plan = LaunchPlan("train.py", engine="slurm", engine_options={"partitio": "long", "cluster": "moon"})
+    with pytest.raises(ConfigError) as caught:
+        print_slurm(plan)
+    assert "did you mean partition?" in str(caught.value)
+    assert "engine_options.cluster='moon'" in str(caught.value)
+
+
+def test_a_plan_survives_its_way_to_the_machines() -> None:
+    assert from_text(to_text(PLAN)) == PLAN
+
+
+def test_each_machine_knows_its_rank_and_the_main_one() -> None:
+    there = plan_of_node(from_text(to_text(PLAN)), 1, ["n17", "n18"], job=123456)
+    assert (there.machine_rank, there.main_address, there.main_port) == (1, "n17", 23456)
+    assert (there.engine, there.processes, there.environment) == ("local", 16, {"WINDLASS_PARALLEL": "{}"})
+
+
+@pytest.mark.dist
+def test_a_job_runs_through_submitit_and_its_failure_is_reported(tmp_path: Path) -> None:
+    code, said = windlass(
+        "launch", "--cpu", "--num_processes", 2, "--engine", "slurm", "--engine_options", "cluster=local",
+        "--engine_options", f"folder={tmp_path}", SCRIPT, "raises",
+    )  # fmt: skip
+    assert code == 1, said
+    assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in said
+    assert json.loads(next(tmp_path.glob("*.code")).read_text()) == 1

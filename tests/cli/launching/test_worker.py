@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.launching.worker import cores_of
+from windlass.dist.beacon import FOLDER_VARIABLE, read_mark
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "cores", "expected"),
+    [
+        (0, 2, [0, 1, 2, 3], [0, 1]),
+        (1, 2, [0, 1, 2, 3], [2, 3]),
+        (1, 2, [4, 6, 9], [6]),
+        (2, 3, [0, 1], [0, 1]),  # too few: nobody is bound
+        (0, 1, [0, 1], [0, 1]),
+    ],
+)
+def test_cores_are_shared_out(rank: int, size: int, cores: list[int], expected: list[int]) -> None:
+    assert cores_of(rank, size, cores) == expected
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {
+        **os.environ,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        FOLDER_VARIABLE: str(folder),
+    }
+    environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+    return subprocess.run(
+        [sys.executable, "-m", "windlass.cli.launching.worker", *words],
+        env={**environ, **variables}, capture_output=True, text=True, cwd=folder, check=False,
+    )  # fmt: skip
+
+
+SAYS_WHO_IT_IS = """
+import os, sys, json
+import beside
+print(json.dumps([__name__, sys.argv, os.path.basename(__file__), beside.HERE, "torch" in sys.modules]))
+"""
+
+
+def test_a_script_finds_itself_as_python_would_have_started_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text(SAYS_WHO_IT_IS)
+    (tmp_path / "sub" / "beside.py").write_text("HERE = 1")
+    done = run(tmp_path, "sub/script.py", "--lr", "3")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["__main__", ["sub/script.py", "--lr", "3"], "script.py", 1, False]
+    assert read_mark(tmp_path, 0).call == "end"
+
+
+def test_a_module_does_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SAYS_WHO_IT_IS)
+    (tmp_path / "beside.py").write_text("HERE = 1")
+    done = run(tmp_path, "-m", "script", "a")
+    assert done.returncode == 0, done.stderr
+    name, arguments, *_ = json.loads(done.stdout)
+    assert name == "__main__"
+    assert arguments[1:] == ["a"]
+
+
+FAILS = """
+from windlass.dist.beacon import beacon
+def deep():
+    beacon().step(4)
+    beacon().call("backward")
+    raise KeyError("weight")
+deep()
+"""
+
+
+def test_an_exception_is_written_down_with_step_and_call(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILS)
+    done = run(tmp_path, "script.py")
+    assert done.returncode == 1
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "KeyError: 'weight'"
+    extra = message["extraInfo"]
+    assert (extra["step"], extra["call"]) == (4, "backward")
+    assert extra["py_callstack"] in done.stderr  # printed as well, once
+    assert "runpy" not in done.stderr
+    assert done.stderr.count("KeyError: 'weight'") == 1
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("7", 7), ("'no licence'", 1)])
+def test_an_exit_of_the_scripts_own_is_its_own(tmp_path: Path, code: str, expected: int) -> None:
+    (tmp_path / "script.py").write_text(f"import sys\nsys.exit({code})")
+    assert run(tmp_path, "script.py").returncode == expected
+    assert not (tmp_path / "error.json").exists()
