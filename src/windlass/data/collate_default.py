@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from windlass.core.errors import DataError
 
@@ -111,3 +112,15 @@ def _whole(first: Any, sequences: bool) -> bool:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         value = value.item()
     return isinstance(value, (int, np.integer))
+
+
+def plain_collate(samples: list[Any]) -> Any:
+    """What PyTorch's `default_collate` gives, sooner where samples are tuples of tensors."""
+    first = samples[0]
+    if (
+        type(first) is tuple
+        and all(type(value) is torch.Tensor for value in first)
+        and len(set(map(len, samples))) == 1
+    ):
+        return [torch.stack(values) for values in zip(*samples, strict=True)]
+    return default_collate(samples)

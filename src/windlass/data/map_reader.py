@@ -18,7 +18,10 @@ class _Task(NamedTuple):
 
 
 class MapReader:
-    """Reads this rank's part of each row, in this process or in workers."""
+    """Reads this rank's part of each row, in this process or in workers.
+
+    Reading leaves NumPy's and PyTorch's generators alone; in this process it takes two draws a batch from Python's.
+    """
 
     def __init__(self, rows: Rows, source: Source, rank: int) -> None:
         self._rows, self._source, self._rank = rows, source, rank
@@ -28,7 +31,7 @@ class MapReader:
     def portions(self, epoch: int, start: int) -> Iterator[Portion]:
         tasks = (self._task(row) for row in self._rows.rows(epoch, start))
         # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
-        private = self._passes > 0 or not self._source.has_workers
+        private = self._passes > 0
         self._passes += 1
         try:
             for task, (batch,) in self._source.batches(epoch, tasks, private):

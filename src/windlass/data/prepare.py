@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
-from windlass.data.collate_default import default_data_collator
+from windlass.data.collate_default import default_data_collator, plain_collate
 from windlass.data.loader import Loader, MapLoader
 from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
 from windlass.data.stream import StreamLoader
@@ -80,18 +78,7 @@ def auto_collate(samples: list[Any]) -> Any:
     """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
     `default_collate` does.
     """
-    first = samples[0]
-    if isinstance(first, Mapping):
-        return default_data_collator(samples)
-    if (
-        type(first) is tuple
-        and all(type(value) is Tensor for value in first)
-        and len(set(map(len, samples))) == 1
-    ):
-        return [
-            torch.stack(values) for values in zip(*samples, strict=True)
-        ]  # what default_collate gives, sooner
-    return default_collate(samples)
+    return default_data_collator(samples) if isinstance(samples[0], Mapping) else plain_collate(samples)
 
 
 def is_stream(dataset: Any) -> bool:

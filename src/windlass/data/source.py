@@ -62,10 +62,6 @@ class Source:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
         return self._pool.run(epoch, cuts)
 
-    @property
-    def has_workers(self) -> bool:
-        return self._plan.workers > 0
-
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are let go."""
         self.fetch.reseed(seed)
