@@ -97,12 +97,13 @@ class Prepared:
         Raises:
             ModelError: none of the prepared models has a parameter of it, so it would never see a reduced gradient.
         """
-        parameters: Any = optimizer.parameters()
-        count, executor = self._executors.get(id(optimizer), (0, None))
-        if executor is None or count != len(parameters):
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, executor = self._executors.get(id(optimizer), (0, None))
+        if executor is None or known != count:
+            parameters: Any = optimizer.parameters()
             strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
             executor = NativeExecutor(strategy, optimizer.optimizer, self._device, self.scaler, parameters)
-            self._executors[id(optimizer)] = len(parameters), executor
+            self._executors[id(optimizer)] = count, executor
         return executor
 
     def _strategy_over(self, parameters: list[Tensor], name: str) -> Strategy:
@@ -126,7 +127,9 @@ class Prepared:
         return self.everything
 
     def executors_over(self, parameters: Iterable[Tensor]) -> list[NativeExecutor]:
-        """The executors that update any of `parameters`."""
+        """The executors that update any of `parameters`; the only one there is, without looking."""
+        if len(self.optimizers) == 1:
+            return [self.executor_of(self.optimizers[0])]
         wanted = {id(p) for p in parameters}
         return [
             self.executor_of(optimizer)
