@@ -96,7 +96,8 @@ def _of_classes(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 
 
 def _there_are(module: nn.Module) -> str:
-    counts = Counter(type(m).__name__ for m in module.modules() if next(m.parameters(), None) is not None)
+    inner = (m for m in module.modules() if m is not module and not isinstance(m, _CONTAINERS))
+    counts = Counter(type(m).__name__ for m in inner if next(m.parameters(), None) is not None)
     return f"Classes with parameters: {_listed(name for name, _ in counts.most_common())}"
 
 

@@ -1,0 +1,107 @@
+"""Parts of tensors on meshes of any size, without other processes: a fake group stands in for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from windlass.dist.sharded import (
+    Part,
+    copies,
+    copy_whole_,
+    holders,
+    is_sharded,
+    local,
+    locals_of,
+    part,
+    shard_like,
+    whole,
+    whole_on_first,
+)
+
+SHAPES = [(7, 2), (2, 3), (1,), (6,), (0, 4), (3, 5, 2)]
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def on_every_rank(axes: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+    """This process as each rank of a mesh in turn."""
+    world = torch.Size(axes).numel()
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield rank, init_device_mesh("cpu", axes)
+        finally:
+            dist.destroy_process_group()
+
+
+def held(tensor: torch.Tensor, index: int, ranks: int, dim: int) -> torch.Tensor:
+    """What rank `index` of `ranks` holds, as PyTorch cuts it."""
+    chunks = tensor.chunk(ranks, dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, tensor.shape[dim], 0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_are_cut_as_pytorch_cuts_them(dim: int) -> None:
+    for rank, mesh in on_every_rank((5,)):
+        for shape in SHAPES:
+            if dim >= len(shape):
+                continue
+            tensor = numbered(shape)
+            mine = held(tensor, rank, 5, dim)
+            like = spread(mine, mesh, [Shard(dim)], tensor)
+            assert torch.equal(part(like).of(tensor), mine)
+            assert torch.equal(local(shard_like(tensor.half(), like)), mine.half())
+            copy_whole_(like, tensor + 1)
+            assert torch.equal(local(like), mine + 1)
+            assert copies(like) == 1
+            assert sum(torch.Size(found.sizes).numel() for _, found in holders(like)) == tensor.numel()
+
+
+def test_copies_are_held_by_several_and_named_once() -> None:
+    for rank, mesh in on_every_rank((2, 3)):
+        tensor = numbered((7, 2))
+        like = spread(held(tensor, rank % 3, 3, 0), mesh, [Replicate(), Shard(0)], tensor)
+        assert torch.equal(part(like).of(tensor), local(like))
+        assert copies(like) == 2
+        assert holders(like) == [
+            (0, Part((0, 0), (3, 2))),
+            (1, Part((3, 0), (3, 2))),
+            (2, Part((6, 0), (1, 2))),
+        ]
+
+
+def test_sums_that_are_not_made_yet_are_refused() -> None:
+    for _, mesh in on_every_rank((2,)):
+        pending = spread(numbered((4,)), mesh, [Partial()], numbered((4,)))
+        for ask in (part, copies, holders, whole):
+            with pytest.raises(ValueError, match="can be neither cut nor put together"):
+                ask(pending)
+
+
+def test_plain_tensors_are_whole() -> None:
+    tensor = numbered((3, 2))
+    assert not is_sharded(tensor)
+    assert local(tensor) is whole(tensor) is whole_on_first(tensor) is locals_of([tensor])[0] is tensor
+    assert (copies(tensor), holders(tensor)) == (1, [(0, Part((0, 0), (3, 2)))])
+    target = torch.zeros(3, 2, dtype=torch.float64)
+    copy_whole_(target, tensor)
+    assert torch.equal(target, tensor.double())
+    assert torch.equal(shard_like(tensor, target), tensor)
+    with pytest.raises(ValueError, match=r"shape \[3, 2\] cannot fill one of \[2, 3\]"):
+        copy_whole_(torch.zeros(2, 3), tensor)
+
+
+def spread(mine: torch.Tensor, mesh: Any, placements: list[Any], whole: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
