@@ -14,7 +14,7 @@ from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.local_sgd import LocalSGD
 from windlass.accelerator.rank_logging import get_logger
 from windlass.accelerator.rng import set_seed, synchronize_rng_states
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.operations import gather
 
 
@@ -125,11 +125,35 @@ def local_updates(accelerator: Accelerator) -> None:
         LocalSGD(accelerator, model, 0)
 
 
+class Forked(nn.Module):
+    """Two branches, of which the forward takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.left(inputs)
+
+
+def unused_parameters_stop_the_first_update(accelerator: Accelerator) -> None:
+    module = Forked()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    before = module.left.weight.detach().clone()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    with pytest.raises(ModelError, match=r"2 of 4 trained parameters: right\.weight, right\.bias"):
+        optimizer.step()
+    assert torch.equal(module.left.weight, before)
+
+
 def main() -> None:
     accelerator = Accelerator(cpu=True)
     generators(accelerator.process_index)
     loggers(accelerator.process_index)
     local_updates(accelerator)
+    unused_parameters_stop_the_first_update(accelerator)
     print("helpers are right")
     accelerator.end_training()
 

@@ -51,6 +51,7 @@ def ours(rank: int, plan: DistPlan) -> list[Tensor]:
 
     def check() -> None:
         strategy.check_reached()
+        strategy.check_used()
 
     with strategy.micro(last=True):
         return train(strategy.model, rank, check)
@@ -124,6 +125,7 @@ def update(strategy: DataParallel, *takes_both: bool) -> None:
         with strategy.micro(last=index == len(takes_both) - 1):
             strategy.model(torch.ones(1, 2), both).sum().backward()
     strategy.check_reached()
+    strategy.check_used()
     strategy.module.zero_grad()
 
 
@@ -151,9 +153,8 @@ def nothing_to_complain_of() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in strategy.module.parameters()), (
         "hooks outlive the first update"
     )
-    with strategy.micro(last=True):
-        watched = any(p._post_accumulate_grad_hooks for p in strategy.module.parameters())
-        assert not watched, "only the first update is watched"
+    watched = any(p._post_accumulate_grad_hooks for p in strategy.module.parameters())
+    assert not watched, "only the first update is watched"
     with pytest.raises(ModelError, match="went past"):
         strategy.check_reached()
 

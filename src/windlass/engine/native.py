@@ -132,6 +132,7 @@ class NativeExecutor:
         return norm.is_cpu and host.read(norm) + 1e-6 <= max_norm
 
     def step(self) -> bool:
+        self.strategy.check_used()
         skip, self._skip = self._skip, False
         overflow, self._overflow = self._overflow, None
         if overflow is not None:

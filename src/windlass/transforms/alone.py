@@ -58,6 +58,9 @@ class Alone:
     def check_reached(self) -> None:
         """There is nothing that a forward could go past."""
 
+    def check_used(self) -> None:
+        """No gradient waits for another."""
+
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """The first update is like every other."""
 

@@ -57,28 +57,19 @@ class DataParallel(Alone):
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
         # PyTorch itself finds unused parameters under either option; without them the first update is watched.
-        self._unwatched = not (plan.find_unused_parameters or plan.static_graph)
-        self._watch: ReachedParameters | None = None
+        watched = not (plan.find_unused_parameters or plan.static_graph)
+        self._watch = ReachedParameters(module, self._wrapper) if watched else None
 
     @property
     def model(self) -> nn.Module:
         return self._module if self._wrapper is None else self._wrapper
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
-        if self._wrapper is None:
-            return _NOTHING
-        if not last:
-            return self._wrapper.no_sync()
-        if self._unwatched:
-            self._unwatched, self._watch = False, ReachedParameters(self._module)
-        return _NOTHING
+        return _NOTHING if last or self._wrapper is None else self._wrapper.no_sync()
 
     def check_reached(self) -> None:
         if self._wrapper is None:
             return
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
         if self._wrapper.forwards == self._seen:
             raise ModelError(
                 "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
@@ -86,7 +77,11 @@ class DataParallel(Alone):
                 "the one that `prepare` returned), not the bare one"
             )
         self._seen = self._wrapper.forwards
-        if watch is not None:
+
+    def check_used(self) -> None:
+        if self._watch is not None and self._watch.seen:
+            watch, self._watch = self._watch, None
+            watch.stop()
             watch.check()
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
@@ -99,9 +94,8 @@ class DataParallel(Alone):
         buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
         with preserved_rng(device_of(self._module)):
             for _ in range(2):
-                with self.micro(last=True):
-                    backward()
-                self.check_reached()
+                backward()
+                self.check_used()
                 self._module.zero_grad(set_to_none=True)
         self._compression.forget()
         with torch.no_grad():
@@ -123,6 +117,9 @@ class DataParallel(Alone):
     def release(self) -> None:
         # A group that something still holds when the interpreter shuts down aborts the process.
         self._wrapper = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
 
 def replicate(module: nn.Module, plan: DistPlan) -> Replicated:

@@ -166,6 +166,9 @@ class FullyShardedModel:
             )
         self._seen = self._forwards
 
+    def check_used(self) -> None:
+        """Every unit reduces what it has; zeros stand for parameters that a backward did not reach."""
+
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Sums over ranks have one order from the first update on."""
 

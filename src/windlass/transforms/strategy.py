@@ -63,6 +63,14 @@ class Strategy(Protocol):
         """
         ...
 
+    def check_used(self) -> None:
+        """Before gradients are applied.
+
+        Raises:
+            ModelError: gradients that wait for a parameter which the backward did not reach were not reduced.
+        """
+        ...
+
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from windlass.core.errors import ModelError
 
@@ -10,21 +11,31 @@ _SHOWN = 10
 
 
 class ReachedParameters:
-    """Watches one update's last backward, by hooks that are gone afterwards: later updates cost nothing.
+    """Watches the first backward that reduces gradients, by hooks that go with its update: later ones cost nothing.
 
     Replicas reduce gradients in buckets, and a bucket that waits for a parameter nothing was computed with is never
     reduced. PyTorch says so at the next forward, when the optimizer has stepped on gradients that differ between ranks.
+
+    Args:
+        module: the model.
+        wrapper: its replica, which knows whether a backward reduces.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in trained.items()}
+        self._wrapper = wrapper
         self._reached: set[int] = set()
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._note) for p in module.parameters() if p.requires_grad
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in trained.values()]  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: Tensor) -> None:
-        self._reached.add(id(parameter))
+        if self._wrapper.require_backward_grad_sync:
+            self._reached.add(id(parameter))
+
+    @property
+    def seen(self) -> bool:
+        """There was such a backward."""
+        return bool(self._reached)
 
     def stop(self) -> None:
         """Take the hooks away."""
