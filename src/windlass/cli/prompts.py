@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
-_UP, _DOWN, _ENTER, _INTERRUPT = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j"), ("\r", "\n"), "\x03"
+_UP, _DOWN, _ENTER = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j"), ("\r", "\n")
+_STOP = ("", "\x03", "\x04")  # the terminal is gone, Ctrl-C, Ctrl-D
 
 
 class Prompter(Protocol):
@@ -95,12 +96,14 @@ def _moved(at: int, key: str, count: int) -> int:
 
 
 def _keys(descriptor: int) -> Iterator[str]:
-    """Pressed keys, one by one; an arrow comes as one."""
+    """Pressed keys, one by one; an arrow comes as one. Keys that follow stay for the next question."""
     while True:
-        data = os.read(descriptor, 8).decode(errors="ignore")
-        if data in ("", _INTERRUPT, "\x04"):
+        key = os.read(descriptor, 1).decode(errors="ignore")
+        if key == "\x1b":
+            key += os.read(descriptor, 2).decode(errors="ignore")
+        if key in _STOP:
             raise KeyboardInterrupt
-        yield from [data] if data.startswith("\x1b") else data
+        yield key
 
 
 @contextmanager

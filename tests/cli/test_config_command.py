@@ -1,0 +1,140 @@
+"""`windlass config`: questions and the file that their answers make."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from windlass.cli.config_command import QUESTIONS, Question, asked
+from windlass.cli.main import main
+from windlass.cli.prompts import LinePrompter
+from windlass.config.parallel import from_file, plan_parallel
+from windlass.core.world import World
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
+    return tmp_path
+
+
+def answered(text: str) -> dict[str, object]:
+    return {name: said.value for name, said in asked(LinePrompter(io.StringIO(text), io.StringIO())).items()}
+
+
+def test_empty_answers_take_the_defaults() -> None:
+    assert answered("") == answered("\n" * 30) == {
+        "strategy": "ddp", "launch.machines": 1, "cpu": False, "launch.processes": 2, "precision": "no",
+    }  # fmt: skip
+
+
+def test_answers_lead_to_further_questions() -> None:
+    sharded = answered(
+        "fsdp\n2\n1\n10.0.0.1\n29400\nc10d\nyes\n4\n2\ntransformer\nA,B\nyes\nsharded\nno\nyes\nbf16\n"
+    )
+    assert sharded == {
+        "strategy": "fsdp", "launch.machines": 2, "launch.machine_rank": 1, "launch.main_address": "10.0.0.1",
+        "launch.main_port": 29400, "launch.rendezvous": "c10d", "cpu": True, "launch.processes": 4,
+        "fsdp.sharding": "hybrid_shard", "fsdp.wrap": "transformer", "fsdp.layers": ("A", "B"),
+        "fsdp.cpu_offload": True, "fsdp.state": "sharded",
+        "fsdp.activation_checkpointing": False, "fsdp.cpu_ram_efficient_loading": True,
+        "precision": "bf16",
+    }  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_is_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answered("nonsense\n7\n0\nno such number\n3\n")["launch.machines"] == 3
+    assert "whole number" in capsys.readouterr().err
+
+
+def test_the_file_is_read_back_as_it_was_answered(home: Path) -> None:
+    command = [sys.executable, "-m", "windlass", "config"]
+    answers = "fsdp\n1\nyes\n2\n\nsize\n1000\n\n\n\n\nbf16\n"
+    done = subprocess.run(command, input=answers, capture_output=True, text=True, timeout=200, check=True)
+    path = home / "default_config.yaml"
+    assert str(path) in done.stdout
+    settings = from_file(path)
+    assert settings.problems == []
+    shard = plan_parallel(settings, World(0, 2, 0, 2)).dist.shard
+    assert shard is not None
+    assert (shard.wrap, shard.min_parameters) == ("size", 1000)
+
+
+# Of one machine, and of wrapping by class.
+NOT_ASKED = (
+    "launch.machine_rank", "launch.main_address", "launch.main_port", "launch.rendezvous", "fsdp.min_parameters",
+)  # fmt: skip
+
+
+def test_arrow_keys_choose_on_a_terminal(home: Path) -> None:
+    keys = {
+        "hold the whole model": b"\x1b[B\r",
+        "Leave accelerators alone": b"\x1b[A\r",
+        "What is sharded?": b"j\r",
+    }
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "windlass", "config"]
+    child = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, close_fds=True)
+    os.close(slave)
+    screen = ""
+    for question in QUESTIONS:
+        if question.key.name in NOT_ASKED:
+            continue
+        screen = _until(master, screen, question)
+        os.write(master, next((key for start, key in keys.items() if start in question.text), b"\r"))
+    while _read(master):
+        pass
+    assert child.wait(timeout=100) == 0
+    document = yaml.safe_load((home / "default_config.yaml").read_text())
+    assert (document["distributed_type"], document["use_cpu"]) == ("FSDP", True)
+    assert document["fsdp_config"]["fsdp_sharding_strategy"] == "shard_grad_op"
+
+
+def _until(master: int, screen: str, question: Question) -> str:
+    """Read what is drawn until the question is there, with the last of its choices; gives what came after it."""
+    for text in (question.text, *question.choices[-1:]):
+        while text not in screen:
+            more = _read(master)
+            assert more, f"{text!r} never came; the screen ends with {screen[-500:]!r}"
+            screen += more
+        screen = screen.partition(text)[2]
+    return screen
+
+
+def _read(master: int) -> str:
+    try:
+        return os.read(master, 4096).decode(errors="ignore")
+    except OSError:  # the child has closed its side
+        return ""
+
+
+def test_default_asks_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--default"], ["default"], ["default", "--mixed_precision", "bf16"]):
+        assert main(["config", *words]) == 0
+    document = yaml.safe_load((home / "default_config.yaml").read_text())
+    assert document["mixed_precision"] == "bf16"
+    assert main(["config", "default", "--mixed_precision", "fp12"]) == 2
+    assert "--mixed_precision='fp12'" in capsys.readouterr().err
+
+
+def test_update_keeps_what_means_something(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "old.json.yaml"
+    path.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_proceses: 2\nnum_machines: 1\n"
+        "fsdp_config: {fsdp_ofload: true}\n"
+    )
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert yaml.safe_load(path.read_text()) == {
+        "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}, "num_machines": 1, "fsdp_config": {},
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert "num_proceses" in said
+    assert "fsdp_ofload" in said
+    assert main(["config", "update", "--config_file", str(home / "absent.yaml")]) == 2

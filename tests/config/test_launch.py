@@ -1,0 +1,215 @@
+"""What is launched, and what stops it before a process starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.config.launch import LaunchPlan, launch_settings, resolve_launch
+from windlass.config.launch_checks import Machine
+from windlass.config.launch_file import default_file, find_file
+from windlass.config.launch_flags import add_launch_flags
+from windlass.config.parallel import from_environment, plan_parallel
+from windlass.core.errors import ConfigError
+from windlass.core.world import World
+
+TWO_DEVICES = Machine(2, "cuda")
+OLD_DEVICES = Machine(
+    2, "cuda", lambda precision, cpu: "has no bfloat16" if precision == "bf16" and not cpu else None
+)
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_launch_flags(parser)
+    return parser.parse_args(list(words))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+def resolved(
+    *words: str, home: Path | None = None, machine: Machine | None = None, **environ: str
+) -> LaunchPlan:
+    environ = {"WINDLASS_HOME": str(home or "/nowhere"), "HF_HOME": "/nowhere", **environ}
+    return resolve_launch(options(*words), environ, machine)
+
+
+def complaints(*words: str, machine: Machine | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolved(*words, machine=machine, **environ)
+    return str(error.value)
+
+
+def test_flags_become_the_plan(script: str) -> None:
+    plan = resolved(
+        "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
+        "--main_process_port", "29400", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=30",
+        "--max_restarts", "3", "--monitor_interval", "0.5", "--log_dir", "logs", "--tee", "3",
+        "--num_cpu_threads_per_process", "2", "--engine", "slurm",
+        "--engine_options", "partition=long", "--stall_timeout", "60", "--role", "worker",
+        "--cpu", "--enable_cpu_affinity", "--environment", "A=1,2", script, "--lr", "1e-3",
+    )  # fmt: skip
+    assert plan.environment.keys() == {"A", "WINDLASS_PARALLEL"}
+    assert plan.environment["A"] == "1,2"
+    assert len(plan.settings) == 19
+    shown = {
+        name: getattr(plan, name) for name in LaunchPlan.__slots__ if name not in ("environment", "settings")
+    }
+    assert shown == {
+        "script": script, "arguments": ("--lr", "1e-3"), "module": False, "no_python": False, "processes": 4,
+        "machines": 2, "machine_rank": 1, "main_address": "10.0.0.1", "main_port": 29400, "rendezvous": "c10d",
+        "rendezvous_options": {"join_timeout": "30"}, "max_restarts": 3, "monitor_interval": 0.5, "log_dir": "logs",
+        "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "", "engine": "slurm",
+        "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
+    }  # fmt: skip
+
+
+def test_the_processes_find_the_settings_in_their_environment(script: str) -> None:
+    plan = resolved("--use_fsdp", "--mixed_precision", "bf16", "--num_processes", "2", "--cpu", script)
+    assert set(json.loads(plan.environment["WINDLASS_PARALLEL"])) == {"strategy", "precision", "cpu"}
+    parallel = plan_parallel(from_environment(plan.environment), World(0, 2, 0, 2))
+    assert (parallel.dist.strategy, parallel.precision.compute, parallel.use_cpu) == ("fsdp", "bf16", True)
+
+
+def test_without_a_word_there_is_a_process_for_each_device(script: str) -> None:
+    assert resolved(script).processes == 1
+    assert resolved(script, machine=TWO_DEVICES).processes == 2
+    assert resolved("--cpu", script, machine=TWO_DEVICES).processes == 1
+    plan = resolved("--gpu_ids", "1", script, machine=TWO_DEVICES)
+    assert (plan.processes, plan.environment["CUDA_VISIBLE_DEVICES"]) == (1, "1")
+
+
+def test_flags_over_environment_over_the_file(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("mixed_precision: fp16\nnum_processes: 2\nuse_cpu: true\n")
+    environ = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    settings = launch_settings(options("--config_file", str(file), "--num_processes", "3", script), environ)
+    assert settings["launch.processes"].value == 3
+    assert settings["precision"].origin == "ACCELERATE_MIXED_PRECISION"
+    assert [old.origin for old in settings["precision"].over] == [f"mixed_precision in {file}"]
+
+
+def test_the_file_of_the_cache_folder_is_read_and_that_of_accelerate_named(
+    script: str, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "hf" / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("num_processes: 2\nuse_cpu: true\ndistributed_type: MULTI_CPU\n")
+    environ = {"WINDLASS_HOME": str(tmp_path / "own"), "HF_HOME": str(tmp_path / "hf")}
+    settings = launch_settings(options(script), environ)
+    assert settings["launch.processes"].value == 2
+    assert str(theirs) in settings.notes[0]
+    own = default_file(environ)
+    own.parent.mkdir()
+    own.write_text("num_processes: 3\nuse_cpu: true\n")
+    assert find_file(environ) == (own, "")
+    assert launch_settings(options(script), environ)["launch.processes"].value == 3
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("mixed_precision: fp8\nnum_machines: two\ndistributed_type: DEEPSPEED\n")
+    said = complaints(
+        "--config_file", str(file), "--num_processes", "-1", "--machine_rank", "4", "--engine", "kubernetes",
+        "--tee", "9", "--zero_stage", "3", str(tmp_path / "absent.py"),
+    )  # fmt: skip
+    for words in (
+        "mixed_precision in", "num_machines in", "distributed_type in", "--num_processes=-1", "--machine_rank=4",
+        "--engine='kubernetes': must be one of local, slurm, ray", "--tee='9'", "--zero_stage", "absent.py",
+    ):  # fmt: skip
+        assert words in said
+    assert "9 problems" in said
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["--num_processes", "3"], "this machine, which has 2 device(s)"),
+    (["--gpu_ids", "0,5"], "--gpu_ids='0,5': names 5"),
+    (["--mixed_precision", "bf16"], "--mixed_precision='bf16': has no bfloat16"),
+    (["--num_processes", "3", "--num_machines", "2", "--main_process_ip", "h", "--main_process_port", "0"],
+     "cannot share it equally"),
+    (["--num_machines", "2"], "--main_process_ip=None: is needed"),
+    (["--num_machines", "2"], "--main_process_port=None: is needed"),
+    (["--multi_gpu", "--use_fsdp"], "leave one of the two out"),
+    (["--fsdp_offload_params", "true"], "sharding is off"),
+    (["--fp8_backend", "te"], "--fp8_backend='te'"),
+    (["--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree='2'"),
+    (["--tpu"], "--tpu=True"),
+    (["--mpirun_hostfile", "hosts"], "--mpirun_hostfile='hosts'"),
+])  # fmt: skip
+def test_what_cannot_be_launched(words: list[str], expected: str, script: str) -> None:
+    assert expected in complaints(*words, script, machine=OLD_DEVICES)
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["absent.py"], "does not exist"), (["-m", "no_such_package_x.y"], "no module"),
+    (["--no_python", "no-such-program-x"], "no program"), (["-m", "--no_python", "json"], "contradicts --module"),
+])  # fmt: skip
+def test_scripts_that_are_none(words: list[str], expected: str) -> None:
+    assert expected in complaints(*words)
+
+
+def test_modules_and_programs_are_found() -> None:
+    assert resolved("-m", "json.tool").module
+    assert resolved("--no_python", "true").no_python
+
+
+def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"--main_process_port={port}: is in use" in complaints("--main_process_port", port, script)
+        two = [
+            "--num_machines",
+            "2",
+            "--num_processes",
+            "2",
+            "--main_process_ip",
+            "h",
+            "--main_process_port",
+            port,
+        ]
+        assert "is in use" in complaints(*two, script)
+        assert resolved(*two, "--machine_rank", "1", script).machine_rank == 1
+    assert resolved("--main_process_port", "0", script).main_port == 0
+
+
+def test_a_clusters_machines_are_not_this_one(script: str) -> None:
+    words = ["--engine", "slurm", "--num_processes", "64", "--num_machines", "8", "--mixed_precision", "bf16"]
+    assert resolved(*words, script, machine=OLD_DEVICES).processes == 64
+
+
+def test_a_wrong_launch_ends_before_torch_is_asked_to_start_anything(tmp_path: Path) -> None:
+    words = [
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--engine",
+        "x",
+        "--mixed_precision",
+        "fp8",
+        "absent.py",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n  - ") == 3
+    assert "Traceback" not in done.stderr
