@@ -227,7 +227,8 @@ def one_copy_on_the_host(gang: Gang) -> None:
     """Ranks other than the first start without memory."""
     module = model(4) if RANK == 0 else to_meta(model(RANK))
     assert RANK == 0 or module.head.weight is module.embed.weight
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(ignored="mixer", **BLOCKS)), gang)
+    plan = ShardPlan(ignored="mixer", ram_efficient=True, **BLOCKS)
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
     assert_state(strategy, model(4))
     assert torch.equal(module.shift, model(4).shift)
     assert module.head.weight is module.embed.weight
@@ -247,6 +248,46 @@ def refusals(gang: Gang) -> None:
         shard(model(), CPU, DistPlan(strategy="fsdp", bucket_cap_mb=5, comm_hook="fp16"), gang)
     with pytest.raises(ConfigError, match="dp_replicate_size=3: must divide the number of processes"):
         shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=3)), gang)
+    mixed = model()
+    mixed.blocks[1].up.half()
+    with pytest.raises(
+        ModelError, match=r"Block trains parameters of several dtypes \(torch.float16, torch.float64"
+    ):
+        shard(mixed, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    sharded_before = shard(model(), CPU, plan, gang).module
+    shard(sharded_before, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang)
+    with pytest.raises(ConfigError, match=r"fsdp \(reshard\)=False: this model was sharded with True"):
+        shard(sharded_before, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(reshard=False)), gang)
+
+
+def unused(gang: Gang) -> None:
+    """Ranks that use different layers, where they say so."""
+    plan = DistPlan(strategy="fsdp", find_unused_parameters=True, shard=ShardPlan(**BLOCKS))
+    strategy, reference = shard(model(), CPU, plan, gang), model()
+    row = torch.ones(1, 4, dtype=torch.long)
+    with strategy.micro(last=True):
+        loss_sum(Skipping(strategy.model, RANK), row).backward()
+    for rank in range(SIZE):
+        (loss_sum(Skipping(reference, rank), row) / SIZE).backward()
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            own = whole(strategy.module.get_parameter(name).grad)
+            assert torch.allclose(own, parameter.grad, rtol=1e-12), name
+
+
+class Skipping:
+    """A model of which this rank leaves one block out."""
+
+    def __init__(self, module: nn.Module, left_out: int) -> None:
+        self.module, self.left_out = module, left_out
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        blocks = self.module.blocks[self.left_out]
+        hook = blocks.register_forward_hook(lambda block, arguments, output: arguments[0], prepend=True)
+        try:
+            return self.module(tokens)
+        finally:
+            hook.remove()
 
 
 def recovers(gang: Gang) -> None:
@@ -379,7 +420,7 @@ def main() -> None:
         hybrid(gang)
     else:
         every_plan(gang)
-        for check in (whole_weights, one_copy_on_the_host, refusals, recovers, low_precision):
+        for check in (whole_weights, one_copy_on_the_host, refusals, unused, recovers, low_precision):
             check(gang)
     folder = Path(sys.argv[1])
     carried_state(gang, folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, copy_whole_, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
-from windlass.transforms.first_rank import FirstRank, check_same_structure
+from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import device_of
 from windlass.transforms.wrapping import ignored_parameters, units_of
@@ -58,7 +59,9 @@ class FullyShardedModel:
         self._device = device or device_of(module)
         self._plan = plan.shard or ShardPlan()
         self.saves_parts = self._plan.state == "sharded"
-        if not isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule):
+            _check_same_plan(module, self._plan)
+        else:
             shard_(module, self._device, plan, gang)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
@@ -145,7 +148,10 @@ class FullyShardedModel:
         """Gradients by the number of ranks that hold each of their elements."""
         found: dict[int, list[Tensor]] = {}
         for gradient in gradients:
-            count = copies(gradient) if is_sharded(gradient) else self._gang.size
+            count = self._gang.size
+            if is_sharded(gradient):
+                # Ranks outside its mesh hold copies of it too, on a mesh like it.
+                count = count // gradient.device_mesh.size() * copies(gradient)
             found.setdefault(count, []).append(gradient)
         return found
 
@@ -255,6 +261,8 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
     mesh = data_mesh(device, gang, chosen.replicas)
+    if chosen.ram_efficient and gang.rank != 0:
+        to_meta(module)
     check_same_structure(module, gang)
     first = FirstRank(module, device, gang)
     first.place(module.buffers())
@@ -266,7 +274,9 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     if chosen.recompute:
         apply_recompute(module, blocks=units)
     for unit in (*reversed(units), module):
-        first.place(p for p in unit.parameters() if p not in ignored and not is_sharded(p))
+        own = [p for p in unit.parameters() if p not in ignored and not is_sharded(p)]
+        _check_one_dtype(unit, own, chosen)
+        first.place(own)
         fully_shard(
             unit,
             mesh=mesh,
@@ -276,6 +286,30 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
             ignored_params=ignored,
         )
     _set_order([m for m in module.modules() if isinstance(m, FSDPModule)], plan, chosen)
+    module._sharded_by = chosen  # type: ignore[assignment]
+
+
+def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
+    """How checkpoints hold a model may change after it was sharded; nothing else may."""
+    before = getattr(module, "_sharded_by", plan)
+    problems = [
+        Problem(f"fsdp ({name})", value, f"this model was sharded with {was!r} and stays so; make it anew")
+        for name, value in asdict(plan).items()
+        if (was := getattr(before, name)) != value and name not in ("state", "ram_efficient")
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: ShardPlan) -> None:
+    """Gradients of a unit travel in one message, so they are of one dtype."""
+    dtypes = sorted({str(p.dtype) for p in parameters if p.requires_grad})
+    if len(dtypes) > 1 and plan.param_dtype is None:
+        raise ModelError(
+            f"{type(unit).__name__} trains parameters of several dtypes ({', '.join(dtypes)}), whose gradients cannot "
+            "be reduced together: convert the model to one dtype (`model.to(torch.float32)`), or choose one in which "
+            "it computes (mixed precision)"
+        )
 
 
 def _check(plan: DistPlan, device: torch.device) -> None:
