@@ -110,6 +110,7 @@ def shared_streams(gang: Gang) -> None:
             steps = one_pass(gang, loader) if count else list(loader)
             assert flat(steps) == list(range(count))
     fails(DataError, "splits itself", lambda: list(prepare(gang, DataLoader(OwnPart(40), batch_size=2))))
+    fails(DataError, "splits itself", lambda: list(prepare(gang, DataLoader(OwnPart(1), batch_size=2))))
     fails(TypeError, "no length", lambda: len(prepare(gang, DataLoader(Count(4)), dispatch_batches=True)))
 
 

@@ -217,3 +217,79 @@ def test_something_else_is_refused() -> None:
 @pytest.mark.dist
 def test_ranks_that_must_speak_to_each_other() -> None:
     launch(3, Path(__file__).with_name("prepared_ranks.py"))
+
+
+class WhoReads(Numbers):
+    """Samples say in which worker they were read, and what its `worker_init_fn` left there."""
+
+    mark = 0
+
+    def __getitem__(self, index: int) -> list[int]:
+        info = torch.utils.data.get_worker_info()
+        return [index, -1 if info is None else info.id, info.dataset._fetch._dataset.mark if info else -1]
+
+
+def _mark(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset._fetch._dataset.mark = 10 + worker  # type: ignore[union-attr]
+
+
+def test_options_of_workers_are_honoured() -> None:
+    loader = prepare(
+        DataLoader(
+            WhoReads(8),
+            batch_size=2,
+            num_workers=2,
+            worker_init_fn=_mark,
+            persistent_workers=True,
+            timeout=90,
+        )
+    )
+    assert (loader.num_workers, loader.persistent_workers, loader.timeout) == (2, True, 90)
+    for _ in range(2):
+        rows = [[int(column[0]) for column in batch] for batch in loader]
+        assert rows == [[0, 0, 10], [2, 1, 11], [4, 0, 10], [6, 1, 11]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_passes_at_once(workers: int) -> None:
+    loader = prepare(DataLoader(Numbers(9), batch_size=2, num_workers=workers))
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+    assert [one for one, _ in pairs] == [other for _, other in pairs]
+    assert [i for one, _ in pairs for i in one] == list(range(9))
+
+
+class Follower:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def begin(self, loader: PreparedLoader) -> None:
+        self.heard.append(f"begin {loader.iteration}")
+
+    def end(self, loader: PreparedLoader) -> None:
+        self.heard.append(f"end {loader.end_of_dataloader}")
+
+
+def test_a_follower_hears_of_passes_also_of_those_left_early() -> None:
+    loader = prepare(DataLoader(Numbers(4), batch_size=2))
+    loader.follower = follower = Follower()
+    for _ in loader:
+        break
+    list(loader)
+    list(loader.skipping(1))
+    assert follower.heard == ["begin 0", "end False", "begin 0", "end True", "begin 1", "end True"]
+
+
+def test_datasets_and_samplers_hear_of_the_epoch() -> None:
+    class Epochs(Numbers):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: int) -> int:
+            return 10 * self.epoch + index
+
+    loader = prepare(DataLoader(Epochs(2), batch_size=2))
+    assert [batch.tolist() for _ in range(2) for batch in loader] == [[0, 1], [10, 11]]
+    loader.set_epoch(7)
+    assert next(iter(loader)).tolist() == [70, 71]

@@ -54,12 +54,13 @@ class SharedStream:
                 self._compare(row.mark)
                 yield Portion(row.batch, shares_of(row.end - before, self._world), row.end, row.last)
                 before = row.end
+            self._compare(None)  # of a rank that had no sample the others must hear too
             if before == 0 and self._had_samples:
                 raise DataError(can_be_read_once(type(self._dataset).__name__, epoch))
         finally:
             self._passes -= 1
 
-    def _compare(self, mark: int) -> None:
+    def _compare(self, mark: int | None) -> None:
         """Streams that split themselves by rank, or shuffle as they like, would lose most of their samples here."""
         if self._compared:
             return
