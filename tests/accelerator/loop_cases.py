@@ -29,8 +29,8 @@ def tiny(out: int = 1, inputs: int = WIDTH) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, out)).double()
 
 
-def make(shard: bool, **options: Any) -> Accelerator:
-    plugin = FullyShardedDataParallelPlugin() if shard else None
+def make(shard: bool, state: str = "FULL_STATE_DICT", **options: Any) -> Accelerator:
+    plugin = FullyShardedDataParallelPlugin(state_dict_type=state) if shard else None
     return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
 
 

@@ -189,13 +189,21 @@ def checkpoints() -> None:
     """Saved by replicas, continued on shards, and the other way round; the end is that of a loop never left."""
     options = {"scheduler_unit": "optimizer_step"}
     want = train(make(False, **options), None, 4)
-    for before, after in ((False, True), (True, False)):
-        accelerator = make(before, **options)
+    for before, after, state in (
+        (False, True, "FULL_STATE_DICT"),
+        (True, False, "FULL_STATE_DICT"),
+        (True, False, "SHARDED_STATE_DICT"),
+        (True, True, "SHARDED_STATE_DICT"),
+    ):
+        accelerator = make(before, state, **options)
         train(accelerator, None, 2)
-        folder = accelerator.save_state(FOLDER / f"state-{before}")
+        folder = accelerator.save_state(FOLDER / "state")
+        assert (Path(folder) / "model-rank-00001.safetensors").exists() == state.startswith("SHARD")
         found = train(make(after, **options), Path(folder), 2)
         for key, tensor in found.items():
-            torch.testing.assert_close(tensor, want[key], rtol=1e-10, atol=1e-12, msg=f"{before} {key}")
+            torch.testing.assert_close(
+                tensor, want[key], rtol=1e-10, atol=1e-12, msg=f"{before} {state} {key}"
+            )
 
 
 class FailsOnOne:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from windlass.accelerator.prepared import Prepared
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import Checkpoint
-from windlass.checkpoint.optimizer_state import load_optimizer_state
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -38,9 +37,9 @@ def census(prepared: Prepared) -> dict[str, int]:
     }
 
 
-def weights_folder(index: int) -> str:
-    """Where in the checkpoint the weights of model `index` lie: the first one's in the folder itself."""
-    return f"model_{index}" if index else ""
+def model_name(index: int) -> str:
+    """What model `index` is called in a checkpoint."""
+    return f"model_{index}" if index else "model"
 
 
 def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
@@ -67,14 +66,13 @@ def load_models(checkpoint: Checkpoint, prepared: Prepared, models: list[nn.Modu
     """The weights of those models that no hook has loaded."""
     for index, model in enumerate(models):
         strategy = prepared.strategy_of(model)
-        checkpoint.load_weights(model if strategy is None else strategy.module, weights_folder(index))
+        checkpoint.load_weights(model if strategy is None else strategy.module, model_name(index))
 
 
 def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Optimizers, schedules, registered objects and the loss scale."""
     for index, optimizer in enumerate(prepared.optimizers):
-        state = checkpoint.shared(f"optimizer_{index}")
-        load_optimizer_state(optimizer.optimizer, prepared.owner_of(optimizer), state)
+        checkpoint.load_optimizer(optimizer.optimizer, prepared.owner_of(optimizer), f"optimizer_{index}")
     for index, schedule in enumerate(prepared.schedules):
         schedule.load_state_dict(checkpoint.shared(f"scheduler_{index}"))
     for index, item in enumerate(prepared.custom):

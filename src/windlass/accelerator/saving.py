@@ -15,7 +15,8 @@ from windlass.accelerator import restoring
 from windlass.accelerator.base import Core
 from windlass.checkpoint import codec
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.optimizer_state import save_optimizer_state
+from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.sharded import parts_writer
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights, weights_bytes
@@ -24,12 +25,14 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import rng_state
 from windlass.core.types import State
 from windlass.transforms.module_sizes import convert_file_size_to_int
+from windlass.transforms.strategy import Strategy
 
 _log = get_logger(__name__)
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
+Parts = dict[str, Mapping[str, Tensor]]
 
 
 class Saving(Core):
@@ -176,38 +179,50 @@ class Saving(Core):
         return CheckpointManager(store, project.total_limit)
 
     def _write_state(self, store: Store, step: int) -> None:
+        strategies = self._prepared.strategies
         # What cannot give its state must not leave other processes waiting.
         with store.agreed(step):
-            models = [strategy.model for strategy in self._prepared.strategies]
-            weights = [strategy.whole_state() for strategy in self._prepared.strategies]
-            shared, per_rank = self._shared_state(), self._rank_state()
-        needed = sum(map(weights_bytes, weights)) + codec.state_bytes(shared) + _MARGIN
+            weights = [_weights_of(strategy) for strategy in strategies]
+            of_ranks = {id(state) for state, s in zip(weights, strategies, strict=True) if s.saves_parts}
+            shared, parts = self._shared_state()
+            per_rank = self._rank_state()
+        needed = sum(map(weights_bytes, [*weights, *parts.values()])) + codec.state_bytes(shared) + _MARGIN
         needed += codec.state_bytes(per_rank) * self._gang.size
         with store.writing(step, {"windlass": "loop"}, needed=needed) as draft:
             with store.agreed(step):
                 for hook in self._save_hooks.values():
-                    hook(models, weights, str(draft.folder))
+                    hook([strategy.model for strategy in strategies], weights, str(draft.folder))
+            for index, state in enumerate(weights):
+                name = restoring.model_name(index)
+                if id(state) in of_ranks:
+                    parts[name] = state
+                elif self._gang.rank == 0:
+                    folder = draft.folder if name == "model" else draft.folder / name
+                    folder.mkdir(exist_ok=True)
+                    save_weights(folder, state)
             if self._gang.rank == 0:
                 for name, state in shared.items():
                     draft.write_state(name, state)
-                for index, state in enumerate(weights):
-                    folder = draft.folder / restoring.weights_folder(index)
-                    folder.mkdir(exist_ok=True)
-                    save_weights(folder, state)
             draft.write_rank_state(per_rank)
+            draft.add(parts_writer(parts, self._gang.world)(draft.folder, store.files))
 
-    def _shared_state(self) -> dict[str, State]:
+    def _shared_state(self) -> tuple[dict[str, State], Parts]:
+        """What the main process writes, and the tensors beside it of which every process writes its part."""
+        parts: Parts = {}
         prepared = self._prepared
         shared: dict[str, State] = {"loop": {"step": self.gradient_state.step, **restoring.census(prepared)}}
         for index, optimizer in enumerate(prepared.optimizers):
-            owner = prepared.owner_of(optimizer)
-            shared[f"optimizer_{index}"] = save_optimizer_state(optimizer.optimizer, owner)
+            name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
+            if prepared.executor_of(optimizer).strategy.saves_parts:
+                shared[name], parts[name] = split_optimizer_state(optimizer.optimizer, owner)
+            else:
+                shared[name] = save_optimizer_state(optimizer.optimizer, owner)
         for index, schedule in enumerate(prepared.schedules):
             shared[f"scheduler_{index}"] = schedule.state_dict()
         for index, item in enumerate(prepared.custom):
             shared[f"custom_checkpoint_{index}"] = item.state_dict()
         shared["scaler"] = prepared.scaler.state_dict()
-        return shared
+        return shared, parts
 
     def _rank_state(self) -> State:
         prepared = self._prepared
@@ -294,3 +309,8 @@ class Saving(Core):
             codec.save_state(path.with_suffix(""), obj)
         else:
             restoring.save_tensors(path, obj)
+
+
+def _weights_of(strategy: Strategy) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: whole tensors, on the main process; or those of which each has a part."""
+    return strategy.module.state_dict(keep_vars=True) if strategy.saves_parts else strategy.whole_state()

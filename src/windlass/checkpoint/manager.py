@@ -88,38 +88,40 @@ class Checkpoint:
         part: State = parts[name]
         return part
 
-    def load_weights(self, model: nn.Module, part: str = "") -> None:
+    def load_weights(self, model: nn.Module, name: str = "model") -> None:
         """Copy the saved weights into `model`, in place (see `weights.load_weights`), whole ones or ranks' parts.
 
         Args:
-            part: subfolder of the weights, where several models were saved.
+            name: which of several models: "model" lies in the folder itself, others in a subfolder of their name.
 
         Raises:
             CheckpointError: none were saved, or they do not fit.
         """
-        if not part and self.has_parts("model"):
-            load_parts(self.folder, model, files=self._files)
+        if self.has_parts(name):
+            load_parts(self.folder, model, stem=name, files=self._files)
             return
-        name = f"{part}/{WEIGHTS_NAME}" if part else WEIGHTS_NAME
-        if name not in self.info.files:
-            raise CheckpointError(f"{self.folder} has no weights ({name} is not in its manifest)")
-        load_weights(self.folder / name, model, files=self._files)
+        path = WEIGHTS_NAME if name == "model" else f"{name}/{WEIGHTS_NAME}"
+        if path not in self.info.files:
+            raise CheckpointError(f"{self.folder} has no weights ({path} is not in its manifest)")
+        load_weights(self.folder / path, model, files=self._files)
 
     def has_parts(self, stem: str) -> bool:
         """Whether ranks wrote their parts of `stem` ("model", "optimizer") instead of one of them the whole."""
         return index_name(stem) in self.info.files
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Put the state that was saved as the shared part "optimizer", with ranks' parts of it, into `optimizer`.
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str = "optimizer"
+    ) -> None:
+        """Put the state that was saved as the shared part `name`, with ranks' parts of it, into `optimizer`.
 
         Raises:
             CheckpointError: none was saved, or it does not fit.
         """
-        state = self.shared("optimizer")
-        if not self.has_parts("optimizer"):
+        state = self.shared(name)
+        if not self.has_parts(name):
             load_optimizer_state(optimizer, model, state)
             return
-        with open_parts(self.folder, "optimizer", self._files) as parts:
+        with open_parts(self.folder, name, self._files) as parts:
             load_optimizer_state(optimizer, model, join_parts(state, parts))
 
     def read(self, name: str) -> bytes | None:
