@@ -108,6 +108,22 @@ def test_every_object_of_the_peer_is_named() -> None:
     assert theirs - {"TensorInformation"} <= {*OBJECTS, *REFUSED}
 
 
+# They do with torch what the floors above do when the objects are used.
+LEFT_TO_OTHERS = {
+    "DistributedDataParallelKwargs": {"register_comm_hook"},
+    "ProfileKwargs": {"build"},
+    "FullyShardedDataParallelPlugin": {"set_cpu_offload"},
+    "ParallelismConfig": {"to_json"},
+}
+
+
+@pytest.mark.parametrize("name", [*(n for n in OBJECTS if n != "DeepSpeedPlugin"), "ParallelismConfig"])
+def test_public_methods_are_those_of_scripts(name: str) -> None:
+    theirs = PeerParallelism if name == "ParallelismConfig" else getattr(peers, name)
+    public = {n for n, v in vars(theirs).items() if callable(v) and not n.startswith("_")}
+    assert {n for n in public if not hasattr(getattr(plugins, name), n)} == LEFT_TO_OTHERS.get(name, set())
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_built_cannot_be_made(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*not built"):

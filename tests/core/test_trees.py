@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import accelerate.utils as peer
 import pytest
 import torch
 from tests.dist.same import assert_same
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from windlass.core import trees
 
@@ -77,6 +79,19 @@ def test_moving_skips_keys_and_takes_whatever_moves() -> None:
     )
     assert (moved["x"].device.type, moved["keep"].device.type) == ("meta", "cpu")
     assert moved["own"] == ["moved to meta"]
+
+
+def test_maps_stay_what_they_are() -> None:
+    counted = defaultdict(list, x=torch.ones(1, dtype=torch.float16))
+    widened = trees.convert_to_fp32(counted)
+    assert widened["x"].dtype == torch.float32
+    assert widened["new"] == []
+    tokens = BatchEncoding({"input_ids": torch.ones(2, 3)})
+    moved = trees.send_to_device([tokens, trees.slice_tensors(tokens, slice(1))], "meta")
+    assert type(moved[1]) is BatchEncoding
+    assert moved[1].input_ids.shape == (1, 3)
+    output = SequenceClassifierOutput(loss=torch.ones(()), logits=torch.ones(2, dtype=torch.bfloat16))
+    assert trees.convert_to_fp32(output).logits.dtype == torch.float32
 
 
 def test_room_for_described_tensors() -> None:

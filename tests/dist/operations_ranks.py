@@ -59,6 +59,7 @@ def as_the_peer_does(rank: int) -> None:
 def beyond_the_peer(rank: int) -> None:
     uneven = torch.full((rank, 2), rank, dtype=torch.int16)
     assert_same(ours.gather(uneven), torch.tensor([[1, 1], [2, 2], [2, 2]], dtype=torch.int16))
+    assert ours.gather(torch.empty(0, 2)).shape == (0, 2)
     strided = torch.arange(12.0).reshape(3, 4).t()
     target = strided.clone() if rank == 1 else torch.zeros(3, 4).t()
     assert_same(ours.broadcast(target, from_process=1), strided)

@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ from torch import nn
 
 import windlass
 import windlass.utils as ours
+from windlass.accelerator.state import AcceleratorState
 from windlass.core.errors import ConfigError
 from windlass.utils.table import HOMES, REFUSED
+
+
+@pytest.fixture(autouse=True)
+def stateless() -> Iterator[None]:
+    """Some of these ask which process they are in; nothing of it outlives them."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
 
 PEER_NAMES = sorted(
     name

@@ -94,6 +94,15 @@ class FullyShardedDataParallelPlugin:
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = mixed_precision
 
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Nothing to do: the layers are looked up in the model when it is prepared."""
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise a `ConfigError` if something here cannot be honoured."""
+        self.settings()
+
+    validate_cpu_offload = validate_mixed_precision_policy
+
     def settings(self) -> dict[str, Any]:
         """What was said, by field name, in plain words: strings, numbers, booleans, and lists and dicts of them.
 

@@ -178,6 +178,13 @@ class ParallelismConfig:
         """Whether sequence parallelism is asked for."""
         return self.size("sp") > 1
 
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """Refused: the mesh is made when a model is spread over processes; `accelerator.torch_device_mesh` has it."""
+        fix = "the mesh is made when a model is prepared; read accelerator.torch_device_mesh"
+        raise ConfigError(Problem("ParallelismConfig.get_device_mesh", device_type, fix))
+
+    build_device_mesh = get_device_mesh
+
     def _contradictions(self) -> Iterator[Problem]:
         """What makes no layout at all, whoever runs it."""
         where = type(self).__name__

@@ -5,6 +5,7 @@ The names are those that scripts know. Nothing here speaks to another process; `
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,13 @@ def honor_type(value: Any, items: Iterable[Any]) -> Any:
     return type(value)(*items) if is_namedtuple(value) else type(value)(items)
 
 
+def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A map of the type of `value` with these items."""
+    if isinstance(value, defaultdict):
+        return type(value)(value.default_factory, items)
+    return type(value)(items)  # type: ignore[call-arg]
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
@@ -63,7 +71,7 @@ def recursively_apply(
         if isinstance(part, tuple | list):
             return honor_type(part, (visit(item) for item in part))
         if isinstance(part, Mapping):
-            return type(part)({key: visit(item) for key, item in part.items()})  # type: ignore[call-arg]
+            return _like(part, {key: visit(item) for key, item in part.items()})
         if test_type(part):
             return func(part, *args, **kwargs)
         if error_on_other_type:
@@ -119,8 +127,7 @@ def send_to_device(
         if isinstance(part, tuple | list):
             return honor_type(part, (visit(item) for item in part))
         if isinstance(part, Mapping):
-            moved = {key: item if key in skipped else visit(item) for key, item in part.items()}
-            return type(part)(moved)  # type: ignore[call-arg]
+            return _like(part, {key: item if key in skipped else visit(item) for key, item in part.items()})
         return part
 
     return visit(tensor)
@@ -211,8 +218,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         columns = [[part[i] for part in data] for i in range(len(first))]
         return honor_type(first, (concatenate(column, dim) for column in columns))
     if isinstance(first, Mapping):
-        joined = {key: concatenate([part[key] for part in data], dim) for key in first}
-        return type(first)(joined)  # type: ignore[call-arg]
+        return _like(first, {key: concatenate([part[key] for part in data], dim) for key in first})
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
     if len(data) == 1:

@@ -272,6 +272,8 @@ def _described(kinds: Sequence[Kind]) -> str:
 def _gather_one(tensor: Tensor, kinds: Sequence[Kind], gang: Gang) -> Tensor:
     """Tensors travel as bytes of equal number: every type does, and lengths may differ."""
     rows = [shape[0] for _, shape in kinds]
+    if not sum(rows):
+        return tensor
     row_bytes = tensor.dtype.itemsize * int(torch.Size(tensor.shape[1:]).numel())
     sent = tensor.new_zeros(max(rows) * row_bytes, dtype=torch.uint8)
     sent[: tensor.shape[0] * row_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
