@@ -1,0 +1,59 @@
+"""A process that dies while others depend on what it reads is noticed; nobody waits for ever.
+
+What loaders of several ranks give is tested in `prepared_ranks.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dist.launch import ROOT
+
+from windlass.data.dispatch import _cut
+
+SCRIPT = Path(__file__).with_name("prepared_death_ranks.py")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["dispatched", "counted"])
+def test_the_death_of_a_reader_is_noticed(mode: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), mode],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [9, 3], said
+    assert "batch 0" in said[1], "it had begun"
+    assert "noticed" in said[1]
+
+
+def test_a_batch_is_cut_with_its_lists_of_samples() -> None:
+    batch = {
+        "x": torch.arange(4),
+        "names": list("abcd"),
+        "pair": (torch.eye(4), "all"),
+        "scale": torch.tensor(2),
+    }
+    part = _cut(batch, slice(1, 3), process_index=0, num_processes=2)
+    assert part["x"].tolist() == [1, 2]
+    assert part["names"] == ["b", "c"]
+    assert torch.equal(part["pair"][0], torch.eye(4)[1:3])
+    assert part["pair"][1] == "all"
+    assert part["scale"] == 2
