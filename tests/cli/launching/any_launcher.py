@@ -15,6 +15,7 @@ layer = nn.Linear(2, 1)
 model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
 accelerator.backward(model(torch.ones(3, 2, device=accelerator.device)).sum())
 optimizer.step()
+# The oldest of the launchers puts `--local-rank` before the arguments.
 text = f"{accelerator.num_processes} {accelerator.mixed_precision} {accelerator.device.type}"
-Path(sys.argv[1], str(accelerator.process_index)).write_text(text)
+Path(sys.argv[-1], str(accelerator.process_index)).write_text(text)
 accelerator.end_training()

@@ -8,16 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tests.cli.launching.machines import free_port
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from windlass.cli.launching.environment import address_towards
 from windlass.cli.launching.rendezvous import Meeting, UnreachableError, meet, wait_until_reachable
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(

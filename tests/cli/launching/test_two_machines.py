@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli.launching.machines import MachineHere, two_machines
+from tests.cli.launching.machines import MachineHere, free_port, two_machines
 from tests.cli.launching.resuming_ranks import UPDATES, train
 from tests.dist.launch import ROOT
 
 SCRIPT = Path(__file__).parent / "resuming_ranks.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(machine: MachineHere, rank: int, main: str, port: int, *words: object) -> subprocess.Popen[str]:
