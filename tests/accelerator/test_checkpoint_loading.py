@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from tests.transforms.big_models import IDS, Model, seeded
 from torch import nn
 
-from windlass.accelerator.checkpoint_loading import checkpoint_files, load_checkpoint_in_model
+from windlass.accelerator.checkpoint_loading import find_checkpoint, load_checkpoint_in_model
 from windlass.checkpoint.offloaded import OffloadedWeightsLoader, read_offload_index
+from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import save_weights
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.transforms.meta import init_empty_weights
@@ -74,6 +75,16 @@ def test_shards_by_folder_and_by_index(tmp_path: Path) -> None:
         model = _empty(tied=False)
         load_checkpoint_in_model(model, path, strict=True)
         assert torch.equal(model(IDS), seeded(tied=False)(IDS))
+
+
+def test_ties_that_the_model_does_not_have_are_filled_twice(saved: Path, tmp_path: Path) -> None:
+    save_split(tmp_path / "split", seeded().state_dict(), limit=1000)
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    for folder in (saved, tmp_path / "split"):
+        model = _empty(tied=False)
+        load_checkpoint_in_model(model, folder, strict=True)
+        assert model.head.weight is not model.embedding.weight
+        assert torch.equal(model(IDS), seeded()(IDS))
 
 
 def test_tensors_that_are_there_are_filled_in_place(saved: Path) -> None:
@@ -148,30 +159,30 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path, name: str) -> None
     torch.save({"w": torch.ones(1)}, tmp_path / name)
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(CheckpointError, match=rf"{name} is a pickle.*save_file"):
-            checkpoint_files(path)
+            find_checkpoint(path)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     with pytest.raises(CheckpointError, match="is a pickle"):
-        checkpoint_files(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", ".."])
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(CheckpointError, match="outside its folder"):
-        checkpoint_files(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_odd_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
-        checkpoint_files(tmp_path / "nothing")
+        find_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor an index"):
-        checkpoint_files(tmp_path)
+        find_checkpoint(tmp_path)
     (tmp_path / "a.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index"):
-        checkpoint_files(tmp_path)
+        find_checkpoint(tmp_path)
     (tmp_path / "b.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="several indices"):
-        checkpoint_files(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_shard_of_another_checkpoint(tmp_path: Path) -> None:

@@ -81,10 +81,12 @@ def load_checkpoint_in_model(
         check_tied_parameters_on_same_device(tied, device_map)
     rules = _Rules(device_map, torch_dtype(dtype), list(keep_in_fp32_modules or []), offload_buffers)
     loading = _Loading(model, rules, tied)
-    for path in checkpoint_files(checkpoint):
+    found = find_checkpoint(checkpoint)
+    for path in found.files:
         with open_tensors(path, Files()) as file:
             _check_format(path, file)
             loading.take(path, file)
+    loading.take_aliases(found.aliases)
     loading.finish(Path(checkpoint), strict)
     if offload_folder is not None:
         save_offload_index(loading.index, offload_folder)
@@ -119,8 +121,16 @@ def _check_arguments(
 # --- files
 
 
-def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a checkpoint, in order.
+@dataclass(frozen=True)
+class Checkpoint:
+    """The safetensors files of a checkpoint, and where its index says that tied names are stored: (file, name)."""
+
+    files: list[Path]
+    aliases: dict[str, tuple[Path, str]]
+
+
+def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Checkpoint:
+    """The files of a checkpoint, checked by name.
 
     Raises:
         CheckpointError: there are none, there are pickles only, or an index that is ambiguous or names odd files.
@@ -129,11 +139,11 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     if path.suffix in PICKLED:
         raise CheckpointError(f"{path} {CONVERT}")
     if path.is_file():
-        return _indexed(path) if path.suffix == ".json" else [path]
+        return _indexed(path) if path.suffix == ".json" else Checkpoint([path], {})
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     if (path / WEIGHTS_NAME).is_file():
-        return [path / WEIGHTS_NAME]
+        return Checkpoint([path / WEIGHTS_NAME], {})
     indices = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.index.json"))
     if len(indices) > 1:
         raise CheckpointError(
@@ -147,7 +157,7 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     raise CheckpointError(f"{path} has neither {WEIGHTS_NAME} nor an index of several files (*.index.json)")
 
 
-def _indexed(path: Path) -> list[Path]:
+def _indexed(path: Path) -> Checkpoint:
     index = strict_json.parse(Files().read(path, strict_json.MAX_JSON_BYTES), str(path))
     names = index.get("weight_map", index) if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
@@ -158,7 +168,12 @@ def _indexed(path: Path) -> list[Path]:
     if pickles := [file for file in files if Path(file).suffix in PICKLED]:
         raise CheckpointError(f"{path.parent / pickles[0]} {CONVERT}")
     _check_complete(path, names)
-    return [path.parent / file for file in files]
+    metadata = index.get("metadata") or {}
+    aliases = read_aliases(path, metadata if isinstance(metadata, dict) else {})
+    if astray := [kept for kept in aliases.values() if kept not in names]:
+        raise CheckpointError(f"{path} ties names to weights that it does not have: {shorten(astray)}")
+    stored = {name: (path.parent / names[kept], kept) for name, kept in aliases.items()}
+    return Checkpoint([path.parent / file for file in files], stored)
 
 
 def _check_complete(path: Path, names: Mapping[str, str]) -> None:
@@ -237,10 +252,19 @@ class _Loading:
     def _names(self, path: Path, file: TensorFile) -> Iterator[tuple[str, str]]:
         """Pairs of a name in the model and the name it is stored under."""
         yield from ((name, name) for name in file.names)
-        yield from read_aliases(path, file).items()
+        yield from read_aliases(path, file.metadata).items()
+
+    def take_aliases(self, aliases: Mapping[str, tuple[Path, str]]) -> None:
+        """Fill names that the checkpoint holds under others, and that the model does not tie to them."""
+        for name, (path, stored) in aliases.items():
+            if name in self._targets and name not in self._loaded:
+                with open_tensors(path, Files()) as file:
+                    self._put(path, file, name, stored)
 
     def _put(self, path: Path, file: TensorFile, name: str, stored: str) -> None:
         old = self._targets[name]
+        if stored not in file:
+            raise CheckpointError(f"{path} holds {name} under {stored!r}, which it does not have")
         if file.shape(stored) != tuple(old.shape):
             raise CheckpointError(
                 f"{path}: {name} has shape {list(file.shape(stored))}, in the model it has {list(old.shape)}"

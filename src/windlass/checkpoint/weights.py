@@ -121,7 +121,7 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
     """
     path = source / WEIGHTS_NAME if source.is_dir() else source
     with open_tensors(path, files or Files()) as file:
-        aliases = read_aliases(path, file)
+        aliases = read_aliases(path, file.metadata)
         fill(path, file, aliases, model, lambda target, name: copy_whole_(target, file.read(name)))
 
 
@@ -180,11 +180,17 @@ def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str,
     return sources
 
 
-def read_aliases(path: Path, file: TensorFile) -> dict[str, str]:
-    """The map of tied names to those they are stored under, which `save_weights` leaves in a file."""
-    text = file.metadata.get(ALIASES_KEY)
+def read_aliases(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The map of tied names to those they are stored under, which `save_weights` leaves in the metadata of a file.
+
+    Raises:
+        CheckpointError: it is malformed; `path` is named.
+    """
+    text = metadata.get(ALIASES_KEY)
     if text is None:
         return {}
+    if not isinstance(text, str):
+        raise CheckpointError(f"the alias map of {path} is not a map of names")
     aliases = strict_json.parse(text.encode(), f"the alias map of {path}")
     if not (isinstance(aliases, dict) and all(isinstance(kept, str) for kept in aliases.values())):
         raise CheckpointError(f"the alias map of {path} is not a map of names")

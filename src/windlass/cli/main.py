@@ -56,6 +56,14 @@ def _dispatch(arguments: list[str]) -> int:
         from windlass.cli.selftest import selftest_command
 
         return selftest_command(arguments[1:])
+    if arguments[:1] == ["estimate-memory"]:
+        from windlass.cli.estimate_memory import estimate_memory_command
+
+        return estimate_memory_command(arguments[1:])
+    if arguments[:1] == ["merge-weights"]:
+        from windlass.cli.merge_weights import merge_weights_command
+
+        return merge_weights_command(arguments[1:])
     parser, train = _parsers()
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-")]
@@ -113,6 +121,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands.add_parser("config", help="write the file that a launch reads", add_help=False)
     commands.add_parser("explain", help="where the value of a setting comes from", add_help=False)
     commands.add_parser("test", help="check that this installation trains in two processes", add_help=False)
+    commands.add_parser("estimate-memory", help="what a model takes in memory", add_help=False)
+    commands.add_parser("merge-weights", help="weights in parts as one file", add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")
     return parser, train

@@ -1,0 +1,59 @@
+"""`windlass merge-weights`: weights that many processes wrote in parts, as one `model.safetensors`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+
+
+def merge_weights_command(words: list[str]) -> int:
+    """Merge one checkpoint; returns the exit code.
+
+    Raises:
+        ConfigError: a pickle is asked for.
+        CheckpointError: there are no parts, they are damaged, or the result would replace other weights.
+    """
+    options = _parser().parse_args(words)
+    if options.unsafe_serialization:
+        fix = "weights are written as safetensors only; leave it out"
+        raise ConfigError(Problem("--unsafe_serialization", True, fix))
+    source, target = Path(options.checkpoint_directory), Path(options.output_path)
+    from windlass.checkpoint.files import Files
+    from windlass.checkpoint.sharded import index_name, merge_parts
+    from windlass.checkpoint.weights import WEIGHTS_NAME
+
+    if not (source / index_name("model")).is_file():
+        raise CheckpointError(f"{source} holds no weights in parts: there is no {index_name('model')}")
+    if (target / WEIGHTS_NAME).exists():
+        raise CheckpointError(f"{target / WEIGHTS_NAME} is there already; name another folder")
+    inside = target.resolve().is_relative_to(source.resolve())
+    if options.remove_checkpoint_dir and inside:
+        fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
+        raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
+    entry = merge_parts(source, target)
+    print(f"{target / WEIGHTS_NAME}: {entry.size:,} bytes, sha256 {entry.sha256}")
+    if options.remove_checkpoint_dir:
+        Files().remove_tree(source)
+        print(f"{source} removed")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="windlass merge-weights",
+        allow_abbrev=False,
+        description="Put the weights that each process wrote for itself together. They pass through host memory.",
+    )
+    parser.add_argument(
+        "checkpoint_directory", help="a folder with model.parts.json and the files of each rank"
+    )
+    parser.add_argument("output_path", help="the folder that model.safetensors is written to")
+    parser.add_argument(
+        "--unsafe_serialization", action="store_true", help="refused: nothing is written as a pickle"
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir", action="store_true", help="remove the parts once they are merged"
+    )
+    return parser
