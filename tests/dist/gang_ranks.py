@@ -30,7 +30,7 @@ def exchanges(gang: Gang) -> None:
 
 
 def accelerators(gang: Gang) -> None:
-    accelerator = Accelerator(gang, CPU, PrecisionPlan())
+    accelerator = Accelerator.of_run(gang, CPU, PrecisionPlan(), 1)
     rows = torch.full((RANK + 1, 2), float(RANK))
     expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])
     assert torch.equal(accelerator.gather(rows), expected), "sizes may differ"

@@ -23,6 +23,8 @@ FOLDER_VARIABLE = "WINDLASS_BEACON"
 # send SIGUSR1 and SIGUSR2 to announce that a job ends.
 STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 
+# How the mark begins of a process that came out of an exchange and is in code of its own.
+AFTER = "after "
 # A mark: how many marks were written, the update under way (-1: none yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
-from windlass.dist.beacon import beacon
+from windlass.dist.beacon import AFTER, beacon
 from windlass.dist.exchange import gather_json
 
 
@@ -21,6 +23,16 @@ class Pending(Protocol):
     """A sum under way: `wait` gives its result."""
 
     def wait(self) -> list[float]: ...
+
+
+@contextlib.contextmanager
+def _exchange(name: str) -> Iterator[None]:
+    """Mark that this process is in an exchange with the others, and that it came out of it: when a job stands still,
+    the ones outside are those that the others wait for.
+    """
+    beacon().call(name)
+    yield
+    beacon().call(f"{AFTER}{name}")
 
 
 class _Done:
@@ -37,7 +49,8 @@ class _InFlight:
         self._work = dist.all_reduce(self._packed, group=group, async_op=True)
 
     def wait(self) -> list[float]:
-        self._work.wait()
+        with _exchange("sum of counts over ranks"):
+            self._work.wait()
         return self._packed.numpy().tolist()  # type: ignore[no-any-return]
 
 
@@ -104,33 +117,33 @@ class ProcessGang(Gang):
         self._host = None
 
     def sum(self, value: Tensor) -> Tensor:
-        beacon().call("sum over ranks (host)")
-        dist.all_reduce(value, group=self._host)
+        with _exchange("sum over ranks (host)"):
+            dist.all_reduce(value, group=self._host)
         return value
 
     def start_sum(self, values: list[float]) -> Pending:
         return _InFlight(values, self._host)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
-        beacon().call("sum over ranks (device)")
-        dist.all_reduce(value)
+        with _exchange("sum over ranks (device)"):
+            dist.all_reduce(value)
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        beacon().call("gather objects")
-        return gather_json(value, self._host)
+        with _exchange("gather objects"):
+            return gather_json(value, self._host)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        beacon().call("barrier")
-        dist.all_reduce(torch.zeros(1), group=self._host)
+        with _exchange("barrier"):
+            dist.all_reduce(torch.zeros(1), group=self._host)
 
     def vote(self, ok: bool) -> bool:
-        beacon().call("vote")
         no_votes = torch.tensor([0 if ok else 1])
-        dist.all_reduce(no_votes, group=self._host)
+        with _exchange("vote"):
+            dist.all_reduce(no_votes, group=self._host)
         return int(no_votes) == 0
 
 

@@ -8,6 +8,8 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from windlass.dist.beacon import AFTER
+
 # What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
 _LOST_PEERS = re.compile(
     r"connection (reset|closed|refused)|closed by peer|broken pipe|remote process|socket closed|"
@@ -190,7 +192,8 @@ def _state(rank: RankFacts) -> str:
 def _place(rank: RankFacts) -> str:
     if rank.call is None:
         return ""
-    where = f"in '{rank.call}'"
+    within = not rank.call.startswith(AFTER)
+    where = f"in '{rank.call}'" if within else f"in its own code, after '{rank.call.removeprefix(AFTER)}'"
     return f" [step {rank.step}, {where}]" if rank.step is not None else f" [before the first step, {where}]"
 
 
