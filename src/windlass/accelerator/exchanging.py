@@ -39,7 +39,9 @@ class Exchanging(Core):
         loader = self.gradient_state.active_dataloader
         if use_gather_object or not _all_tensors(input_data):
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
-            return own if self._gang.size == 1 else [item for part in collect(own, self._gang) for item in part]
+            if self._gang.size == 1:
+                return own
+            return [item for part in collect(own, self._gang) for item in part]
         if loader is not None and loader.end_of_dataloader:
             input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)
         return self.gather(input_data)

@@ -20,6 +20,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import LossTerms
 from windlass.precision.autocast import COMPUTE_DTYPES
 from windlass.transforms.ddp import Replicated
+from windlass.transforms.strategy import Strategy
 
 _log = get_logger(__name__)
 
@@ -123,9 +124,13 @@ class Stepping(Core):
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def bind_backward(self, backward: Callable[[Any], None] | None) -> None:
-        """Say what `backward` does while a Trainer's run is under way; None when it is over."""
+    def bind_backward(self, backward: Callable[[Any], None] | None, strategy: Strategy | None = None) -> None:
+        """Say what `backward` does while a Trainer's run is under way, None when it is over; and how its model is
+        spread, which stays known.
+        """
         self._backward = backward
+        if strategy is not None:
+            self._prepared.strategies = [strategy]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Gradients of a micro-batch's loss.

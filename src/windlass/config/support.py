@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
 from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.renamed import OLD_NAMES
@@ -90,6 +91,12 @@ SECTIONS: dict[str, dict[str, Support]] = {
     "Trainer methods": _table(rows.METHODS, rows.METHODS_MAPPED, rows.METHODS_REFUSED),
     "Callbacks": _table(rows.CALLBACKS, {}, rows.CALLBACKS_REFUSED),
     "Data collators": _table(rows.COLLATORS, {}, {}),
+    "Accelerator arguments": _table(
+        loop_rows.ARGUMENTS_HONOURED, loop_rows.ARGUMENTS_MAPPED, loop_rows.ARGUMENTS_REFUSED
+    ),
+    "Accelerator methods and properties": _table(
+        loop_rows.MEMBERS_HONOURED, loop_rows.MEMBERS_MAPPED, loop_rows.MEMBERS_REFUSED
+    ),
 }
 
 

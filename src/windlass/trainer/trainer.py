@@ -353,7 +353,7 @@ class Trainer(TrainerParts):
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy
         self._run = TrainingRun(self, plan, built, source)
-        self.accelerator.bind_backward(self._run.backward)
+        self.accelerator.bind_backward(self._run.backward, self._strategy)
 
     def _created_optimizer_and_scheduler(self, num_training_steps: int) -> tuple[Any, Any]:
         if self._created_lr_scheduler:
