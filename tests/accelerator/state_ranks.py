@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -98,7 +99,7 @@ def singletons(state: PartialState) -> None:
 def main() -> None:
     with pytest.raises(ConfigError, match="port"):
         PartialState(port=1)
-    state = PartialState(timeout=timedelta(seconds=60))
+    state = PartialState(timeout=timedelta(seconds=60), init_method=f"file://{sys.argv[1]}", backend="gloo")
     peer = Peer(cpu=True)
     who(state, peer)
     shares(state, peer)

@@ -29,9 +29,9 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.dist
-def test_three_processes_beside_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_processes_beside_accelerate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
-    said = launch(3, Path(__file__).with_name("state_ranks.py"))
+    said = launch(3, Path(__file__).with_name("state_ranks.py"), tmp_path / "meeting")
     assert said.count("state is right") == 3
 
 
