@@ -46,8 +46,8 @@ def _take(inputs: Any, places: range, missing: int) -> Any:
     if isinstance(inputs, Mapping):
         return type(inputs)({key: _take(value, places, missing) for key, value in inputs.items()})  # type: ignore[call-arg]
     if isinstance(inputs, Tensor):
-        part = inputs[places.start : places.stop]
-        return torch.cat([part, *[inputs[-1:]] * missing]) if missing else part
+        rows = inputs[places.start : places.stop]
+        return torch.cat([rows, *[inputs[-1:]] * missing]) if missing else rows
     if isinstance(inputs, list | tuple):
         part = inputs[places.start : places.stop]
         return part + type(part)([inputs[-1]]) * missing if missing else part
