@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from windlass.core.errors import DataError
 from windlass.data.choice import Choice, splits_itself
 from windlass.data.order import own_generators
+from windlass.data.pin import wants_pinning
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
 
@@ -27,7 +28,7 @@ class LoaderOptions:
             every rank always gets the same number of batches.
         use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order that accelerate gives.
         data_seed: what the order of shuffled loaders depends on; None: a number drawn from PyTorch's generator.
-        non_blocking: copy to the device without waiting; of use for page-locked memory.
+        non_blocking: copy to the device without waiting; always so from page-locked memory.
         use_stateful_dataloader: `load_state_dict` goes back into the middle of a pass.
         slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
     """
@@ -85,7 +86,7 @@ def prepare_loader(
         rank=rank,
         world=world,
         device=device,
-        non_blocking=options.non_blocking,
+        non_blocking=options.non_blocking or wants_pinning(loader.pin_memory),
         restores_position=options.use_stateful_dataloader,
     )
 
