@@ -165,6 +165,8 @@ def batches_of_unknown_size(gang: Gang) -> None:
     resumed = prepare(gang, DataLoader(items, batch_size=None), use_stateful_dataloader=True)
     resumed.load_state_dict(state[0][0])
     assert one_pass(gang, resumed) == steps[1:]
+    resumed.load_state_dict({**state[0][0], "unit": "batches of 9 processes"})
+    assert one_pass(gang, resumed) == steps, "positions of another number of processes mean nothing"
 
 
 def dispatched(gang: Gang) -> None:

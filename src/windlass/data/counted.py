@@ -42,10 +42,13 @@ class Counted:
             (the failing rank raises its own error).
     """
 
-    unit = "batches"
-
     def __init__(self, reader: Reader, rank: int, gang: Gang) -> None:
         self._reader, self._rank, self._gang = reader, rank, gang
+
+    @property
+    def unit(self) -> str:
+        """Batches of every process; on another number of processes they hold other samples."""
+        return f"batches of {self._gang.size} processes"
 
     @property
     def total_batch_size(self) -> int | None:
