@@ -48,6 +48,10 @@ def test_where_all_lost_their_peers_and_none_had_ended_the_cause_lies_elsewhere(
         ([RankFacts(0, 0, "running", step=5, call="data"), RankFacts(1, 0, "running", step=4, call="sum")], 1),
         # In the same step: not the one that waits for the others.
         ([RankFacts(0, 0, "running", step=5, call="gather"), RankFacts(1, 0, "running", step=5, call="data")], 1),
+        # All that run wait: one that had ended does not come any more.
+        ([RankFacts(0, 0, "running", step=5, call="sum"), RankFacts(1, 0, "done", step=4, call="end")], 1),
+        # One that had ended is no cause where another is at work.
+        ([RankFacts(0, 0, "done", step=4, call="end"), RankFacts(1, 0, "running", step=4, call="save")], 1),
         # None has begun a step: the one that stands longest.
         ([RankFacts(0, 0, "running", idle=3.0), RankFacts(1, 0, "running", idle=9.0)], 1),
     ],

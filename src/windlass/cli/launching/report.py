@@ -20,6 +20,8 @@ _LOST_PEERS = re.compile(
 _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching/worker\.py)"')
 # The most that one line of the list of ranks quotes of a message.
 _LINE = 160
+# How the marks of exchanges between ranks begin.
+_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange")
 Ending = Literal["running", "done", "failed"]
 # "abandoned": nothing was wrong on this machine, and the launcher of another gave the job up.
 Kind = Literal["failed", "stalled", "abandoned"]
@@ -57,6 +59,11 @@ class RankFacts:
         """Whether it failed only because another rank had gone."""
         return bool(self.message) and _LOST_PEERS.search(self.message) is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it was in an exchange, where a rank stands still because another one does not come."""
+        return self.call is not None and self.call.startswith(_EXCHANGES)
+
 
 @dataclass(slots=True)
 class Incident:
@@ -84,15 +91,18 @@ class Incident:
 
         Of ranks that failed, the first that did not merely lose its peers; a process that was killed said nothing and
         comes before those that did. Where all lost their peers it is one that had ended early. Of ranks that stand
-        still, the one with the oldest step that is not waiting in an exchange with the others.
+        still, the one with the oldest step that is not waiting in an exchange with the others; where all of them wait,
+        again one that had ended.
         """
+        gone = [rank for rank in self.ranks if rank.ending == "done"]
         if self.kind == "stalled":
-            return min(self.ranks, key=_lag, default=None)
+            alive = [rank for rank in self.ranks if rank.ending != "done"]
+            waiting = bool(gone) and all(rank.waits for rank in alive)
+            return min(gone if waiting else alive, key=_lag, default=None)
         failed = [rank for rank in self.ranks if rank.ending == "failed"]
         causes = [rank for rank in failed if not rank.lost_its_peers]
         if causes:
             return min(causes, key=lambda rank: (rank.time, rank.rank))
-        gone = [rank for rank in self.ranks if rank.ending == "done"]
         return min(gone or failed, key=lambda rank: (rank.time, rank.rank), default=None)
 
     @property
@@ -103,13 +113,8 @@ class Incident:
         return self.kind == "failed" and certain
 
 
-# Calls in which a rank waits for the others; it stands still there because another rank does not come.
-_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange")
-
-
 def _lag(rank: RankFacts) -> tuple[int, bool, float, int]:
-    waits = rank.call is not None and rank.call.startswith(_EXCHANGES)
-    return (rank.step if rank.step is not None else -1, waits, -rank.idle, rank.rank)
+    return (rank.step if rank.step is not None else -1, rank.waits, -rank.idle, rank.rank)
 
 
 def exit_code(incident: Incident) -> int:
@@ -159,14 +164,15 @@ def describe(incident: Incident, world: int, logs: str) -> str:
 def _headline(incident: Incident, culprit: RankFacts | None) -> str:
     if culprit is None:
         return "the job was given up on another machine; its launcher says why"
-    if incident.kind == "stalled":
-        return f"the job stands still: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{_place(culprit)}"
     if culprit.ending == "done":
-        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.ending == "failed")
+        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.ending != "done")
+        then = "stood still" if incident.kind == "stalled" else "failed"
         return (
             f"rank {culprit.rank} ended while others still waited for it{_place(culprit)}; "
-            f"rank {others} then failed. Every rank must make the same collective calls"
+            f"rank {others} then {then}. Every rank must make the same collective calls"
         )
+    if incident.kind == "stalled":
+        return f"the job stands still: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{_place(culprit)}"
     return f"the job failed: rank {culprit.rank} {_cause(culprit)}{_place(culprit)}"
 
 
