@@ -47,6 +47,15 @@ def test_a_layer_has_its_weights_during_its_forward_alone() -> None:
     assert layer.weight.requires_grad
 
 
+def test_a_forward_that_fails_lets_go_of_its_weights() -> None:
+    model = seeded()
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(IndexError):
+        model(IDS + 100)
+    assert all(param.is_meta for param in model.parameters())
+    assert torch.equal(model(IDS), seeded()(IDS))
+
+
 def test_copies_for_a_forward_get_no_gradient() -> None:
     layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
     x = torch.rand(1, 2, requires_grad=True)

@@ -46,6 +46,9 @@ class ModelHook:
         """Called after the forward; gives the output that the caller is to see."""
         return output
 
+    def forward_failed(self, module: nn.Module) -> None:
+        """Called instead of `post_forward` when the forward raised: let go of what was brought for it."""
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is removed; gives the module back."""
         return module
@@ -77,6 +80,11 @@ class SequentialHook(ModelHook):
             output = hook.post_forward(module, output)
         return output
 
+    def forward_failed(self, module: nn.Module) -> None:
+        """Each lets go."""
+        for hook in self.hooks:
+            hook.forward_failed(module)
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Detach each."""
         for hook in self.hooks:
@@ -105,11 +113,15 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
             output = module._old_forward(*args, **kwargs)
-    else:
-        output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)  # a script that tries again with a smaller batch needs the memory
+        raise
     return hook.post_forward(module, output)
 
 

@@ -154,11 +154,18 @@ class AlignDevicesHook(ModelHook):
     @without_compiler
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let go of offloaded weights; give the output back where the input came from, if that was asked for."""
-        for name, empty in self._empty.items():
-            put_tensor(module, name, empty)
+        self._let_go(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Let go of offloaded weights."""
+        self._let_go(module)
+
+    def _let_go(self, module: nn.Module) -> None:
+        for name, empty in self._empty.items():
+            put_tensor(module, name, empty)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give the module its weights back, where they were. What had no data before stays without."""
