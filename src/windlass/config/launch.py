@@ -1,14 +1,14 @@
-"""What is to be launched: the plan that every engine works from, checked as a whole before a process starts."""
+"""From flags, environment and launch file to one plan, checked as a whole before a process starts."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 from windlass.config.launch_checks import Machine, launch_problems
 from windlass.config.launch_file import find_file
+from windlass.config.launch_plan import LaunchPlan
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
 from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
@@ -32,47 +32,7 @@ _VISIBLE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """A script in many processes.
-
-    Attributes:
-        script: path of a script, name of a module (`module`), or a program (`no_python`).
-        processes: on all machines together.
-        main_address, main_port: where machines meet; None leaves the choice to the engine, on one machine.
-        tee: which streams go to the console and `log_dir`: "0" none, "1" output, "2" errors, "3" both, or by rank.
-        threads: of each process; None shares the machine's cores out.
-        devices: numbers of the accelerators to use; empty uses all.
-        environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
-        settings: everything that was said, with its origin.
-        stall_timeout: seconds without progress after which the job is ended and reported.
-    """
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    no_python: bool = False
-    processes: int = 1
-    machines: int = 1
-    machine_rank: int = 0
-    main_address: str | None = None
-    main_port: int | None = None
-    rendezvous: Literal["static", "c10d"] = "static"
-    rendezvous_options: Mapping[str, Any] = field(default_factory=dict)
-    max_restarts: int = 0
-    monitor_interval: float = 0.1
-    log_dir: str | None = None
-    tee: str = "0"
-    threads: int | None = None
-    bind_cores: bool | None = None
-    role: str = "default"
-    devices: str = ""
-    engine: Literal["local", "slurm", "ray"] = "local"
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    cpu: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings = field(default_factory=Settings)
-    stall_timeout: float | None = None
+__all__ = ["LaunchPlan", "launch_settings", "resolve_launch"]
 
 
 def resolve_launch(

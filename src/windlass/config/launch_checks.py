@@ -9,16 +9,13 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from windlass.config.launch_plan import LaunchPlan
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.core.errors import Problem
-
-if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
 
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 

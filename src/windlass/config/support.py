@@ -14,6 +14,9 @@ from typing import Any, Literal
 from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
 from windlass.config.enums import OptimizerNames, SchedulerType
+from windlass.config.parallel.environment import ENGINES, OWN_VARIABLE
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.table import FLAGS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
 
 Status = Literal["honoured", "mapped", "refused"]
@@ -57,6 +60,30 @@ def _optimizers() -> dict[str, Support]:
     return table
 
 
+def _flags() -> dict[str, Support]:
+    """The flags of `windlass launch`, which are those of `accelerate launch` and some of its own."""
+    table = {f"--{word}": Support("honoured") for word in ("config_file", "module", "no_python", "print")}
+    for word, key in FLAGS.items():
+        table[f"--{word}"] = _of_setting(key, f"--{key.flags[0]}", word == key.flags[0])
+    return table
+
+
+def _variables() -> dict[str, Support]:
+    """The environment variables that launchers set."""
+    table = {OWN_VARIABLE: Support("honoured")}
+    for name, key in VARIABLES.items():
+        table[name] = _of_setting(key, key.variables[0], name == key.variables[0])
+    return {**table, **{name: Support("refused", key.refused) for name, key in ENGINES.items()}}
+
+
+def _of_setting(key: Key, spelling: str, is_first: bool) -> Support:
+    if key.refused:
+        return Support("refused", key.refused)
+    if key.idle:
+        return Support("mapped", key.idle)
+    return Support("honoured") if is_first else Support("mapped", f"is another word for {spelling}")
+
+
 def unbuilt_optimizer(name: str) -> str | None:
     """Why optimizer `name` cannot be used; None when it can."""
     if name in rows.OPTIMIZERS:
@@ -98,6 +125,9 @@ SECTIONS: dict[str, dict[str, Support]] = {
         loop_rows.MEMBERS_HONOURED, loop_rows.MEMBERS_MAPPED, loop_rows.MEMBERS_REFUSED
     ),
 }
+
+SECTIONS["windlass launch"] = _flags()
+SECTIONS["Environment variables"] = _variables()
 
 
 def refusal(name: str) -> str | None:

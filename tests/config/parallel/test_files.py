@@ -61,7 +61,7 @@ DEEPSPEED_FILE = (
     COMMON
     + """\
 deepspeed_config:
-  deepspeed_config_file: /home/user/configs/ds_zero3_config.json
+  deepspeed_config_file: configs/ds_zero3_config.json
   zero3_init_flag: true
 distributed_type: DEEPSPEED
 num_machines: 1

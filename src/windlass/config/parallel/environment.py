@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
@@ -14,7 +13,11 @@ OWN_VARIABLE = "WINDLASS_PARALLEL"
 # Switches without which accelerate reads none of the variables that begin so.
 _SWITCHES = {"FSDP_": "ACCELERATE_USE_FSDP", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}
 # Engines that are not built. Refusing the switch refuses the variables that mean nothing without it.
-_ENGINES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_SAGEMAKER")
+ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": KEYS["launch.use_deepspeed"],
+    "ACCELERATE_USE_MEGATRON_LM": KEYS["launch.use_megatron_lm"],
+    "ACCELERATE_USE_SAGEMAKER": KEYS["launch.use_sagemaker"],
+}
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
@@ -48,19 +51,14 @@ def _own(text: str) -> Settings:
 
 def _foreign(environ: Mapping[str, str]) -> Settings:
     settings = Settings()
-    for name in _ENGINES:
-        if environ.get(name, "false").lower() == "true":
-            settings.say(_engine_key(name), environ[name], name, "variable")
+    for name, key in ENGINES.items():
+        settings.say(key, environ.get(name), name, "variable")
     for name, key in VARIABLES.items():
         raw = environ.get(name, "")
         # Empty and "None" are how launchers export what nobody said.
         if raw not in ("", "None") and _is_on(name, environ):
             settings.say(key, raw, name, "variable")
     return settings
-
-
-def _engine_key(name: str) -> Key:
-    return KEYS["launch." + name.removeprefix("ACCELERATE_").lower()]
 
 
 def _is_on(name: str, environ: Mapping[str, str]) -> bool:
