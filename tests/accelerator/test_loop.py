@@ -110,6 +110,33 @@ def test_a_gan_is_the_hand_written_one() -> None:
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
+def test_a_transformers_model_trains_as_with_accelerate() -> None:
+    """Its outputs are objects with attributes, under mixed precision too; its schedule comes from the guides."""
+    transformers = pytest.importorskip("transformers")
+
+    def run(accelerator: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(5)
+        shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = transformers.BertConfig(vocab_size=32, **shape)
+        model = transformers.BertForSequenceClassification(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=4)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        ids = torch.arange(24).reshape(4, 6)
+        for _ in range(4):
+            outputs = model(input_ids=ids, labels=torch.tensor([0, 1, 1, 0]))
+            accelerator.backward(outputs.loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return outputs.logits.detach(), outputs.loss.detach()
+
+    theirs = run(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
+    found = run(make(False, mixed_precision="bf16"))
+    assert found[0].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(found, theirs, strict=True))
+
+
 # --- what prepare gives -----------------------------------------------------------------------------------------------
 
 

@@ -71,7 +71,7 @@ class Prepared:
         before = nn.ModuleList([*held, *modules])
         parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
         for key, name in names_of(before).items():
-            self._before.setdefault(key, (name, parameters[key]))
+            self._before[key] = name, parameters[key]
         strategies = [spread(module) for module in modules]
         self.add_models(strategies)
         for optimizer in self.optimizers:

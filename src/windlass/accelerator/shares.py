@@ -49,8 +49,8 @@ def _take(inputs: Any, places: range, missing: int) -> Any:
         rows = inputs[places.start : places.stop]
         return torch.cat([rows, *[inputs[-1:]] * missing]) if missing else rows
     if isinstance(inputs, list | tuple):
-        part = inputs[places.start : places.stop]
-        return part + type(part)([inputs[-1]]) * missing if missing else part
+        items: Any = inputs[places.start : places.stop]
+        return items + type(items)([inputs[-1]]) * missing if missing else items
     if hasattr(inputs, "select"):
         return inputs.select([*places, *[len(inputs) - 1] * missing])
     raise DataError(
