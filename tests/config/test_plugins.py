@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from windlass.config import plugin_words, plugins
+from windlass.config.plugin_base import stated
 from windlass.config.plugins import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
@@ -142,6 +143,12 @@ def test_only_what_differs_is_passed_on() -> None:
     }
 
 
+def test_what_an_author_said() -> None:
+    assert stated(TorchDynamoPlugin(mode="max-autotune")) == {"mode": "max-autotune"}
+    assert stated(ParallelismConfig(dp_shard_size=2)) == {"dp_shard_size": 2}
+    assert stated(DistributedDataParallelKwargs()) == {}
+
+
 def test_timeouts_are_the_peers() -> None:
     for backend in ("nccl", "gloo"):
         assert (
@@ -263,5 +270,6 @@ def test_replication_becomes_a_plan() -> None:
     options = DistributedDataParallelKwargs(
         comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2}
     )
+    assert set(options.plan_fields()) == {"comm_hook", "comm_options"}
     plan = dataclasses.replace(DistPlan(), **options.plan_fields())
     assert (plan.comm_hook, plan.comm_options) == ("power_sgd", {"start_powerSGD_iter": 2})

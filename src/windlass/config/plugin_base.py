@@ -65,12 +65,7 @@ def count_problems(options: Any, names: tuple[str, ...], least: int = 1) -> Iter
 
 
 def stated(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass whose values differ from the defaults, which is what its author said."""
-    said = {}
-    for spec in dataclasses.fields(options):
-        made = spec.default_factory
-        default = spec.default if made is dataclasses.MISSING else made()
-        value = getattr(options, spec.name)
-        if value != default:
-            said[spec.name] = value
-    return said
+    """The fields of a dataclass that differ from those of one made without arguments: what its author said."""
+    unsaid = type(options)()
+    values = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(unsaid, name)}

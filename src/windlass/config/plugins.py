@@ -18,6 +18,7 @@ from windlass.config.plugin_base import (
     count_problems,
     flag_problems,
     refused,
+    stated,
 )
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
@@ -201,16 +202,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
 
     def plan_fields(self) -> dict[str, Any]:
-        """What of this a `DistPlan` carries, under its names."""
-        return {
-            "find_unused_parameters": self.find_unused_parameters,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "broadcast_buffers": self.broadcast_buffers,
-            "static_graph": self.static_graph,
-            "comm_hook": str(self.comm_hook),
-            "comm_wrapper": str(self.comm_wrapper),
-            "comm_options": dict(self.comm_state_option),
+        """What was said here and a `DistPlan` carries, under its names."""
+        names = {
+            "find_unused_parameters": "find_unused_parameters",
+            "bucket_cap_mb": "bucket_cap_mb",
+            "broadcast_buffers": "broadcast_buffers",
+            "static_graph": "static_graph",
+            "comm_hook": "comm_hook",
+            "comm_wrapper": "comm_wrapper",
+            "comm_state_option": "comm_options",
         }
+        said = {names[name]: value for name, value in stated(self).items() if name in names}
+        return {name: str(v) if isinstance(v, DDPCommunicationHookType) else v for name, v in said.items()}
 
     def objections(self) -> Iterator[Problem]:
         yield from refused(
