@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import (
@@ -312,6 +313,34 @@ def recovers(gang: Gang) -> None:
     assert float(strategy.agree(torch.tensor(float(RANK)))) == SIZE - 1
 
 
+def hugging_face(gang: Gang) -> None:
+    """A model that names its layers itself, with tied weights; ranks generate different numbers of tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    torch.manual_seed(0)
+    reference = transformers.GPT2LMHeadModel(config).double()
+    module = transformers.GPT2LMHeadModel(config).double()
+    plan = ShardPlan(wrap="transformer", recompute=True)
+    module.load_state_dict(reference.state_dict())
+    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    assert sum(isinstance(member, FSDPModule) for member in module.modules()) == 3
+    tokens = torch.arange(12).reshape(2, 6)
+    for one in (reference, module):
+        one.train()
+    with strategy.micro(last=True):
+        module(input_ids=tokens[RANK : RANK + 1], labels=tokens[RANK : RANK + 1]).loss.backward()
+    reference(input_ids=tokens, labels=tokens).loss.backward()
+    for name, parameter in reference.named_parameters():
+        assert torch.allclose(whole(module.get_parameter(name).grad), parameter.grad, rtol=1e-10), name
+    options = {"max_new_tokens": 2 + 3 * RANK, "do_sample": False, "pad_token_id": 0}
+    for one in (reference, module):
+        one.eval()
+    with strategy.gathered():
+        said = module.generate(tokens[:1], **options)
+    assert torch.equal(said, reference.generate(tokens[:1], **options))
+
+
 def fail_in_a_micro_batch(strategy: FullyShardedModel, row: Tensor) -> None:
     with strategy.micro(last=False):
         loss_sum(strategy.model, row).backward()
@@ -420,7 +449,15 @@ def main() -> None:
         hybrid(gang)
     else:
         every_plan(gang)
-        for check in (whole_weights, one_copy_on_the_host, refusals, unused, recovers, low_precision):
+        for check in (
+            whole_weights,
+            one_copy_on_the_host,
+            refusals,
+            unused,
+            recovers,
+            hugging_face,
+            low_precision,
+        ):
             check(gang)
     folder = Path(sys.argv[1])
     carried_state(gang, folder)
