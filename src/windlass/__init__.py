@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "windlass.accelerator.accelerator": ("Accelerator",),
     "windlass.accelerator.state": ("PartialState",),
+    "windlass.launchers": ("debug_launcher", "notebook_launcher"),
     "windlass.accelerator.memory": ("find_executable_batch_size",),
     "windlass.accelerator.rng": ("synchronize_rng_states",),
     "windlass.trainer.trainer": ("Trainer",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,18 @@ def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "torch" in shown
     assert "python" in shown
+
+
+def test_the_environment_tells_what_a_launch_would_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "default_config.yaml").write_text("num_processes: 2\nmixed_precision: bf16\n")
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert str(tmp_path / "default_config.yaml") in shown
+    assert "launch.processes" in shown
+    assert "'bf16' (mixed_precision in " in shown
 
 
 def test_config_errors_come_before_heavy_imports() -> None:

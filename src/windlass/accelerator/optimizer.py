@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.dist.beacon import beacon
 
 
 class Stepper(Protocol):
@@ -127,12 +128,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not self._stepper.sync_gradients:
             return None
         self._under_way = True
+        beacon().call("update")
         try:
             applied, value = self._stepper.apply_update(self, closure)
         finally:
             self._under_way = False
         self.step_was_skipped = not applied
         self.updates += applied
+        beacon().step(self.updates)
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

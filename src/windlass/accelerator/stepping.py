@@ -18,6 +18,7 @@ from windlass.config.plugins import AutocastKwargs
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import LossTerms
+from windlass.dist.beacon import beacon
 from windlass.precision.autocast import COMPUTE_DTYPES
 from windlass.transforms.ddp import Replicated
 from windlass.transforms.strategy import Strategy
@@ -151,6 +152,7 @@ class Stepping(Core):
             return
         if self._of_run:
             raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")
+        beacon().call("backward")
         if kwargs.pop("learning_rate", None) is not None:
             self.lomo_backward(loss, 0.0)
         if isinstance(loss, LossTerms):

@@ -14,6 +14,7 @@ from windlass.core.logs import get_logger
 from windlass.core.types import State
 from windlass.data.nested import move
 from windlass.data.portion import Portion, Reader
+from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)
 
@@ -155,7 +156,9 @@ class PreparedLoader(DataLoader[Any]):
         try:
             for portion in self._reader.portions(epoch, start):
                 self._take(portion, epoch)
+                beacon().call("the loop's own work on a batch")
                 yield portion.batch if self.device is None else self._moved(portion.batch)
+                beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
         finally:

@@ -96,3 +96,34 @@ def test_an_exit_of_the_scripts_own_is_its_own(tmp_path: Path, code: str, expect
     (tmp_path / "script.py").write_text(f"import sys\nsys.exit({code})")
     assert run(tmp_path, "script.py").returncode == expected
     assert not (tmp_path / "error.json").exists()
+
+
+LOOPS = """
+import os, sys
+import torch
+from windlass.accelerator.accelerator import Accelerator
+accelerator = Accelerator(cpu=True)
+layer = torch.nn.Linear(2, 1)
+data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+model, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), data)
+def stop_at(place, number):
+    if sys.argv[1] == place and number == 2:
+        os._exit(0)
+for number, batch in enumerate(loader):
+    stop_at("batch", number)
+    accelerator.backward(model(batch).sum())
+    stop_at("backward", number)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [("batch", "the loop's own work on a batch"), ("backward", "backward"), ("nowhere", "end")],
+)
+def test_a_loop_of_ones_own_leaves_marks_too(tmp_path: Path, place: str, call: str) -> None:
+    (tmp_path / "script.py").write_text(LOOPS)
+    assert run(tmp_path, "script.py", place, OMP_NUM_THREADS="1").returncode == 0
+    mark = read_mark(tmp_path, 0)
+    assert (mark.step, mark.call) == (4 if place == "nowhere" else 2, call)
