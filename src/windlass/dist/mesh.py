@@ -36,7 +36,6 @@ def data_mesh(device: torch.device, gang: Gang, replicas: int = 1) -> DeviceMesh
 
 def _open_group_of_one(device: torch.device) -> None:
     """A mesh of one rank needs a process group too; its store is in this process, so no port is opened."""
-    dist.init_process_group(
-        backend_for(device), store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
     atexit.register(leave)
