@@ -174,7 +174,9 @@ def join(
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
             # A meeting point of its own does not say who we are; the variables of the launcher say both.
-            who = {} if init_method is None else {"rank": world.rank, "world_size": world.size}
+            who: dict[str, Any] = (
+                {} if init_method is None else {"rank": world.rank, "world_size": world.size}
+            )
             dist.init_process_group(
                 backend or backend_for(device), init_method=init_method, timeout=timeout, **who
             )

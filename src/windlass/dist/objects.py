@@ -7,7 +7,7 @@ paths, maps whose keys are not strings, tensors and arrays (their bytes, so they
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def _read_array(value: dict[str, Any]) -> Any:
     return array[()] if value["scalar"] else array
 
 
-_READERS = {
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "$tuple": lambda value: tuple(unpack(value["$tuple"])),
     "$set": lambda value: set(unpack(value["$set"])),
     "$bytes": lambda value: base64.b64decode(value["$bytes"]),
