@@ -72,17 +72,10 @@ def notebook_launcher(
         return
     threads = torch.get_num_threads() if _devices() else 1
     config = _config(
-        count,
-        num_nodes,
-        node_rank,
-        rdzv_backend,
-        rdzv_endpoint or f"{master_addr}:{use_port}",
-        dict(rdzv_conf or {}),
-        rdzv_id,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
+        count, num_nodes, node_rank, rdzv_backend, rdzv_endpoint or f"{master_addr}:{use_port}", dict(rdzv_conf or {}),
+        rdzv_id, max_restarts=max_restarts, monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
-    )
+    )  # fmt: skip
     _launch(_Rank(function, tuple(args), settings, threads), config)
 
 
