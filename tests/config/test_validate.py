@@ -148,8 +148,7 @@ def test_is_fine(settings: dict[str, Any]) -> None:
 _NOT_NEUTRAL: dict[str, Any] = {
     "torch_empty_cache_steps": 5, "skip_memory_metrics": False, "debug": "underflow_overflow",
     "optim_target_modules": ["attn"], "liger_kernel_config": {"rope": True}, "neftune_noise_alpha": 5.0,
-    "project": "mine", "parallelism_config": object(), "fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2},
-    "deepspeed": {"zero_optimization": {"stage": 2}}, "hub_strategy": "end",
+    "project": "mine", "deepspeed": {"zero_optimization": {"stage": 2}}, "hub_strategy": "end",
 }  # fmt: skip
 
 

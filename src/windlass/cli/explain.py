@@ -101,7 +101,8 @@ def _weakness(said: Setting) -> str:
 
 
 def _spellings(key: Key) -> Iterator[tuple[str, str]]:
-    yield "flag", f"--{key.flags[0]}"
+    if key.flags:
+        yield "flag", f"--{key.flags[0]}"
     yield "file", key.in_file
     if key.variables:
         yield "variable", key.variables[0]

@@ -16,7 +16,7 @@ _SWITCHES = {"FSDP_": "ACCELERATE_USE_FSDP", "PARALLELISM_CONFIG_": "ACCELERATE_
 ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": KEYS["launch.use_deepspeed"],
     "ACCELERATE_USE_MEGATRON_LM": KEYS["launch.use_megatron_lm"],
-    "ACCELERATE_USE_SAGEMAKER": KEYS["launch.use_sagemaker"],
+    "ACCELERATE_USE_SAGEMAKER": KEYS["file.use_sagemaker"],
 }
 
 

@@ -83,7 +83,7 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
     elif word == "parallel":
         _nested(settings, value, origin)
     elif word == "mpirun_config":
-        _section(settings, value, origin, {w: FLAGS[w] for w in ("mpirun_hostfile", "mpirun_ccl")}, name)
+        _section(settings, value, origin, {w: TOP_LEVEL[w] for w in ("mpirun_hostfile", "mpirun_ccl")}, name)
     elif word in _UNBUILT_SECTIONS:
         if value:
             settings.notes.append(f"{origin} is not used: what it configures is not built yet")

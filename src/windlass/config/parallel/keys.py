@@ -17,18 +17,19 @@ class Group:
 
     Attributes:
         section: the section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
-        flag: prefix of the launcher's flag after the dashes.
+        flag: prefix of the launcher's flag after the dashes; None when no flag says it.
         variable: prefix of the environment variable; None when no variable says it.
     """
 
     section: str
-    flag: str
+    flag: str | None
     variable: str | None
 
 
 GROUPS = {
     "run": Group("", "", "ACCELERATE_"),
     "launch": Group("", "", None),
+    "file": Group("", None, None),
     "ddp": Group("ddp_config", "ddp_", None),
     "fsdp": Group("fsdp_config", "fsdp_", "FSDP_"),
     "dynamo": Group("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
@@ -74,7 +75,8 @@ class Key:
     @property
     def flags(self) -> tuple[str, ...]:
         """The launcher's flags, without dashes."""
-        return tuple(GROUPS[self.group].flag + word for word in self.words)
+        prefix = GROUPS[self.group].flag
+        return () if prefix is None else tuple(prefix + word for word in self.words)
 
     @property
     def variables(self) -> tuple[str, ...]:

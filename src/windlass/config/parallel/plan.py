@@ -47,7 +47,7 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
     problems = parallel_problems(settings, world)
     if problems:
         raise ConfigError(problems)
-    for note in [*settings.notes, *_remarks(settings, world)]:
+    for note in [*settings.notes, *_remarks(settings, world)] if world.is_main else ():
         warn_once(logger, note)
     backend = settings.value(rows.COMPILE_BACKEND)
     mode = settings.value(rows.COMPILE_MODE)

@@ -124,12 +124,14 @@ def _refused(group: str, reason: str, *words: str, **written: Any) -> tuple[Key,
 _REFUSED_LAUNCH = (
     *_refused("launch", NO_DEEPSPEED, "use_deepspeed"),
     *_refused("launch", NO_MEGATRON, "use_megatron_lm"),
-    *_refused("launch", _TPU, "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "vm",
-              "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
-    *_refused("launch", _AWS, "aws_access_key_id", "aws_secret_access_key", "ec2_instance_type", "iam_role_name",
+    *_refused("launch", _TPU, "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "vm"),
+    *_refused("file", _TPU, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
+    *_refused("launch", _AWS, "aws_access_key_id", "aws_secret_access_key"),
+    *_refused("file", _AWS, "ec2_instance_type", "iam_role_name",
               "image_uri", "profile", "region", "base_job_name", "pytorch_version", "transformers_version",
               "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args", "use_sagemaker"),
-    *_refused("launch", _MPI, "mpirun_hostfile", "mpirun_ccl"),
+    *_refused("launch", _MPI, "mpirun_hostfile"),
+    *_refused("file", _MPI, "mpirun_ccl"),
 )  # fmt: skip
 LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, MAX_RESTARTS,

@@ -25,7 +25,7 @@ def words_of(section: str) -> dict[str, Key]:
     for key in KEYS.values():
         group = GROUPS[key.group]
         if group.section == section:
-            found.update({prefix + word: key for word in key.words for prefix in ("", group.flag)})
+            found.update({prefix + word: key for word in key.words for prefix in ("", group.flag or "")})
     return found
 
 
