@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -20,6 +20,7 @@ from windlass.cli.launching.agent import Patience, WatchingAgent
 from windlass.cli.launching.environment import worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
@@ -81,13 +82,22 @@ def command(plan: LaunchPlan) -> list[str]:
 
 def _meeting(plan: LaunchPlan) -> Meeting:
     options = dict(plan.rendezvous_options)
-    run_id, wait = str(options.pop("id", "windlass")), int(options.pop("timeout", DEFAULT_WAIT_SECONDS))
+    run_id, wait = str(options.pop("id", "windlass")), _seconds(options.pop("timeout", DEFAULT_WAIT_SECONDS))
     if plan.machines == 1:
         port = plan.main_port or 0
         return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait, options)
     address, port = plan.main_address or _LOCALHOST, plan.main_port or 29500
     rank = plan.machine_rank if plan.rendezvous == "static" else None
     return Meeting(address, port, plan.machines, rank, plan.machine_rank == 0, run_id, wait, options)
+
+
+def _seconds(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            Problem("--rdzv_conf timeout", value, "must be a whole number of seconds")
+        ) from None
 
 
 def _folder(plan: LaunchPlan) -> Path:
