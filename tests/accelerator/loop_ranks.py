@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def raw_use() -> None:
     with torch.no_grad():
         model(x)
     prepared(x)
+    copy.deepcopy(model)(x)
     assert accelerator.unwrap_model(prepared) is model
     with pytest.raises(
         ModelError, match=r"SGD that was given to `accelerator\.prepare` was stepped directly"

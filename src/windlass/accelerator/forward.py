@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -56,10 +57,12 @@ def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], N
     Returns:
         What lifts it again.
     """
-    seen = wrapper.forwards
+    seen, guarded = wrapper.forwards, weakref.ref(module)
 
     def check(bare: nn.Module, args: Any) -> None:
         nonlocal seen
+        if bare is not guarded():  # a copy of the module, which has its own way
+            return
         if wrapper.forwards == seen and bare.training and torch.is_grad_enabled():
             name = type(bare).__name__
             raise ModelError(
