@@ -68,7 +68,7 @@ def test_a_job_that_stands_still_is_ended_with_all_stacks() -> None:
 @pytest.mark.dist
 def test_a_launcher_that_is_told_to_stop_takes_its_processes_along(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
-    script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)\n")
+    script.write_text("import os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\ntime.sleep(1000)\n")
     launcher = subprocess.Popen(
         [sys.executable, "-m", "windlass", "launch", "--cpu", "--num_processes", "2", str(script)],
         env={**os.environ, "WINDLASS_HOME": "/nowhere"}, stdout=subprocess.PIPE, text=True,
