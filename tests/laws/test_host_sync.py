@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 import windlass
-from windlass import Trainer, TrainerCallback, TrainingArguments
+from windlass import Accelerator, LossTerms, Trainer, TrainerCallback, TrainingArguments
 from windlass.core import host
 
 OURS = str(Path(windlass.__file__).parent)
@@ -175,6 +176,32 @@ def test_no_sync_with_an_overridden_loss(tmp_path: Path) -> None:
             return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     assert not _train(tmp_path, Net(), Own).ours
+
+
+@pytest.mark.parametrize("terms", [False, True])
+def test_no_sync_in_a_loop_of_the_users_own(terms: bool) -> None:
+    """Batches, accumulation, clipping, update and schedule, with plain losses and with sums and weights."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, scheduler_unit="optimizer_step")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    data = DataLoader(TensorDataset(torch.randn(15, 4)), batch_size=2)
+    model, optimizer, schedule, data = accelerator.prepare(model, optimizer, schedule, data)
+    counted = Count()
+    counted.armed = True
+    with Copies(counted), Operations(counted):
+        for (x,) in data:
+            with accelerator.accumulate(model):
+                loss = model(x).square()
+                accelerator.backward(LossTerms(loss.sum(), len(x)) if terms else loss.mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                accelerator.gather_for_metrics(x)
+    # Batches move to the loop's device, which is the CPU here.
+    waits = [place for place in counted.ours if not place.startswith("Tensor.to at")]
+    assert not waits, waits
 
 
 def test_a_step_that_logs_waits_at_most_once(tmp_path: Path) -> None:

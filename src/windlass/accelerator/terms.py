@@ -73,7 +73,10 @@ class TermsOfUpdate:
 
     def _weight_of(self, terms: LossTerms, filler: bool) -> Tensor:
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        weight = torch.as_tensor(terms.weight).detach().to(self._device, dtype)
+        if isinstance(terms.weight, Tensor):
+            weight = terms.weight.detach().to(self._device, dtype)
+        else:  # written by the device itself: a copy from the host may wait
+            weight = torch.full((), float(terms.weight), dtype=dtype, device=self._device)
         return weight * 0.0 if filler else weight
 
     def _divisor(self, micro_batches: int) -> Tensor:
