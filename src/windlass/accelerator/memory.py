@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand the device memory that PyTorch keeps for later back to the system; with `garbage_collection`, collect first."""
+    """Hand device memory that PyTorch keeps for later back to the system; `garbage_collection` collects first."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
