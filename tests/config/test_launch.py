@@ -53,7 +53,7 @@ def complaints(*words: str, machine: Machine | None = None, **environ: str) -> s
 
 def test_flags_become_the_plan(script: str) -> None:
     plan = resolved(
-        "--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
+        "--num_processes", "4", "--num_machines", "2",
         "--main_process_port", "29400", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=30",
         "--max_restarts", "3", "--monitor_interval", "0.5", "--log_dir", "logs", "--tee", "3",
         "--num_cpu_threads_per_process", "2", "--engine", "slurm",
@@ -62,13 +62,13 @@ def test_flags_become_the_plan(script: str) -> None:
     )  # fmt: skip
     assert plan.environment.keys() == {"A", "WINDLASS_PARALLEL"}
     assert plan.environment["A"] == "1,2"
-    assert len(plan.settings) == 19
+    assert len(plan.settings) == 17
     shown = {
         name: getattr(plan, name) for name in LaunchPlan.__slots__ if name not in ("environment", "settings")
     }
     assert shown == {
         "script": script, "arguments": ("--lr", "1e-3"), "module": False, "no_python": False, "processes": 4,
-        "machines": 2, "machine_rank": 1, "main_address": "10.0.0.1", "main_port": 29400, "rendezvous": "c10d",
+        "machines": 2, "machine_rank": 0, "main_address": None, "main_port": 29400, "rendezvous": "c10d",
         "rendezvous_options": {"join_timeout": "30"}, "max_restarts": 3, "monitor_interval": 0.5, "log_dir": "logs",
         "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "", "engine": "slurm",
         "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
@@ -181,13 +181,32 @@ def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str
             port,
         ]
         assert "is in use" in complaints(*two, script)
-        assert resolved(*two, "--machine_rank", "1", script).machine_rank == 1
+        second = resolved(*two, "--machine_rank", "1", script)
+        assert (second.machine_rank, second.main_address) == (1, "h")
     assert resolved("--main_process_port", "0", script).main_port == 0
 
 
 def test_a_clusters_machines_are_not_this_one(script: str) -> None:
     words = ["--engine", "slurm", "--num_processes", "64", "--num_machines", "8", "--mixed_precision", "bf16"]
     assert resolved(*words, script, machine=OLD_DEVICES).processes == 64
+
+
+@pytest.mark.parametrize(("engine", "words"), [
+    ("ray", ["--stall_timeout", "60"]), ("ray", ["--log_dir", "logs"]), ("ray", ["--tee", "3"]),
+    ("ray", ["--num_machines", "2"]), ("ray", ["--main_process_port", "29400"]), ("ray", ["--gpu_ids", "0,1"]),
+    ("slurm", ["--main_process_ip", "10.0.0.1"]), ("local", ["--engine_options", "partition=long"]),
+])  # fmt: skip
+def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: list[str], script: str) -> None:
+    said = complaints("--engine", engine, "--num_processes", "2", *words, script)
+    assert f"{words[0]}=" in said
+    assert f"cannot be had with the {engine} engine" in said
+
+
+@pytest.mark.parametrize("words", [
+    ["--stall_timeout", "0"], ["--stall_timeout", "-5"], ["--stall_timeout", "nan"], ["--monitor_interval", "0"],
+])  # fmt: skip
+def test_times_are_longer_than_nothing(words: list[str], script: str) -> None:
+    assert f"{words[0]}={words[1]!r}: must be a number of seconds above 0" in complaints(*words, script)
 
 
 def test_a_wrong_launch_ends_before_torch_is_asked_to_start_anything(tmp_path: Path) -> None:

@@ -17,6 +17,22 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.core.errors import Problem
 
+# What an engine settles by itself, so that it cannot be told.
+_PLACES = "it settles by itself where the processes meet"
+_LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
+    "local": (("it has no options of its own; choose another with --engine", (rows.ENGINE_OPTIONS,)),),
+    "slurm": ((_PLACES, (rows.MACHINE_RANK, rows.MAIN_ADDRESS)),),
+    "ray": (
+        ("it spreads the processes over its cluster, and num_processes is their number", (rows.MACHINES,)),
+        (
+            _PLACES,
+            (rows.MACHINE_RANK, rows.MAIN_ADDRESS, rows.MAIN_PORT, rows.RENDEZVOUS, rows.RENDEZVOUS_OPTIONS),
+        ),
+        ("it does not watch the marks of its processes", (rows.STALL_TIMEOUT, rows.MONITOR_INTERVAL)),
+        ("it keeps the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
+        ("it gives each process its device", (rows.DEVICES,)),
+    ),
+}
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -54,6 +70,7 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     yield from _multi_gpu(plan.settings)
     if not _TEE.fullmatch(plan.tee):
         yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    yield from _left_to_engine(plan)
     if plan.engine == "local":
         # A cluster's machines are others than the one that asks for them.
         yield from _meeting_point(plan, machine)
@@ -109,6 +126,15 @@ def _multi_gpu(settings: Settings) -> Iterator[Problem]:
             f"asks for whole copies of the model, and {strategy.origin} for shards; leave one of the two out"
         )
         yield Problem(flag.origin, True, fix)
+
+
+def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
+    for reason, keys in _LEFT_TO_ENGINE.get(plan.engine, ()):
+        for key in keys:
+            if plan.settings.value(key) != key.default:
+                yield _problem(
+                    plan, key, f"cannot be had with the {plan.engine} engine: {reason}; leave it out"
+                )
 
 
 def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:

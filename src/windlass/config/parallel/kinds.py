@@ -63,6 +63,14 @@ def number(raw: Any) -> float:
     raise ValueError("must be a number")
 
 
+def seconds(raw: Any) -> float:
+    """A time that passes: above 0, and not for ever."""
+    time = number(raw)
+    if not 0 < time < float("inf"):
+        raise ValueError("must be a number of seconds above 0")
+    return time
+
+
 def text(raw: Any) -> str:
     if isinstance(raw, str | int | float) and not isinstance(raw, bool):
         return str(raw)

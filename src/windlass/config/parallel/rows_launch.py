@@ -49,7 +49,7 @@ MAX_RESTARTS = _row(
     "max_restarts", kinds.natural, 0, "How often a job that failed starts again.", "max_restarts", written=0
 )
 MONITOR_INTERVAL = _row(
-    "monitor_interval", kinds.number, 0.1, "Seconds between two looks at the processes.", "monitor_interval",
+    "monitor_interval", kinds.seconds, 0.1, "Seconds between two looks at the processes.", "monitor_interval",
     written=0.1,
 )  # fmt: skip
 LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the processes' output.", "log_dir")
@@ -75,7 +75,7 @@ ENGINE = _row(
 )
 ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "What the engine is asked for.", "engine_options")
 STALL_TIMEOUT = _row(
-    "stall_timeout", kinds.number, None, "Seconds without progress after which the job is ended and reported.",
+    "stall_timeout", kinds.seconds, None, "Seconds without progress after which the job is ended and reported.",
     "stall_timeout",
 )  # fmt: skip
 ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", "role", written="default")
