@@ -23,6 +23,6 @@ def test_alone_nothing_is_added() -> None:
 def test_the_failing_rank_and_the_one_that_lost_it_are_told_apart(tmp_path: Path) -> None:
     said = launch(2, HERE / "failing_ranks.py", tmp_path, expect=1)
     rest = said.partition("ValueError: a callback's own mistake")[2]
-    assert "This was rank 1 of 2, in update 3." in rest
+    assert "This was rank 1 of 2, at step 2." in rest
     if "This was rank 0 of 2" in said:  # it may be stopped before it notices
         assert "Another rank ended first" in said

@@ -32,7 +32,7 @@ class UpdateSize:
 
 
 def update_size(args: Any, world: int, saved: UpdateSize | None = None) -> tuple[UpdateSize, str | None]:
-    """The size of this run's updates, and a sentence where it is not what the arguments alone say.
+    """The size of this run's updates, and a sentence where it is not what the arguments say.
 
     `global_batch_size` decides where it is given. Otherwise a run that is continued with the arguments it had keeps
     the samples of its updates, on any number of processes that divides them.
@@ -53,6 +53,8 @@ def update_size(args: Any, world: int, saved: UpdateSize | None = None) -> tuple
             "divides it to keep it"
         )
     kept = UpdateSize(micro, samples // (micro * world), world, asked)
+    if args.global_batch_size:
+        return kept, None
     return kept, (
         f"an update keeps its {samples} samples: {micro} x {kept.accumulation} micro-batches x {world} processes "
         f"(gradient_accumulation_steps says {asked})"

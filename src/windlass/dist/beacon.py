@@ -25,7 +25,7 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 
 # How the mark begins of a process that came out of an exchange and is in code of its own.
 AFTER = "after "
-# A mark: how many marks were written, the update under way (-1: none yet), and the name of the call, padded with zeros.
+# A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1
 # Marks up to here come from the start of the process, before the script says anything.
@@ -38,7 +38,7 @@ class Mark:
 
     Attributes:
         count: marks written so far; it stands still when the process does.
-        step: the update under way, counted from 0; None before the first.
+        step: updates that were done; None before the script said anything of steps.
         call: what it was about to do: "backward", "save", "gather objects", ...
     """
 
@@ -56,7 +56,7 @@ class Beacon:
     """Takes marks. This one leaves them nowhere: the normal case, a process without a launcher that watches."""
 
     def step(self, number: int) -> None:
-        """Update `number` begins."""
+        """`number` updates are done."""
 
     def call(self, name: str) -> None:
         """What is about to be done, in at most 64 bytes of UTF-8; the rest is cut off."""

@@ -15,7 +15,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "remote proces
 
 @contextlib.contextmanager
 def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
-    """Errors of the body that leave a job of several processes say of which rank and update they are.
+    """Errors of the body that leave a job of several processes say of which rank and step they are.
 
     Args:
         updates: number of updates that are done.
@@ -24,7 +24,7 @@ def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
         yield
     except Exception as error:
         if world.is_distributed:
-            error.add_note(f"This was rank {world.rank} of {world.size}, in update {updates() + 1}.")
+            error.add_note(f"This was rank {world.rank} of {world.size}, at step {updates()}.")
             if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
                 error.add_note("Another rank ended first, or never came: look for its own error.")
         raise
