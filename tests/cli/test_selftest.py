@@ -1,7 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from tests.cli.launching.test_local import windlass
+
+from windlass.accelerator.state import AcceleratorState
+from windlass.cli import selftest_ranks
+from windlass.dist.gang import leave
+
+
+@pytest.fixture
+def stateless() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    leave()
 
 
 @pytest.mark.dist
@@ -10,3 +23,15 @@ def test_this_installation_trains_in_two_processes() -> None:
     assert code == 0, said
     assert said.count("  ok  ") == 4
     assert "all is well" in said
+
+
+@pytest.mark.usefixtures("stateless")
+def test_on_several_machines_it_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert selftest_ranks.main() == 0
+    said = capsys.readouterr().out
+    assert said.count("  ok  ") == 3
+    assert "a checkpoint comes back as it was saved: left out, for no folder is known" in said
