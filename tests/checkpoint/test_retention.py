@@ -105,3 +105,11 @@ def test_folders_that_are_none_of_ours_stay(tmp_path: Path) -> None:
         "checkpoint-3",
     }
     shutil.rmtree(tmp_path)
+
+
+def test_a_protected_one_stays_under_the_name_it_gets_back(tmp_path: Path) -> None:
+    """Noted while its replacement was cut off, it had its interim name; the next save gives it its own back."""
+    save(tmp_path, 1)
+    (tmp_path / "checkpoint-1").rename(tmp_path / "replaced-checkpoint-1")
+    save(tmp_path, 2, limit=1, best=tmp_path / "replaced-checkpoint-1")
+    assert names(tmp_path) == [1, 2]

@@ -20,14 +20,19 @@ def surplus(
     """
     if not limit or limit < 0 or not whole:
         return []
-    names = {path.name for path in protected}
-    kept = {info.path for info in whole if info.path.name in names}
+    names = {_lasting_name(path) for path in protected}
+    kept = {info.path for info in whole if _lasting_name(info.path) in names}
     kept.add(whole[-1].path)
     for info in reversed(whole):
         if len(kept) >= limit:
             break
         kept.add(info.path)
     return [info for info in whole if info.path not in kept]
+
+
+def _lasting_name(path: Path) -> str:
+    """A checkpoint has another name between the two renames of its replacement, and gets its own back."""
+    return path.name.removeprefix("replaced-")
 
 
 def prune(store: Store, limit: int | None, protected: Iterable[Path]) -> list[Path]:
