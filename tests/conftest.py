@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 
 # Before the first import of torch: several test processes share the cores, and more threads would only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -82,13 +84,23 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
     torch.use_deterministic_algorithms(False)
 
 
+def _forget_the_accelerator() -> None:
+    """Every Accelerator tells the process who it is; the next test is another script."""
+    state = sys.modules.get("windlass.accelerator.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def _clean_hands() -> Iterator[None]:
     """Fails a test that leaves process-wide state changed, and puts it back for the next one."""
     environment, dtype = _environment(), torch.get_default_dtype()
-    verbosity = logs.get_verbosity()
+    verbosity, propagates = logs.get_verbosity(), logging.getLogger("windlass").propagate
     yield
     logs.set_verbosity(verbosity)  # every Trainer sets it
+    logging.getLogger("windlass").propagate = propagates
+    _forget_the_accelerator()
     left = list(_left_behind(environment, dtype))
     _put_back(environment, dtype)
     assert not left, "the test left behind: " + "; ".join(left)
