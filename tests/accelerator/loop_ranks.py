@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from tests.accelerator import loop_cases
 from tests.accelerator.loop_cases import loader, make, regression, tiny
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass import Accelerator
 from windlass.core.errors import CheckpointError, ModelError
@@ -50,6 +51,26 @@ def metrics() -> None:
     assert padded.shape == (2,)
     with accelerator.split_between_processes(["a", "b", "c"]) as mine:
         assert mine == (["a", "b"] if accelerator.is_main_process else ["c"])
+
+
+class Halves(IterableDataset[Tensor]):
+    """A stream that was split by node: rank 0 has six samples, rank 1 two."""
+
+    _distributed = True
+
+    def __init__(self, rank: int) -> None:
+        self.samples = [torch.tensor([float(n)]) for n in ((6, 7) if rank else range(6))]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.samples)
+
+
+def metrics_of_streams() -> None:
+    """A rank whose part has ended runs along, and what it makes of that is counted nowhere."""
+    accelerator = make(False)
+    data = accelerator.prepare(DataLoader(Halves(accelerator.process_index), batch_size=2))
+    rows = [accelerator.gather_for_metrics(x).flatten().tolist() for x in data]
+    assert rows == [[0.0, 1.0, 6.0, 7.0], [2.0, 3.0], [4.0, 5.0]], rows
 
 
 def ranks() -> None:
@@ -235,6 +256,7 @@ def failed_save() -> None:
 for sharded in (False, True):
     same_ends(sharded)
 metrics()
+metrics_of_streams()
 ranks()
 raw_use()
 stray_optimizer()

@@ -42,7 +42,8 @@ class Exchanging(Core):
             if self._gang.size == 1:
                 return own
             return [item for part in collect(own, self._gang) for item in part]
-        if loader is not None and loader.end_of_dataloader:
+        # A stream may end earlier on one process than on another, which then has fillers before the last batch too.
+        if loader is not None and (loader.end_of_dataloader or loader.is_filler):
             input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)
         return self.gather(input_data)
 
