@@ -241,7 +241,8 @@ class DataLoaderConfiguration:
         dispatch_batches: the main process alone reads, and sends the others their share. None: each reads its own.
         even_batches: pad the last batch by repeating samples. Windlass shares the last batch out as it is, so that no
             sample counts twice; both values mean that.
-        use_seedable_sampler: the order of samples follows from a seed; always so, and both values mean that.
+        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in accelerate's very order. The order follows from
+            a seed in any case.
         data_seed: the seed of that order; None draws one from torch's generator when the loader is prepared.
         non_blocking: batches are copied to the device without waiting; always so from pinned memory.
         use_stateful_dataloader: the loader's place is part of its `state_dict`.

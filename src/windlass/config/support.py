@@ -14,7 +14,7 @@ from typing import Any, Literal
 from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
 from windlass.config.enums import OptimizerNames, SchedulerType
-from windlass.config.parallel.environment import ENGINES, OWN_VARIABLE
+from windlass.config.parallel.environment import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.table import FLAGS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
@@ -73,7 +73,7 @@ def _variables() -> dict[str, Support]:
     table = {OWN_VARIABLE: Support("honoured")}
     for name, key in VARIABLES.items():
         table[name] = _of_setting(key, key.variables[0], name == key.variables[0])
-    return {**table, **{name: Support("refused", key.refused) for name, key in ENGINES.items()}}
+    return {**table, **{name: Support("refused", key.refused) for name, key in REFUSED.items()}}
 
 
 def _of_setting(key: Key, spelling: str, is_first: bool) -> Support:

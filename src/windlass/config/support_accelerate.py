@@ -39,7 +39,8 @@ split_batches dispatch_batches non_blocking use_stateful_dataloader project_dir 
 
 MEMBERS_MAPPED = {
     "even_batches": "is kept as set; every process gets the same number of batches, and no sample comes twice",
-    "use_seedable_sampler": "is kept as set; the order of samples follows from a seed in any case",
+    "use_seedable_sampler": "True gives the very order of accelerate's SeedableRandomSampler; the order of samples "
+    "follows from a seed in any case",
     "save": "writes safetensors (a name in .safetensors) or JSON (.json); other endings are refused, for pickle is "
     "never written",
     "fp8_backend": "is always NO: eight-bit training is not built",

@@ -97,6 +97,8 @@ def test_variables_without_their_switch_are_not_read() -> None:
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism"),
     ({"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "CHECKPOINTING_OFFLOAD"),
     ({"ACCELERATE_USE_CPU": "perhaps"}, "ACCELERATE_USE_CPU"),
+    ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "ACCELERATE_TORCH_DEVICE"),
+    (of_accelerate("--enable_cpu_affinity"), "ACCELERATE_CPU_AFFINITY"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(environ: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

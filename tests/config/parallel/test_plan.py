@@ -48,10 +48,16 @@ def test_prefetch(said: dict[str, Any], forward: int, backward: int) -> None:
     ({"use_fsdp": True, "parallelism_config_dp_replicate_size": "3"}, "must divide"),
     ({"parallelism_config_dp_replicate_size": "3"}, "there are 2"),
     ({"strategy": "ddp", "parallelism_config_dp_shard_size": "2"}, "contradicts"),
+    ({"use_fsdp": True, "fsdp_offload_params": "true", "mixed_precision": "fp16"}, "use bf16"),
 ])  # fmt: skip
 def test_what_cannot_be(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planned(**flags)
+
+
+def test_fp16_on_the_host_alone_needs_no_way_between_devices() -> None:
+    flags = {"use_fsdp": True, "fsdp_offload_params": "true", "mixed_precision": "fp16", "cpu": True}
+    assert planned(**flags).dist.shard.cpu_offload
 
 
 def test_what_has_no_meaning_in_fsdp2_is_said_once(said: list[str]) -> None:

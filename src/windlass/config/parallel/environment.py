@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.kinds import anything
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
@@ -12,11 +14,28 @@ from windlass.core.errors import ConfigError, Problem
 OWN_VARIABLE = "WINDLASS_PARALLEL"
 # Switches without which accelerate reads none of the variables that begin so.
 _SWITCHES = {"FSDP_": "ACCELERATE_USE_FSDP", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}
-# Engines that are not built. Refusing the switch refuses the variables that mean nothing without it.
-ENGINES = {
+
+
+def _alone(name: str, reason: str, written: str | None = None) -> Key:
+    """A variable that only the environment can say."""
+    return Key(name, anything, None, "Not built.", "file", (name,), written=written, refused=reason)
+
+
+# Engines that are not built (refusing the switch refuses the variables that mean nothing without it), and variables
+# that have no setting.
+REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": KEYS["launch.use_deepspeed"],
     "ACCELERATE_USE_MEGATRON_LM": KEYS["launch.use_megatron_lm"],
     "ACCELERATE_USE_SAGEMAKER": KEYS["file.use_sagemaker"],
+    "ACCELERATE_CPU_AFFINITY": _alone(
+        "cpu_affinity",
+        "is not read: `windlass launch --enable_cpu_affinity` binds processes to their cores",
+        "0",
+    ),
+    "ACCELERATE_TORCH_DEVICE": _alone(
+        "torch_device",
+        "is not read: a process takes the accelerator of its own rank; say --cpu to leave them alone",
+    ),
 }
 
 
@@ -51,7 +70,7 @@ def _own(text: str) -> Settings:
 
 def _foreign(environ: Mapping[str, str]) -> Settings:
     settings = Settings()
-    for name, key in ENGINES.items():
+    for name, key in REFUSED.items():
         settings.say(key, environ.get(name), name, "variable")
     for name, key in VARIABLES.items():
         raw = environ.get(name, "")

@@ -89,11 +89,21 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     wrap, layers = settings.get(rows.FSDP_WRAP.name), settings.get(rows.FSDP_LAYERS.name)
     if wrap is not None and layers is not None and not wrap.weak and wrap.value == "size" and layers.value:
         yield contradiction(layers, wrap)
+    yield from _scale_reaches_gradients(settings)
     if settings.value(rows.DDP_HOOK) != "no":
         said = settings[rows.DDP_HOOK.name]
         yield Problem(
             said.origin, said.value, "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
         )
+
+
+def _scale_reaches_gradients(settings: Settings) -> Iterator[Problem]:
+    """Without an accelerator everything is on the host anyway."""
+    offloads = settings.value(rows.FSDP_OFFLOAD) and not settings.value(rows.CPU)
+    if offloads and settings.value(rows.PRECISION) == "fp16":
+        said = settings[rows.FSDP_OFFLOAD.name]
+        fix = "keeps gradients on the host, where an accelerator's fp16 loss scale does not reach; use bf16"
+        yield Problem(said.origin, said.value, fix)
 
 
 def _sharding_that_is_off(settings: Settings) -> Iterator[Problem]:
