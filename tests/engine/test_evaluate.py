@@ -367,3 +367,22 @@ def test_uneven_shards_cover_the_data() -> None:
     for world in (1, 2, 3):
         ids = [i for rank in range(world) for run in shards(97, 5, rank, world) for i in run]
         assert sorted(ids) == list(range(97))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_rank_that_fails_tells_others_only_where_they_listen(in_step: bool) -> None:
+    told: list[Any] = []
+
+    class Told(SoloGroup):
+        def gather_json(self, value: Any) -> list[Any]:
+            told.append(value)
+            return [value]
+
+    def fails(batch: Any) -> Any:
+        raise ArithmeticError("mine")
+
+    with pytest.raises(ArithmeticError, match="mine"):
+        evaluation_loop(
+            [([0], {})], fails, EvalRequest(), weigh=lambda batch: 1.0, group=Told(), in_step=in_step
+        )
+    assert len(told) == (0 if in_step else 1), "others that wait in a forward hear nothing else"

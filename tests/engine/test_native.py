@@ -208,3 +208,8 @@ def test_an_update_without_targets_leaves_weights_and_optimizer_alone() -> None:
     assert executor.run_step(group(1), request(), Hooks(executor)).applied, "the next one is made"
     # The loss brought its own weight, of which the count of targets knows nothing.
     assert executor.run_step(group(1), empty, Hooks(executor, weight=0.5)).applied
+
+
+def test_nothing_to_clip() -> None:
+    executor = executor_of(model())
+    assert float(executor.clip(0.0)) == 0.0

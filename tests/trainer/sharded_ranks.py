@@ -10,16 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.trainer.elastic_ranks import SAMPLES, stretch
 from tests.trainer.small import Net, arguments, rows
 
-from windlass import Trainer
+from windlass import Trainer, TrainerCallback
+from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import is_sharded, whole
 
 SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
 IN_PARTS: dict[str, Any] = {**SHARDED, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", 0))
 
 
 def resumed_runs(folder: Path) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def after_training(folder: Path) -> dict[str, Any]:
     args = arguments(folder / "after", max_steps=3, num_train_epochs=1, **SHARDED)
     trainer = Trainer(Net().double(), args, train_dataset=data, eval_dataset=data[:7])
     trainer.train()
+    trainer.evaluate()
+    assert all(is_sharded(p) for p in trainer.model.parameters()), "freed after an evaluation"
     trainer.train()
     trainer.save_model()
     predicted = trainer.predict(data[:3])
@@ -70,6 +74,52 @@ def iter_of(data: list[Any]) -> Any:
             return iter(data)
 
     return Stream()
+
+
+def one_rank_cannot_save(folder: Path) -> None:
+    """It fails beside collectives that the others are in: all stop, and none waits."""
+    data = [{**row, "x": row["x"].double()} for row in rows(SAMPLES)]
+    args = arguments(folder / "unsaved", max_steps=1, save_strategy="steps", save_steps=1, **SHARDED)
+    trainer = Trainer(Net().double(), args, train_dataset=data, callbacks=[Stateless()])
+    with pytest.raises(ZeroDivisionError if RANK == 1 else CheckpointError):
+        trainer.train()
+    torch.distributed.barrier()
+    assert not (folder / "unsaved" / "checkpoint-1").exists()
+
+
+class Stateless(TrainerCallback):
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"inverse": 1 / (RANK - 1)}}
+
+
+class Shifting(torch.nn.Module):
+    """A causal model: the first label of a row is no target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))[:, :-1].flatten(0, 1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())}
+
+
+def untargeted_rank(folder: Path) -> list[list[float]]:
+    """Rank 1's first batch holds no target, so only rank 0's tells what the loss is a mean over."""
+    args = {"max_steps": 3, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+    model = Shifting().double()
+    trainer = Trainer(model, arguments(folder / "untargeted", **args, **SHARDED), train_dataset=untargeted())
+    trainer.train()
+    return [whole(p).flatten().tolist() for p in model.parameters()]
+
+
+def untargeted() -> list[dict[str, torch.Tensor]]:
+    tokens = [(torch.arange(5) + index) % 7 for index in range(12)]
+    return [
+        {"input_ids": row, "labels": row if index not in (2, 3) else torch.full((5,), -100)}
+        for index, row in enumerate(tokens)
+    ]
 
 
 def own_optimizer(folder: Path) -> list[list[float]]:
@@ -95,7 +145,9 @@ def main() -> None:
         "resumed": resumed_runs(folder),
         "after": after_training(folder),
         "own": own_optimizer(folder),
+        "untargeted": untargeted_rank(folder),
     }
+    one_rank_cannot_save(folder)
     (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 
 

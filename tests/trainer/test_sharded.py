@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer.elastic_ranks import SAMPLES, stretch
+from tests.trainer.sharded_ranks import Shifting, untargeted
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, load_weights
@@ -90,6 +91,16 @@ def test_a_model_that_stays_sharded_evaluates_predicts_saves_and_trains_on(
     saved = Net().double()
     load_weights(folder / "after", saved)
     assert [p.flatten().tolist() for p in saved.parameters()] == after["weights"]
+
+
+def test_a_rank_whose_first_batch_has_no_target_keeps_nobody_waiting(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    args = {"max_steps": 3, "train_sampling_strategy": "sequential", "per_device_train_batch_size": 4}
+    model = Shifting().double()
+    Trainer(model, arguments(tmp_path, **args), train_dataset=untargeted()).train()
+    for ours, theirs in zip(said["untargeted"], model.parameters(), strict=True):
+        assert ours == pytest.approx(theirs.flatten().tolist(), abs=TOLERANCE)
 
 
 def test_an_optimizer_that_was_there_before_follows(said: dict[str, Any], tmp_path: Path) -> None:

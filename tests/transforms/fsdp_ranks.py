@@ -274,6 +274,10 @@ def unused(gang: Gang) -> None:
         if parameter.grad is not None:
             own = whole(strategy.module.get_parameter(name).grad)
             assert torch.allclose(own, parameter.grad, rtol=1e-12), name
+    some = [p.grad for p in strategy.module.parameters() if p.grad is not None and RANK == 0]
+    norm = strategy.total_norm(some)
+    assert float(norm) > 0, "a rank without gradients keeps nobody waiting, and gets the norm too"
+    assert float(gang.sum(norm.double() / SIZE)) == float(norm)
 
 
 class Skipping:

@@ -17,14 +17,17 @@ from tests.transforms.fsdp_ranks import (
     optimizer_of,
     same_tensors,
 )
+from torch import nn
 
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state
 from windlass.checkpoint.sharded import merge_parts
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights
-from windlass.config.plan import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.dist.gang import Gang, leave
+from windlass.engine.native import NativeExecutor
+from windlass.transforms.fsdp import shard
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 
@@ -64,3 +67,25 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     finally:
         leave()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.gpu
+def test_gradients_kept_on_the_host_beside_others_on_the_device() -> None:
+    device, gang = torch.device("cuda", 0), Gang()
+    plan = DistPlan(strategy="fsdp", shard=ShardPlan(cpu_offload=True, **BLOCKS))
+    expected, module = model().to(device), model()
+    try:
+        strategy = shard(module, device, plan, gang)
+        executor = NativeExecutor(strategy, optimizer_of(module), device)
+        for one in (expected, module):
+            one(torch.ones(1, 4, dtype=torch.long, device=device)).square().mean().backward()
+        norm = executor.clip(0.01, rescale=torch.tensor(2.0, device=device))
+        assert {p.grad.device.type for p in module.parameters() if p.grad is not None} == {"cpu", "cuda"}
+        assert float(norm) == pytest.approx(2 * float(nn.utils.get_total_norm(gradients_of(expected))))
+        assert float(strategy.total_norm(gradients_of(module))) == pytest.approx(0.01, rel=1e-3)
+    finally:
+        leave()
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

@@ -6,6 +6,7 @@ see every batch of every rank). Unless predictions are asked for, memory does no
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ def evaluation_loop(
     *,
     weigh: Callable[[Any], float],
     group: EvalGroup | None = None,
+    in_step: bool = False,
     on_batch: Callable[[], None] = lambda: None,
 ) -> EvalLoopOutput:
     """Run the model over this rank's batches and join the outcome of all ranks. Collective.
@@ -108,6 +110,8 @@ def evaluation_loop(
         request: what is wanted of it.
         weigh: number of targets in a batch, on the host: the weight of its mean loss.
         group: the ranks; a world of one by default.
+        in_step: every forward needs all ranks. One that fails then tells nobody, for the others wait for it in a
+            forward, where they hear nothing else: they are let go when its process ends.
         on_batch: called after each batch of this rank.
 
     Returns:
@@ -123,7 +127,7 @@ def evaluation_loop(
     """
     ranks = SoloGroup() if group is None else group
     run = _Evaluation(request, weigh, ranks)
-    with telling_others(ranks):
+    with contextlib.nullcontext() if in_step else telling_others(ranks):
         for ids, batch in batches:
             if ids is None:
                 predict_step(batch)

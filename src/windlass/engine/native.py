@@ -120,12 +120,20 @@ class NativeExecutor:
         local = self.strategy.local(gradients)
         if rescale is not None and local:
             # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-            torch._foreach_mul_(local, rescale.to(torch.promote_types(local[0].dtype, torch.float32)))
+            self._multiply(local, rescale.to(torch.promote_types(local[0].dtype, torch.float32)))
         norm = self.strategy.total_norm(gradients)
-        if max_norm is not None and not self._is_within(norm, max_norm):
+        if max_norm is not None and local and not self._is_within(norm, max_norm):
             # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
-            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            self._multiply(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def _multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
+        if not self.strategy.sharded:
+            torch._foreach_mul_(gradients, factor)
+            return
+        # Those of a sharded model may be kept on the host, with others beside them on the device.
+        for device in {gradient.device for gradient in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""

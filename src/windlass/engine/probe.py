@@ -47,11 +47,17 @@ class Probe:
     def shifts_labels(self, batch: Any, counter: TargetCounter, loss: Loss) -> bool:
         """Whether the first label of each row is no target (a causal model that shifts by itself)."""
         only_first = _only_first_label(batch, counter)
-        asked = float(only_first is not None)
-        answer = self._value(loss, only_first, None) if only_first is not None else math.nan
-        votes_for = asked * float(not math.isfinite(answer) or answer == 0.0)
-        votes, voters = self._sum_over_ranks(torch.tensor([votes_for, asked], dtype=torch.float64)).tolist()
-        return bool(voters > 0 and votes * 2 > voters)
+        (voters,) = self._summed(float(only_first is not None))
+        if not voters:
+            return False
+        vote = 0.0
+        if only_first is not None:
+            answer = self._value(loss, only_first, None)
+            vote = float(not math.isfinite(answer) or answer == 0.0)
+        elif batch is not None:
+            self._value(loss, batch, None)  # the voters' forwards need this rank where the model is sharded
+        (votes,) = self._summed(vote)
+        return votes * 2 > voters
 
     def divides(self, batch: Any, loss: Loss, denominator: float) -> bool | None:
         """True: the loss halves when the denominator doubles. False: it stays. None: neither."""

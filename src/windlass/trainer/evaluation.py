@@ -130,6 +130,7 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
                 request,
                 weigh=self.count_targets,
                 group=self._eval_group(),
+                in_step=self._strategy.sharded,
                 on_batch=on_batch,
             )
 

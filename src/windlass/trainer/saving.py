@@ -98,12 +98,14 @@ class SavingMixin(TrainerBase):
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(manager.store.path_for(step))
         best = self.state.best_model_checkpoint
-        # A part that cannot give its state must not leave other ranks waiting.
+        # A part that cannot give its state must not leave other ranks waiting: in the vote at the end of this block,
+        # nor in a gathering of tensors that it never came to, so what all ranks do together comes first.
         with manager.store.agreed(step):
-            self.state.stateful_callbacks = self.callback_handler.state_dict()
-            shared, per_rank = self._shared_state(), self._rank_state()
-            parts = self._parts_of_ranks(shared) if self._strategy.saves_parts else {}
+            shared, parts = self._tensor_states()
             weights = {} if parts else self._gathered_weights()
+            self.state.stateful_callbacks = self.callback_handler.state_dict()
+            shared |= self._shared_state()
+            per_rank = self._rank_state()
             model_bytes = sum(map(weights_bytes, parts.values()))
             model_bytes += weights_bytes(self.model.state_dict() if weights is None else weights)
         saved = manager.save(
@@ -131,9 +133,6 @@ class SavingMixin(TrainerBase):
         shared: dict[str, State] = {"trainer_state": self.state.to_dict()}
         if self.args.save_only_model:
             return shared
-        assert self.optimizer is not None, "a run that saves has an optimizer"
-        if not self._strategy.saves_parts:
-            shared["optimizer"] = save_optimizer_state(self.optimizer, self.model)
         return {
             **shared,
             "schedule": self._run.schedule.state_dict(),
@@ -141,13 +140,21 @@ class SavingMixin(TrainerBase):
             "loop": self._run.loop.state_dict(),
         }
 
-    def _parts_of_ranks(self, shared: dict[str, State]) -> dict[str, Mapping[str, Any]]:
-        """The tensors that every rank writes its parts of; the rest of the optimizer's state goes into `shared`."""
-        parts: dict[str, Mapping[str, Any]] = {"model": self.model.state_dict(keep_vars=True)}
-        if not self.args.save_only_model:
-            assert self.optimizer is not None, "a run that saves has an optimizer"
-            shared["optimizer"], parts["optimizer"] = split_optimizer_state(self.optimizer, self.model)
-        return parts
+    def _tensor_states(self) -> tuple[dict[str, State], dict[str, Mapping[str, Any]]]:
+        """The optimizer's state for the main process to write, and the tensors of which every rank writes its part:
+        none of these where whole tensors are saved. Collective.
+        """
+        in_parts = self._strategy.saves_parts
+        parts: dict[str, Mapping[str, Any]] = (
+            {"model": self.model.state_dict(keep_vars=True)} if in_parts else {}
+        )
+        if self.args.save_only_model:
+            return {}, parts
+        assert self.optimizer is not None, "a run that saves has an optimizer"
+        if not in_parts:
+            return {"optimizer": save_optimizer_state(self.optimizer, self.model)}, {}
+        state, parts["optimizer"] = split_optimizer_state(self.optimizer, self.model)
+        return {"optimizer": state}, parts
 
     def _rank_state(self) -> dict[str, State]:
         if self.args.save_only_model:

@@ -63,16 +63,13 @@ class FullyShardedModel:
             _check_same_plan(module, self._plan)
         else:
             shard_(module, self._device, plan, gang)
+        _free_after_evaluations(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
         # Gradients that are kept on the host are measured there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._forwards = self._seen = 0
-        self._is_gathered = False
-        self._hooks = (
-            module.register_forward_pre_hook(self._count),
-            module.register_forward_hook(self._free_root),
-        )
+        self._hook = module.register_forward_pre_hook(self._count)
 
     @property
     def model(self) -> nn.Module:
@@ -84,13 +81,6 @@ class FullyShardedModel:
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
         self._forwards += 1
-
-    def _free_root(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """The root's parameters stay whole for the backward; after an evaluation none comes that would free them, and
-        whoever looks at the parameters then must find the sharded ones.
-        """
-        if not torch.is_grad_enabled() and not self._is_gathered:
-            self._root.reshard()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -134,25 +124,26 @@ class FullyShardedModel:
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Every element counts once: what several ranks hold is divided by how many they are."""
-        squares: list[Tensor] = []
-        for count, members in self._by_copies(gradients).items():
+        # A rank without any gradient adds nothing, and must not leave the others waiting for it.
+        total = torch.zeros((), dtype=torch.float64, device="cpu" if self._on_host else self._device)
+        for (count, _), members in self._by_copies(gradients).items():
             norms = torch._foreach_norm(locals_of(members))
-            squares.append(torch.linalg.vector_norm(torch.stack(norms)).double().square() / count)
-        if not squares:
-            return torch.zeros((), device="cpu" if self._on_host else self._device)
-        total = torch.stack(squares).sum()
+            square = torch.linalg.vector_norm(torch.stack(norms)).double().square() / count
+            total += square.to(total.device)
         total = self._gang.sum(total) if self._on_host else self._gang.sum_on_device(total)
-        return total.sqrt().to(gradients[0].dtype)
+        return total.sqrt().to(gradients[0].dtype if gradients else torch.float32)
 
-    def _by_copies(self, gradients: list[Tensor]) -> dict[int, list[Tensor]]:
-        """Gradients by the number of ranks that hold each of their elements."""
-        found: dict[int, list[Tensor]] = {}
+    def _by_copies(self, gradients: list[Tensor]) -> dict[tuple[int, torch.device], list[Tensor]]:
+        """Gradients by the number of ranks that hold each of their elements, and by where they lie: what is not
+        sharded stays on the device when the rest is kept on the host.
+        """
+        found: dict[tuple[int, torch.device], list[Tensor]] = {}
         for gradient in gradients:
             count = self._gang.size
             if is_sharded(gradient):
                 # Ranks outside its mesh hold copies of it too, on a mesh like it.
                 count = count // gradient.device_mesh.size() * copies(gradient)
-            found.setdefault(count, []).append(gradient)
+            found.setdefault((count, gradient.device), []).append(gradient)
         return found
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
@@ -230,11 +221,11 @@ class FullyShardedModel:
         for unit in self._units:
             unit.unshard()
         self._free_after_forward(False)
-        self._is_gathered = True
+        self._module._is_gathered = True  # type: ignore[assignment]
         try:
             yield
         finally:
-            self._is_gathered = False
+            self._module._is_gathered = False  # type: ignore[assignment]
             for unit in self._units:
                 unit.reshard()
             self._free_after_forward(True)
@@ -246,8 +237,7 @@ class FullyShardedModel:
 
     def release(self) -> None:
         """The module stays sharded: whole, it may not fit."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         self._plain.release()
 
 
@@ -287,6 +277,22 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
         )
     _set_order([m for m in module.modules() if isinstance(m, FSDPModule)], plan, chosen)
     module._sharded_by = chosen  # type: ignore[assignment]
+
+
+def _free_after_evaluations(module: nn.Module) -> None:
+    """The root's parameters stay whole for the backward. After an evaluation none comes that would free them, and
+    whoever looks at the parameters then must find the sharded ones: as long as there is the module, once.
+    """
+    assert isinstance(module, FSDPModule)
+    module.reshard()
+    if not hasattr(module, "_is_gathered"):
+        module._is_gathered = False  # type: ignore[assignment]
+        module.register_forward_hook(_free_root)
+
+
+def _free_root(module: Any, arguments: Any, output: Any) -> None:
+    if not torch.is_grad_enabled() and not module._is_gathered:
+        module.reshard()
 
 
 def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
