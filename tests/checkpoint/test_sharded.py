@@ -60,6 +60,15 @@ def test_plain_tensors_are_written_by_the_main_process(tmp_path: Path) -> None:
         load_parts(tmp_path, nn.Linear(2, 3))
 
 
+def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
+    layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    wrapped = nn.Module()
+    wrapped._checkpoint_wrapped_module = layer
+    write_parts(tmp_path, "model", wrapped.state_dict(keep_vars=True), World())
+    load_parts(tmp_path, other)
+    assert torch.equal(layer.weight, other.weight)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
-from windlass.checkpoint.names import shorten
+from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, open_tensors, write_tensors
 from windlass.checkpoint.weights import fill, save_weights, split_aliases
@@ -54,7 +54,8 @@ def write_parts(
     """Write this rank's parts of `tensors`; rank 0 also writes the index. Ranks do not talk to each other.
 
     Args:
-        tensors: the same names in the same order on every rank; plain tensors are rank 0's.
+        tensors: the same names in the same order on every rank; plain tensors are rank 0's. They are stored under
+            canonical names (no wrapper prefixes).
 
     Returns:
         What this rank wrote, by file name.
@@ -64,7 +65,8 @@ def write_parts(
             one dimension.
     """
     files = files or Files()
-    stored, aliases = split_aliases(tensors)
+    names = canonical_names(tensors)
+    stored, aliases = split_aliases({names[name]: tensor for name, tensor in tensors.items()})
     index = {name: _entry(name, tensor) for name, tensor in stored.items()}
     mine = {
         name: local(stored[name])
