@@ -131,7 +131,7 @@ class FullyShardedModel:
             square = torch.linalg.vector_norm(torch.stack(norms)).double().square() / count
             total += square.to(total.device)
         total = self._gang.sum(total) if self._on_host else self._gang.sum_on_device(total)
-        return total.sqrt().to(gradients[0].dtype if gradients else torch.float32)
+        return total.sqrt().to(gradients[0].dtype if gradients else total.dtype)
 
     def _by_copies(self, gradients: list[Tensor]) -> dict[tuple[int, torch.device], list[Tensor]]:
         """Gradients by the number of ranks that hold each of their elements, and by where they lie: what is not
