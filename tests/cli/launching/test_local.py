@@ -9,22 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT
+from tests.dist.launch import end_all, run_to_its_end
 
 SCRIPT = Path(__file__).parent / "failing_ranks.py"
 
 
 def windlass(*words: object, timeout: float = 120) -> tuple[int, str]:
     """Exit code and everything printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    command = [sys.executable, "-m", "windlass", *map(str, words)]
+    return run_to_its_end(command, timeout=timeout, environ={"WINDLASS_HOME": "/nowhere"})
 
 
 def launch(how: str, *flags: object) -> tuple[int, str]:
@@ -74,10 +67,13 @@ def test_a_launcher_that_is_told_to_stop_takes_its_processes_along(tmp_path: Pat
         env={**os.environ, "WINDLASS_HOME": "/nowhere"}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert launcher.stdout is not None
-    pids = [int(launcher.stdout.readline()) for _ in range(2)]
-    launcher.send_signal(signal.SIGTERM)
-    # The pipe ends when the last process that holds it has gone.
-    launcher.communicate(timeout=60)
+    try:
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(signal.SIGTERM)
+        # The pipe ends when the last process that holds it has gone.
+        launcher.communicate(timeout=60)
+    finally:
+        end_all(launcher)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert not [pid for pid in pids if "waits.py" in _command_of(pid)]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.machines import free_port
-from tests.dist.launch import ROOT
+from tests.dist.launch import run_to_its_end
 
 SCRIPT = Path(__file__).parent / "any_launcher.py"
 LAUNCHERS = {
@@ -27,15 +25,10 @@ LAUNCHERS = {
 def test_a_script_runs_under_any_launcher(launcher: str, tmp_path: Path) -> None:
     words = [word.format(port=free_port()) for word in LAUNCHERS[launcher]]
     nowhere = {"WINDLASS_HOME": "/nowhere", "HF_HOME": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", *words, str(SCRIPT), str(tmp_path)],
-        env={**os.environ, **nowhere, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    code, said = run_to_its_end(
+        [sys.executable, "-m", *words, str(SCRIPT), str(tmp_path)], timeout=200, environ=nowhere
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, said
     precision = "no" if launcher == "torch" else "bf16"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "0": f"2 {precision} cpu",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tests.cli.launching.machines import MachineHere, free_port, two_machines
 from tests.cli.launching.resuming_ranks import UPDATES, train
-from tests.dist.launch import ROOT
+from tests.dist.launch import ROOT, end_all
 
 SCRIPT = Path(__file__).parent / "resuming_ranks.py"
 
@@ -42,7 +42,11 @@ def test_a_job_whose_worker_was_killed_starts_again_and_ends_with_the_right_weig
             )
             for rank in (1, 0)
         ]
-        said = [job.communicate(timeout=200)[0] for job in jobs]
+        try:
+            said = [job.communicate(timeout=200)[0] for job in jobs]
+        finally:
+            for job in jobs:
+                end_all(job)
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
     assert "rank 1 of machine 1" in said[0]
     assert "rank 0 of machine 0" in said[1]
