@@ -183,6 +183,8 @@ def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str
         assert "is in use" in complaints(*two, script)
         second = resolved(*two, "--machine_rank", "1", script)
         assert (second.machine_rank, second.main_address) == (1, "h")
+        # Without ranks it may be the other machine that listens there.
+        assert resolved(*two, "--rdzv_backend", "c10d", script).rendezvous == "c10d"
     assert resolved("--main_process_port", "0", script).main_port == 0
 
 

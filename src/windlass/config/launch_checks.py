@@ -145,7 +145,9 @@ def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
             )
         if not plan.main_port:
             yield _problem(plan, rows.MAIN_PORT, "is needed for several machines: a free port on machine 0")
-    if plan.main_port and plan.machine_rank == 0 and machine.port_in_use(plan.main_port):
+    # Without ranks, whoever can listens at the port, and the others find it there.
+    listens = plan.machine_rank == 0 and (plan.machines == 1 or plan.rendezvous == "static")
+    if plan.main_port and listens and machine.port_in_use(plan.main_port):
         fix = "is in use on this machine; take another, or 0 on one machine, which chooses a free one"
         yield _problem(plan, rows.MAIN_PORT, fix)
 

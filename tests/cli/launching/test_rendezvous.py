@@ -11,7 +11,7 @@ import pytest
 from tests.cli.launching.machines import free_port
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from windlass.cli.launching.environment import address_towards
+from windlass.cli.launching.environment import address_towards, can_listen
 from windlass.cli.launching.rendezvous import Meeting, UnreachableError, meet, wait_until_reachable
 
 
@@ -48,6 +48,16 @@ def test_the_launcher_ends_with_a_code_of_its_own() -> None:
 
 def test_an_address_of_this_machine_leads_to_the_other() -> None:
     assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
+
+
+def test_who_can_listen_holds_the_store() -> None:
+    port = free_port()
+    assert can_listen("127.0.0.1", port)
+    assert not can_listen("192.0.2.1", port), "an address of nobody"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        assert not can_listen("127.0.0.1", port)
 
 
 def _meeting(port: int, rank: int | None, hosts: bool, **changes: Any) -> Meeting:

@@ -46,6 +46,17 @@ def _interface(plan: LaunchPlan) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
+def can_listen(address: str, port: int) -> bool:
+    """Whether `address` is one of this machine's and nobody listens at `port` there yet."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
 def address_towards(address: str, port: int) -> str:
     """The address of this machine on the way to `address`. Nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 
 from windlass.cli.launching.agent import Patience, WatchingAgent
-from windlass.cli.launching.environment import worker_environment
+from windlass.cli.launching.environment import can_listen, worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
 from windlass.core.errors import ConfigError, Problem
@@ -87,8 +87,11 @@ def _meeting(plan: LaunchPlan) -> Meeting:
         port = plan.main_port or 0
         return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait, options)
     address, port = plan.main_address or _LOCALHOST, plan.main_port or 29500
-    rank = plan.machine_rank if plan.rendezvous == "static" else None
-    return Meeting(address, port, plan.machines, rank, plan.machine_rank == 0, run_id, wait, options)
+    if plan.rendezvous == "static":
+        rank, hosts = plan.machine_rank, plan.machine_rank == 0
+    else:
+        rank, hosts = None, can_listen(address, port)
+    return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, options)
 
 
 def _seconds(value: Any) -> int:
