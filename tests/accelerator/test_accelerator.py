@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.config.plan import PrecisionPlan
-from windlass.core.errors import ModelError
+from windlass.config.plugins import GradScalerKwargs
+from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import Gang
 
 CPU = torch.device("cpu")
@@ -75,3 +78,16 @@ def test_the_trainer_spreads_its_objects_itself(accelerator: Accelerator) -> Non
 def test_unwrapping_what_is_not_wrapped(accelerator: Accelerator) -> None:
     module = nn.Linear(1, 1)
     assert accelerator.unwrap_model(module) is module
+
+
+@pytest.mark.parametrize(("argument", "value", "words"), [
+    ("dataloader_config", {"split_batches": True}, "must be a DataLoaderConfiguration of windlass, and is a dict"),
+    ("fsdp_plugin", True, "must be a FullyShardedDataParallelPlugin of windlass"),
+    ("kwargs_handlers", GradScalerKwargs(), "must be a list, and is a GradScalerKwargs"),
+    ("rng_types", "torch", "must be a list, and is a str"),
+    ("step_scheduler_with_optimizer", "no", "must be True or False, and is a str"),
+])  # fmt: skip
+def test_arguments_of_another_kind_are_named(argument: str, value: Any, words: str) -> None:
+    options: dict[str, Any] = {argument: value, "cpu": True}
+    with pytest.raises(ConfigError, match=rf"Accelerator\({argument}=\)=.*{words}"):
+        Accelerator(**options)

@@ -29,6 +29,20 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]
+_PARTS: dict[str, type] = {
+    "dataloader_config": DataLoaderConfiguration,
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+    "parallelism_config": ParallelismConfig,
+    "kwargs_handlers": list,
+    "rng_types": list,
+    "device_placement": bool,
+    "cpu": bool,
+    "step_scheduler_with_optimizer": bool,
+}
 _UNITS = ("loader_batch", "optimizer_step")
 _RNG_TYPES = ("torch", "cuda", "xpu", "generator")
 
@@ -114,6 +128,8 @@ def resolve_settings(request: Request, world: World) -> Settings:
     Raises:
         ConfigError: everything that is wrong or cannot be honoured, all at once.
     """
+    if wrong := list(_wrong_kinds(request)):
+        raise ConfigError(wrong)
     handlers, problems = _handlers(request.kwargs_handlers or [])
     loader, project = _loader(request), _project(request)
     problems += [*_contradictions(request), *_unknown_words(request), *_project_problems(project)]
@@ -148,6 +164,18 @@ def resolve_settings(request: Request, world: World) -> Settings:
         fsdp=request.fsdp_plugin,
         rng_types=tuple(str(kind) for kind in request.rng_types or ("generator",)),
     )
+
+
+def _wrong_kinds(request: Request) -> Iterator[Problem]:
+    """Arguments that are not what the rest takes for granted."""
+    for name, kind in _PARTS.items():
+        value = getattr(request, name)
+        listed = kind is list and isinstance(value, tuple)
+        if value is not None and not isinstance(value, kind) and not listed:
+            known = "True or False" if kind is bool else f"a {kind.__name__}"
+            home = " of windlass" if kind.__module__.startswith("windlass.") else ""
+            fix = f"must be {known}{home}, and is a {type(value).__name__}"
+            yield Problem(f"Accelerator({name}=)", value, fix)
 
 
 def _parallel(request: Request, handlers: Handlers, world: World) -> tuple[Parallel | None, list[Problem]]:
