@@ -287,6 +287,22 @@ def test_mixed_precision_comes_off_a_model_again() -> None:
     assert exact(x)[0, 0] == 1 + 2**-10
 
 
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_model_gives_its_exact_forward_back(compiled_first: bool) -> None:
+    accelerator = make(False, mixed_precision="bf16")
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2) / 3
+    want = model(x)
+    if compiled_first:
+        prepared = accelerator.prepare(torch.compile(model, backend="eager"))
+    else:
+        prepared = torch.compile(accelerator.prepare(model), backend="eager")
+    assert not torch.equal(prepared(x), want)
+    found = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
+    assert found is model
+    assert torch.equal(found(x), want)
+
+
 # --- LossTerms --------------------------------------------------------------------------------------------------------
 
 

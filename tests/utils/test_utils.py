@@ -168,6 +168,12 @@ def test_wrappers_come_off() -> None:
     assert ours.is_compiled_module(compiled)
     assert ours.extract_model_from_parallel(compiled) is compiled
     assert ours.extract_model_from_parallel(compiled, keep_torch_compile=False) is inner
+    replicated = nn.DataParallel(inner)
+    training = torch.compile(replicated, backend="eager")
+    saved = ours.extract_model_from_parallel(training)
+    assert ours.is_compiled_module(saved)
+    assert saved._orig_mod is inner
+    assert training._orig_mod is replicated  # and goes on as it was
     nested = nn.Sequential(nn.DataParallel(inner))
     assert ours.extract_model_from_parallel(nested, recursive=True)[0] is inner
     assert not ours.model_has_dtensor(inner)

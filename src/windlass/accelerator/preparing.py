@@ -13,11 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from windlass.accelerator.base import Core
-from windlass.accelerator.forward import mix_precision, refuse_raw_forward, restore_forward
+from windlass.accelerator.forward import mix_precision, refuse_raw_forward
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.properties import Properties
 from windlass.accelerator.schedule import PreparedSchedule
 from windlass.accelerator.stepping import Stepping
+from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -164,14 +165,11 @@ class Preparing(Properties, Stepping, Core):
             keep_torch_compile: False takes compilation off; wrappers that `torch.compile(model)` made count too.
         """
         strategy = self._prepared.strategy_of(model)
-        module: Any = model if strategy is None else strategy.module
-        while isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        if not keep_fp32_wrapper:
-            restore_forward(module)
+        module: Any = extract_model_from_parallel(
+            model if strategy is None else strategy.module, keep_fp32_wrapper, keep_torch_compile
+        )
         if not keep_torch_compile:
-            module = getattr(module, "_orig_mod", module)
-            module._compiled_call_impl = None
+            module._compiled_call_impl = None  # `module.compile()` leaves no wrapper
         return module  # type: ignore[no-any-return]
 
     # --- optimizers and schedules -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Small things that scripts import: unwrapped models, files of tensors, names, sizes, ports."""
+"""Small things that scripts import: files of tensors, names, sizes, ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.forward import restore_forward
 from windlass.accelerator.restoring import save_tensors
 from windlass.accelerator.state import PartialState
 from windlass.checkpoint.files import Files
@@ -23,39 +22,6 @@ from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import convert_to_fp32
 from windlass.dist.sharded import is_sharded
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` made this wrapper."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
-def extract_model_from_parallel(
-    model: nn.Module,
-    keep_fp32_wrapper: bool = True,
-    keep_torch_compile: bool = True,
-    recursive: bool = False,
-) -> nn.Module:
-    """The module behind wrappers of data parallelism.
-
-    Args:
-        keep_fp32_wrapper: False takes mixed precision off its forward.
-        keep_torch_compile: False takes the compiler's wrapper off too.
-        recursive: also unwrap its submodules.
-    """
-    compiled: Any = model if is_compiled_module(model) else None
-    module: Any = model if compiled is None else compiled._orig_mod
-    while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        module = module.module
-    if recursive:
-        for name, child in module.named_children():
-            setattr(module, name, extract_model_from_parallel(child, recursive=True))
-    if not keep_fp32_wrapper:
-        restore_forward(module)
-    if compiled is None or not keep_torch_compile:
-        return module  # type: ignore[no-any-return]
-    compiled._orig_mod = module
-    return compiled  # type: ignore[no-any-return]
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

@@ -26,6 +26,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "windlass.accelerator.memory": (
         "clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size",
     ),
+    "windlass.accelerator.unwrapping": ("extract_model_from_parallel", "is_compiled_module"),
     "windlass.accelerator.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
     "windlass.utils.progress_bar": ("tqdm",),
     "windlass.utils.versions": ("compare_versions", "is_torch_version"),
@@ -50,8 +51,8 @@ HOMES: dict[str, tuple[str, ...]] = {
         "is_xpu_available",
     ),
     "windlass.utils.other": (
-        "clean_state_dict_for_safetensors", "convert_bytes", "convert_outputs_to_fp32", "extract_model_from_parallel",
-        "get_module_children_bottom_up", "get_pretty_name", "is_compiled_module", "is_port_in_use", "load",
+        "clean_state_dict_for_safetensors", "convert_bytes", "convert_outputs_to_fp32",
+        "get_module_children_bottom_up", "get_pretty_name", "is_port_in_use", "load",
         "merge_dicts", "model_has_dtensor", "recursive_getattr", "save", "wait_for_everyone", "write_basic_config",
     ),
     "windlass.utils.constants": (
