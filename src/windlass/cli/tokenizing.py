@@ -99,11 +99,28 @@ def _wordpiece(texts: Sequence[str], training: TokenizerTraining, specials: list
     tokenizer.normalizer = tk.normalizers.BertNormalizer(lowercase=training.lowercase)
     tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = tk.decoders.WordPiece()
+    # The trainer numbers letters within words as a hash table happens to give them, and breaks ties by number: each
+    # run, and each process of one run, would get a vocabulary of its own. Listed with the marks they have an order.
     trainer = tk.trainers.WordPieceTrainer(
-        vocab_size=training.vocab_size, special_tokens=specials, show_progress=False
+        vocab_size=training.vocab_size,
+        special_tokens=[*specials, *_letters_within_words(tokenizer, texts)],
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    learnt = tk.Tokenizer(tk.models.WordPiece(unk_token=UNKNOWN))
+    learnt.normalizer, learnt.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    learnt.train_from_iterator(texts, trainer)
+    tokenizer.model = tk.models.WordPiece(learnt.get_vocab(), unk_token=UNKNOWN)
+    tokenizer.add_special_tokens(specials)
     return tokenizer
+
+
+def _letters_within_words(tokenizer: Any, texts: Sequence[str]) -> list[str]:
+    """The letters that follow another one in a word of `texts`, as WordPiece writes them; sorted."""
+    letters: set[str] = set()
+    for text in texts:
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)):
+            letters.update(word[1:])
+    return [f"##{letter}" for letter in sorted(letters)]
 
 
 def _stand_between_marks(tokenizer: Any) -> None:

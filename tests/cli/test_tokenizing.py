@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from windlass.cli.schema import TokenizerTraining
+from windlass.cli.tokenizing import CLASSIFIER_MARKS, _trained
+
+
+def _texts() -> list[str]:
+    """Words of few letters, whose pairs are often equally frequent."""
+    draw = random.Random(0)
+    return [
+        " ".join("".join(draw.choices("abcdefghij", k=draw.randint(1, 8))) for _ in range(12)) for _ in range(60)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])
+def test_the_same_texts_give_the_same_tokenizer(algorithm: str) -> None:
+    training = TokenizerTraining(algorithm=algorithm, vocab_size=200)
+    written = {_trained(training, _texts(), "classification").backend_tokenizer.to_str() for _ in range(4)}
+    assert len(written) == 1
+
+
+def test_only_the_marks_are_special() -> None:
+    training = TokenizerTraining(algorithm="wordpiece", vocab_size=200)
+    tokenizer = _trained(training, _texts(), "classification")
+    assert set(tokenizer.all_special_tokens) == set(CLASSIFIER_MARKS.values())
+    assert set(tokenizer.get_added_vocab()) == set(CLASSIFIER_MARKS.values())
+    assert len(tokenizer) == 200
+    text = _texts()[0]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
