@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.faults import CountingFiles, Ranks, failing
 from torch import nn
 
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.sharded import load_parts, merge_parts, open_parts, rank_file, write_parts
+from windlass.checkpoint.store import Store
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError
@@ -111,3 +115,90 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"phase has dtype torch\.complex64"):
         write_parts(tmp_path, "model", {"phase": torch.ones(2, dtype=torch.complex64)}, World())
+
+
+# --- as part of a checkpoint of two ranks
+
+
+def save_in_parts(root: Path, step: int, failing_rank: int = -1, at: int = 0) -> tuple[list[Any], int]:
+    """What saving gives on each of two ranks that hold 3 and 2 rows of `weight + step`, and how many operations on the
+    disk rank 1 made; on one of them the disk fails at an operation.
+    """
+    ranks, counted = Ranks(2), CountingFiles()
+
+    def body(rank: int) -> Path | None:
+        files = CountingFiles(at, failing(errno.EIO)) if rank == failing_rank else CountingFiles()
+        if rank == 1:
+            nonlocal counted
+            counted = files
+        return CheckpointManager(ranks.store(rank, root, files)).save(
+            step,
+            shared={"state": {"step": step}},
+            per_rank={"step": step},
+            write_model=None,
+            meta={},
+            write_parts=lambda folder, files: write_rows(folder, files, rank, step),
+        )
+
+    return ranks.run(body), counted.count
+
+
+def write_rows(folder: Path, files: Files, rank: int, step: int) -> dict[str, Any]:
+    path = folder / rank_file("model", rank)
+    rows = ROWS[3 * rank : 3 * rank + 3] + step
+    written = {path.name: write_tensors(path, {"weight": rows}, files=files)}
+    if rank == 0:
+        entry = {"dtype": "F32", "shape": [5, 3], "dim": 0, "parts": [[0, 0, 3], [1, 3, 2]]}
+        index = {"version": 1, "ranks": 2, "aliases": {}, "tensors": {"weight": entry}}
+        written["model.parts.json"] = files.write(folder / "model.parts.json", [json.dumps(index).encode()])
+    return written
+
+
+def loaded_rows(root: Path) -> tuple[Path | None, torch.Tensor | None]:
+    """The newest checkpoint that verifies, and the weight in it."""
+    store = Store(root)
+    path, _ = store.newest_verified()
+    if path is None:
+        return None, None
+    layer = nn.Linear(3, 5, bias=False)
+    CheckpointManager(store).load(path).load_weights(layer)
+    return path, layer.weight.detach()
+
+
+@pytest.mark.parametrize(
+    "name", ["model-rank-00000.safetensors", "model-rank-00001.safetensors", "model.parts.json"]
+)
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_damage_to_any_ranks_part_is_found_before_anything_is_loaded(
+    name: str, damage: str, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        assert save_in_parts(tmp_path, step)[0] == [tmp_path / f"checkpoint-{step}"] * 2
+    path = tmp_path / "checkpoint-2" / name
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(content if damage == "changed" else content[:-1])
+    with pytest.raises(CheckpointError, match=name):
+        CheckpointManager(Store(tmp_path)).load(tmp_path / "checkpoint-2")
+    found, weight = loaded_rows(tmp_path)
+    assert found == tmp_path / "checkpoint-1"
+    assert weight is not None
+    assert torch.equal(weight, ROWS + 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fails_on_one_rank_costs_at_most_this_checkpoint(rank: int, tmp_path: Path) -> None:
+    _, count = save_in_parts(tmp_path / "counted", 1)
+    assert count > 5
+    for at in range(1, count + 1):
+        root = tmp_path / str(at)
+        save_in_parts(root, 1)
+        outcome, _ = save_in_parts(root, 2, rank, at)
+        assert outcome in ([None, None], [root / "checkpoint-2"] * 2), f"operation {at}: ranks agree"
+        found, weight = loaded_rows(root)
+        step = 1 if outcome[0] is None else 2
+        assert found == root / f"checkpoint-{step}", f"operation {at}"
+        assert weight is not None
+        assert torch.equal(weight, ROWS + step)
