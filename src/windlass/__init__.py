@@ -52,6 +52,7 @@ _HOMES = {
         "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification",
         "DataCollatorWithFlattening", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator",
     ),
+    "windlass.data.skip": ("skip_first_batches",),
     "windlass.optim.public": (
         "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
         "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",
@@ -61,6 +62,7 @@ _HOMES = {
     ),
     "windlass.optim.optimizers.adafactor": ("Adafactor",),
     "windlass.optim.schedules.greedy": ("GreedyLR",),
+    "windlass.utils.imports": ("is_rich_available",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
     "windlass.transforms.meta": ("init_empty_weights", "init_on_device"),
     "windlass.transforms.auto_device_map": ("infer_auto_device_map",),
@@ -76,6 +78,7 @@ _MODULES = {
         "utils",
     )
 }  # fmt: skip
+_REFUSED = {"prepare_pippy": "pipelines are not built; shard the model with fsdp_plugin"}
 _NAMES = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_NAMES)
 
@@ -83,6 +86,9 @@ __all__ = sorted(_NAMES)
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
+    if name in _REFUSED:
+        # Not an AttributeError: `from windlass import name` would swallow its words.
+        raise ImportError(f"windlass has no {name}: {_REFUSED[name]}")
     if name not in _NAMES:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}")
     value = getattr(_load(_NAMES[name]), name)
