@@ -280,6 +280,22 @@ def unused(gang: Gang) -> None:
     assert float(gang.sum(norm.double() / SIZE)) == float(norm)
 
 
+def used_by_some(gang: Gang) -> None:
+    """Without that word two layers of equal shapes would get each other's gradients."""
+    strategy = shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan()), gang)
+    row = torch.ones(1, 4, dtype=torch.long)
+    with strategy.micro(last=True):
+        loss_sum(strategy.model, row).backward()
+    strategy.check_used()
+    strategy.module.zero_grad()
+    with strategy.micro(last=True):
+        loss_sum(Skipping(strategy.model, RANK), row).backward()
+    with pytest.raises(
+        ModelError, match=r"(?s)rank 0: blocks\.1\.norm\.weight.*rank 1: blocks\.0\.norm\.weight.*find_unused"
+    ):
+        strategy.check_used()
+
+
 class Skipping:
     """A model of which this rank leaves one block out."""
 
@@ -458,6 +474,7 @@ def main() -> None:
             one_copy_on_the_host,
             refusals,
             unused,
+            used_by_some,
             recovers,
             hugging_face,
             low_precision,

@@ -30,6 +30,7 @@ from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import device_of
+from windlass.transforms.unused import SameOnAllRanks
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
@@ -66,6 +67,9 @@ class FullyShardedModel:
         _free_after_evaluations(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
+        # Under `find_unused_parameters` zeros stand for what a rank's backward did not reach.
+        differing = gang.size > 1 and not plan.find_unused_parameters
+        self._same = SameOnAllRanks(module, gang) if differing else None
         # Gradients that are kept on the host are measured there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._forwards = self._seen = 0
@@ -164,7 +168,8 @@ class FullyShardedModel:
         self._seen = self._forwards
 
     def check_used(self) -> None:
-        """Every unit reduces what it has; zeros stand for parameters that a backward did not reach."""
+        if self._same is not None:
+            self._same.check()
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Sums over ranks have one order from the first update on."""

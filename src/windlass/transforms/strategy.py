@@ -64,10 +64,11 @@ class Strategy(Protocol):
         ...
 
     def check_used(self) -> None:
-        """Before gradients are applied.
+        """Before gradients are applied. Collective.
 
         Raises:
-            ModelError: gradients that wait for a parameter which the backward did not reach were not reduced.
+            ModelError: gradients that wait for a parameter which the backward did not reach were not reduced, or were
+                reduced with those of another one.
         """
         ...
 
