@@ -128,6 +128,19 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
             loop.accelerator.save_state(tmp_path / "other", **options)
 
 
+def test_a_save_in_the_middle_of_an_update_says_what_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = make(False, gradient_accumulation_steps=2)
+    model = accelerator.prepare(tiny())
+    for name in ("first", "second"):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 6).double()).sum())
+        accelerator.save_state(tmp_path / name)
+        assert ("in the middle of an update" in caplog.text) is (name == "first")
+        caplog.clear()
+
+
 def test_another_set_of_objects_is_refused(tmp_path: Path) -> None:
     folder = Loop().accelerator.save_state(tmp_path / "state")
     other = Loop()

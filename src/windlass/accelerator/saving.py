@@ -66,6 +66,12 @@ class Saving(Core):
                 number exists, or a state holds what cannot be saved. OSError: the disk refused.
         """
         self._check_options(safe_serialization, save_model_func_kwargs)
+        if self._gang.rank == 0 and not self.gradient_state.sync_gradients:
+            _log.warning(
+                "save_state was called in the middle of an update: the gradients of the micro-batches so far are not "
+                "part of a checkpoint, and a loop that resumes from it goes on without them. Save where "
+                "accelerator.sync_gradients is True."
+            )
         manager, step = self._manager(output_dir), self._settings.project.iteration
         target = manager.store.path_for(step)
         if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(
