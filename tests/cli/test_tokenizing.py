@@ -14,7 +14,8 @@ def _texts() -> list[str]:
     """Words of few letters, whose pairs are often equally frequent."""
     draw = random.Random(0)
     return [
-        " ".join("".join(draw.choices("abcdefghij", k=draw.randint(1, 8))) for _ in range(12)) for _ in range(60)
+        " ".join("".join(draw.choices("abcdefghij", k=draw.randint(1, 8))) for _ in range(12))
+        for _ in range(60)
     ]
 
 

@@ -54,7 +54,7 @@ def complaints(*words: str, machine: Machine | None = None, **environ: str) -> s
 def test_flags_become_the_plan(script: str) -> None:
     plan = resolved(
         "--num_processes", "4", "--num_machines", "2",
-        "--main_process_port", "29400", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=30",
+        "--main_process_port", "29400", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=30,id=job",
         "--max_restarts", "3", "--monitor_interval", "0.5", "--log_dir", "logs", "--tee", "3",
         "--num_cpu_threads_per_process", "2", "--engine", "slurm",
         "--engine_options", "partition=long", "--stall_timeout", "60", "--role", "worker",
@@ -69,9 +69,9 @@ def test_flags_become_the_plan(script: str) -> None:
     assert shown == {
         "script": script, "arguments": ("--lr", "1e-3"), "module": False, "no_python": False, "processes": 4,
         "machines": 2, "machine_rank": 0, "main_address": None, "main_port": 29400, "rendezvous": "c10d",
-        "rendezvous_options": {"join_timeout": "30"}, "max_restarts": 3, "monitor_interval": 0.5, "log_dir": "logs",
-        "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "", "engine": "slurm",
-        "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
+        "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
+        "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
+        "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
     }  # fmt: skip
 
 

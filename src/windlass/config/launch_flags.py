@@ -54,5 +54,7 @@ def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:
     if key.is_switch(word):
         group.add_argument(*names, dest=word, action="store_true", default=said, help=about)
     else:
-        action = "append" if key.read is kinds.options or word == "vm" else "store"
+        # Torch's word for pairs takes all of them at once; the others may hold commas within a pair.
+        several = (key.read is kinds.options and word != "rdzv_conf") or word == "vm"
+        action = "append" if several else "store"
         group.add_argument(*names, dest=word, action=action, default=said, help=about, metavar="VALUE")

@@ -33,17 +33,28 @@ def test_it_is_waited_for() -> None:
         wait_until_reachable("127.0.0.1", listener.getsockname()[1], 5)
 
 
-def test_the_launcher_ends_with_a_code_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("rank", "waits", "said"),
+    [
+        ("1", "timeout=1", "start `windlass launch --machine_rank 0` on it"),
+        (
+            "0",
+            "join_timeout=1,id=job",
+            "RendezvousTimeoutError: the machines did not meet. 2 machines must start",
+        ),
+    ],
+)
+def test_the_launcher_ends_with_a_code_of_its_own(rank: str, waits: str, said: str) -> None:
     words = (
-        "launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "1", "--main_process_ip",
-        "127.0.0.1", "--main_process_port", str(free_port()), "--rdzv_conf", "timeout=1", __file__,
+        "launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", rank, "--main_process_ip",
+        "127.0.0.1", "--main_process_port", str(free_port()), "--rdzv_conf", waits, __file__,
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "windlass", *words], env={**os.environ, "WINDLASS_HOME": "/nowhere"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 69, done.stderr
-    assert "start `windlass launch --machine_rank 0` on it" in done.stderr
+    assert said in done.stderr
 
 
 def test_an_address_of_this_machine_leads_to_the_other() -> None:

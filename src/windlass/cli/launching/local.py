@@ -82,7 +82,7 @@ def command(plan: LaunchPlan) -> list[str]:
 
 def _meeting(plan: LaunchPlan) -> Meeting:
     options = dict(plan.rendezvous_options)
-    run_id, wait = str(options.pop("id", "windlass")), _seconds(options.pop("timeout", DEFAULT_WAIT_SECONDS))
+    run_id, wait = str(options.pop("id", "windlass")), _wait(options)
     if plan.machines == 1:
         port = plan.main_port or 0
         return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait, options)
@@ -94,13 +94,18 @@ def _meeting(plan: LaunchPlan) -> Meeting:
     return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, options)
 
 
-def _seconds(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
+def _wait(options: dict[str, Any]) -> int:
+    """Seconds that machines wait for each other: `timeout` of torch's static rendezvous, `join_timeout` of c10d."""
+    said = {name: options.pop(name) for name in ("timeout", "join_timeout") if name in options}
+    wrong = [name for name, value in said.items() if not str(value).isdecimal()]
+    if wrong:
         raise ConfigError(
-            Problem("--rdzv_conf timeout", value, "must be a whole number of seconds")
-        ) from None
+            [
+                Problem(f"--rdzv_conf {name}", said[name], "must be a whole number of seconds")
+                for name in wrong
+            ]
+        )
+    return max(map(int, said.values()), default=DEFAULT_WAIT_SECONDS)
 
 
 def _folder(plan: LaunchPlan) -> Path:
@@ -120,8 +125,10 @@ def _unreachable(error: Exception, meeting: Meeting) -> int:
 
 
 def _why(error: Exception, meeting: Meeting) -> str:
+    # Torch's own error only says that there is a cause.
+    reason = str(error.__cause__ or error).strip().rstrip(".") or "the machines did not meet"
     return (
-        f"{type(error).__name__}: {error or 'the machines did not meet'}. {meeting.machines} machines must start "
+        f"{type(error).__name__}: {reason}. {meeting.machines} machines must start "
         f"`windlass launch` with the same address and port within {meeting.wait_seconds} s"
     )
 
