@@ -20,7 +20,7 @@ from windlass.core.errors import Problem
 # What an engine settles by itself, so that it cannot be told.
 _PLACES = "it settles by itself where the processes meet"
 _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
-    "local": (("it has no options of its own; choose another with --engine", (rows.ENGINE_OPTIONS,)),),
+    "local": (("it has no options of its own", (rows.ENGINE_OPTIONS,)),),
     "slurm": ((_PLACES, (rows.MACHINE_RANK, rows.MAIN_ADDRESS)),),
     "ray": (
         ("it spreads the processes over its cluster, and num_processes is their number", (rows.MACHINES,)),
