@@ -125,8 +125,8 @@ class ShardPlan:
         param_dtype, reduce_dtype, output_dtype: None keeps that of the parameters.
         forward_prefetch, backward_prefetch: how many layers ahead are gathered explicitly; 0 leaves it to PyTorch.
         state: how checkpoints hold it: one file of whole tensors, or every rank its shards.
-        ram_efficient: only rank 0 of each machine holds the weights on the host before sharding; the others start
-            from the meta device.
+        ram_efficient: only rank 0 holds the weights on the host before sharding; the others start from the meta
+            device.
         ignored: regular expression or names of modules that are not sharded.
     """
 
