@@ -134,7 +134,8 @@ def main():
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     trainer.save_model()
-    print(f"dev accuracy {metrics['eval_accuracy']:.4f}")
+    if trainer.is_world_process_zero():
+        print(f"dev accuracy {metrics['eval_accuracy']:.4f}")
 
 
 if __name__ == "__main__":
