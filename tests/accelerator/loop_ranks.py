@@ -14,7 +14,7 @@ from tests.accelerator import loop_cases
 from tests.accelerator.loop_cases import loader, make, regression, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from windlass import Accelerator
 from windlass.core.errors import CheckpointError, ModelError
@@ -167,24 +167,25 @@ def uneven() -> None:
     assert steps == 1 + accelerator.process_index
 
 
-def schedule_ends() -> None:
+def schedule_ends(samples: int, batch_size: int, accumulation: int = 1) -> None:
     """A schedule over the epochs of the unsharded loader is at its end when they are, on two ranks too."""
-    accelerator = make(False)
+    accelerator = make(False, gradient_accumulation_steps=accumulation)
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    data = DataLoader(regression(), batch_size=4)
-    total = 2 * len(data)
+    data = DataLoader(Subset(regression(), range(samples)), batch_size=batch_size)
+    total = 2 * -(-len(data) // accumulation)
     linear = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total)
     model, optimizer, data, linear, cycle = accelerator.prepare(model, optimizer, data, linear, cycle)
     for _ in range(2):
         for x, y in data:
-            accelerator.backward(F.mse_loss(model(x), y))
-            optimizer.step()
-            linear.step()
-            cycle.step()
-            optimizer.zero_grad()
-    assert linear.scheduler.last_epoch == total
+            with accelerator.accumulate(model):
+                accelerator.backward(F.mse_loss(model(x), y))
+                optimizer.step()
+                linear.step()
+                cycle.step()
+                optimizer.zero_grad()
+    assert linear.scheduler.last_epoch == total, (samples, batch_size, accumulation)
     assert cycle.scheduler.last_epoch <= total
 
 
@@ -263,7 +264,8 @@ stray_optimizer()
 late_optimizer()
 syncing()
 uneven()
-schedule_ends()
+for case in ((48, 4, 1), (55, 4, 1), (13, 4, 1), (55, 4, 2), (55, 4, 3), (21, 4, 2)):
+    schedule_ends(*case)
 checkpoints()
 failed_save()
 print("LOOPS AGREE")

@@ -41,7 +41,7 @@ class Core:
         self._gang, self.device, self._settings, self._of_run = gang, device, settings, of_run
         self._precision = settings.precision
         self.mixed_precision = {"fp32": "no"}.get(settings.precision.compute, settings.precision.compute)
-        self.gradient_state = Pace(settings.accumulation)
+        self.gradient_state = Pace(settings.accumulation, 1 if settings.loader.split_batches else gang.size)
         self._prepared = Prepared(_scaler(settings, device), device)
         self._backward = None
 

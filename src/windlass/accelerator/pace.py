@@ -17,10 +17,13 @@ class Pace:
         step: micro-batches since the last loader ended.
         plugin: how micro-batches are gathered into updates.
         at_begin: called when a pass over a loader begins.
+        stride: batches of a loader as it was before it was prepared that a whole prepared batch stands for.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+    def __init__(self, plugin: GradientAccumulationPlugin, stride: int = 1) -> None:
         self.plugin = plugin
+        self.stride = stride
+        self._covered: int | None = None
         self.sync_gradients = True
         self.step = 0
         self.at_begin: Callable[[], None] = lambda: None
@@ -84,13 +87,30 @@ class Pace:
 
     def advance(self) -> None:
         """The next micro-batch begins: does it complete an update?"""
+        self._covered = self._stands_for() + (0 if self.sync_gradients else self._covered or 0)
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
         else:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
 
+    def batches_of_update(self) -> int:
+        """By how many batches of the unprepared loader the current update goes forward, in units of its micro-batches:
+        a whole update by `stride`, one of a short last batch by as many as that is cut from.
+        """
+        if self._covered is None:  # the loop does not accumulate
+            return self._stands_for()
+        return -(-self._covered // self.num_steps)
+
+    def _stands_for(self) -> int:
+        loader = self.active_dataloader
+        whole = None if loader is None else loader.total_batch_size
+        if loader is None or not whole:
+            return self.stride
+        return -(-loader.samples_everywhere * self.stride // whole)
+
     def reset(self) -> None:
         """Forget the loop that was under way."""
+        self._covered = None
         self.step, self.sync_gradients = 0, True
         self._loaders = []

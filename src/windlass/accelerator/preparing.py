@@ -204,14 +204,12 @@ class Preparing(Properties, Stepping, Core):
         everyone = self._prepared.optimizers
         own = [o for o in everyone if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
-        stride = 1 if self.split_batches else self._gang.size
-        self._say_unit(stride)
+        self._say_unit(self.gradient_state.stride)
         prepared = PreparedSchedule(
             scheduler,
             own or everyone,
             self.gradient_state,
             unit or "call",
-            stride,
             self._settings.accumulation.adjust_scheduler,
         )
         self._prepared.schedules.append(prepared)

@@ -17,6 +17,8 @@ class Pace(Protocol):
 
     sync_gradients: bool
 
+    def batches_of_update(self) -> int: ...
+
 
 class PreparedSchedule:
     """A schedule that advances with the updates of its optimizers.
@@ -25,9 +27,8 @@ class PreparedSchedule:
         scheduler: the user's own; it keeps its identity.
         optimizers: those whose updates it follows.
         unit: what it counts. "loader_batch": batches of the loader as it was before it was prepared, so every update
-            advances it by `stride`. "optimizer_step": updates that were applied, whatever the number of processes and
-            however often `step` is called. "call": every call of `step`.
-        stride: how many batches of the unprepared loader one prepared batch stands for.
+            advances it by as many as it stands for. "optimizer_step": updates that were applied, whatever the number
+            of processes and however often `step` is called. "call": every call of `step`.
         adjust: keep the schedule's own count of calls in micro-batches, which only its warnings read.
     """
 
@@ -37,14 +38,14 @@ class PreparedSchedule:
         optimizers: Sequence[PreparedOptimizer],
         pace: Pace,
         unit: Unit,
-        stride: int = 1,
         adjust: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self.unit: Unit = unit
         self._pace = pace
-        self._stride = 1 if isinstance(scheduler, ReduceLROnPlateau) else stride
+        # It is told of a metric, not of data.
+        self._counts_batches = not isinstance(scheduler, ReduceLROnPlateau)
         self._adjust = adjust
         self._followed = self._updates()
 
@@ -66,7 +67,7 @@ class PreparedSchedule:
             if self._adjust:
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            for _ in range(self._stride):
+            for _ in range(self._pace.batches_of_update() if self._counts_batches else 1):
                 self._advance(*args, **kwargs)
 
     def _follow(self, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +76,7 @@ class PreparedSchedule:
             self.scheduler.step(*args, **kwargs)
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
-        # The last batch of an epoch may stand for fewer than `stride`: a schedule with an end must not run past it.
+        # Data of the script's own may hold more than its schedule was built for, which must not run past its end.
         end = getattr(self.scheduler, "total_steps", None)
         if end is None or self.scheduler._step_count <= end:
             self.scheduler.step(*args, **kwargs)
