@@ -100,3 +100,12 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+def test_an_unknown_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--num_proceses", "2", "train.py"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--num_proceses; did you mean 'num-processes'?" in said
+    assert len(said.splitlines()) == 1

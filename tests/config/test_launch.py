@@ -152,7 +152,7 @@ def test_what_cannot_be_launched(words: list[str], expected: str, script: str) -
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["absent.py"], "does not exist"), (["-m", "no_such_package_x.y"], "no module"),
+    (["absent.py"], "is no file in"), (["-m", "no_such_package_x.y"], "no module"),
     (["--no_python", "no-such-program-x"], "no program"), (["-m", "--no_python", "json"], "contradicts --module"),
 ])  # fmt: skip
 def test_scripts_that_are_none(words: list[str], expected: str) -> None:
@@ -234,3 +234,9 @@ def test_a_wrong_launch_ends_before_torch_is_asked_to_start_anything(tmp_path: P
     assert done.returncode == 2
     assert done.stderr.count("\n  - ") == 3
     assert "Traceback" not in done.stderr
+
+
+def test_accelerators_that_are_not_there_are_not_replaced_in_silence(script: str) -> None:
+    assert "--multi_gpu=True: asks for accelerators" in complaints(
+        "--multi_gpu", "--num_processes", "4", script
+    )

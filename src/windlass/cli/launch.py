@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
+from windlass.config.nearest import did_you_mean
 from windlass.core.optional import require
 
 _HELP = """\
@@ -44,10 +46,20 @@ def launch_command(words: Sequence[str]) -> int:
     return carrier.run(plan)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of so many flags would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = [name.lstrip("-") for name in self._option_string_actions]
+        unknown = [word for word in message.split() if word.startswith("--")]
+        hints = "".join(did_you_mean(word.lstrip("-").split("=")[0], flags) for word in unknown)
+        self.exit(2, f"windlass launch: {message}{hints}; `windlass launch --help` lists the flags\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     from windlass.config.launch_flags import add_launch_flags
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="windlass launch",
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -96,7 +96,7 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
                 "script", plan.script, "is no module that can be imported; is its folder on PYTHONPATH?"
             )
     elif not Path(plan.script).is_file():
-        fix = f"does not exist in {Path.cwd()}; give the path of a script, or --module with the name of a module"
+        fix = f"is no file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
         yield Problem("script", plan.script, fix)
 
 
@@ -160,6 +160,9 @@ def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
     if not cpu and here > count:
         fix = f"means {here} processes on this machine, which has {count} device(s); start at most {count}, or --cpu"
         yield _problem(plan, rows.PROCESSES, fix)
+    if plan.settings.value(rows.MULTI_GPU) and cpu:
+        fix = "asks for accelerators, and this launch has none; leave it out to run on the CPU"
+        yield _problem(plan, rows.MULTI_GPU, fix)
     absent = [word for word in wanted if word.isdigit() and int(word) >= machine.devices]
     if absent and not plan.cpu:
         fix = f"names {', '.join(absent)}, and this machine has {machine.devices} device(s), counted from 0"

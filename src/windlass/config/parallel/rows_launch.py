@@ -88,11 +88,13 @@ ENVIRONMENT = _row(
     "env",
 )
 
+MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
+                 idle="needs no saying: num_processes decides, and all of them are used")  # fmt: skip
+
 _IDLE_LAUNCH = (
     _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network", written=True,
          idle="changes nothing: the machines meet at main_process_ip either way"),
-    _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
-         idle="needs no saying: num_processes decides, and all of them are used"),
+    MULTI_GPU,
     _row("quiet", kinds.flag, False, "Short reports of failures.", "quiet",
          idle="changes nothing: reports of failures are short already"),
     _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.", "no_tpu_cluster",
