@@ -138,3 +138,30 @@ def test_an_empty_position_is_no_position() -> None:
     feed.restore({"next": 2})
     assert trace == ["restore {'next': 2}"]
     assert feed.groups_per_epoch == 3
+
+
+class Shorter(Source):
+    """One micro-batch fewer than an update may have."""
+
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        return super().groups(accumulation - 1)
+
+
+class LongerElsewhere(Gang):
+    """Another rank has three micro-batches."""
+
+    def start_sum(self, values: list[float]) -> Pending:
+        return super().start_sum([*values[:6], *(value + 1 for value in values[6:])])
+
+
+def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_nothing() -> None:
+    counts = Counts(lambda batch: 3.0, lambda batch: 0, lambda batch: 0, lambda group: None)
+    together = next(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True).epoch(0))
+    assert (together.targets, together.samples) == ([3.0, 3.0, 0.0], [2, 2, 0])
+    own, again = together.group.batches[0], together.group.batches[2]
+    assert own is not again
+    assert torch.equal(own["x"], again["x"])
+    assert len(together.group.ids) == 3
+
+    apart = next(Feed(Shorter([]), 3, counts, LongerElsewhere()).epoch(0))
+    assert len(apart.group.batches) == 2

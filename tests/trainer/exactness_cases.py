@@ -186,11 +186,15 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 # 25 samples: the last update of an epoch has a single one, so that with several ranks all but one have nothing to do.
 TRAIN, EVAL = samples(25), samples(13)
+# Two ranks with micro-batches of two: in the last update one of them has three, the other two.
+UNEVEN, UNEVEN_SPLIT = samples(33), "2 x 3, uneven"
 
 Outcome = dict[str, list[float]]
 
 
-def train(kind: Kind, micro: int, accumulation: int, **arguments: Any) -> Outcome:
+def train(
+    kind: Kind, micro: int, accumulation: int, rows: list[dict[str, list[int]]] = TRAIN, **arguments: Any
+) -> Outcome:
     """The run by Windlass, in this process's world."""
     torch.manual_seed(0)
     model = kind.model()
@@ -217,7 +221,7 @@ def train(kind: Kind, micro: int, accumulation: int, **arguments: Any) -> Outcom
         trainer = kind.trainer(
             model,
             args,
-            train_dataset=TRAIN,
+            train_dataset=rows,
             eval_dataset=EVAL,
             data_collator=collate,
             compute_loss_func=kind.function,
@@ -232,18 +236,18 @@ def train(kind: Kind, micro: int, accumulation: int, **arguments: Any) -> Outcom
     }
 
 
-def train_by_hand(kind: Kind) -> Outcome:
+def train_by_hand(kind: Kind, rows: list[dict[str, list[int]]] = TRAIN) -> Outcome:
     """The same run without Windlass: whole updates, one process, one mean."""
     torch.manual_seed(0)
     model = kind.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    starts = range(0, len(TRAIN), UPDATE)
+    starts = range(0, len(rows), UPDATE)
     total = EPOCHS * len(starts)
     outcome: Outcome = {"loss": [], "norm": [], "eval": []}
     for step in range(total):
         start = starts[step % len(starts)]
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
-        loss = kind.mean(model, collate(TRAIN[start : start + UPDATE]))
+        loss = kind.mean(model, collate(rows[start : start + UPDATE]))
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()

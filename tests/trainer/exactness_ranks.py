@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.exactness_cases import KINDS, SPLITS, Kind, train
+from tests.trainer.exactness_cases import KINDS, SPLITS, UNEVEN, UNEVEN_SPLIT, Kind, train
 
 from windlass import ModelError
 
@@ -34,6 +34,10 @@ def main() -> None:
         }
         for name, kind in KINDS.items()
     }
+    if world == 2:
+        for name, kind in KINDS.items():
+            if (strategy, name) != REFUSED:
+                outcomes[name][UNEVEN_SPLIT] = train(kind, 2, 3, UNEVEN, **STRATEGIES[strategy])
     if strategy == REFUSED[0]:
         refuses(KINDS[REFUSED[1]])
     rank = os.environ["RANK"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.dist.launch import launch
-from tests.trainer.exactness_cases import KINDS, SPLITS, train_by_hand
+from tests.trainer.exactness_cases import KINDS, SPLITS, TRAIN, UNEVEN, UNEVEN_SPLIT, train_by_hand
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
@@ -36,11 +36,12 @@ def test_every_split_equals_the_loop_written_by_hand(name: str, outcomes: list[d
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        expected = train_by_hand(KINDS[name])
+        by_hand = {len(rows): train_by_hand(KINDS[name], rows) for rows in (TRAIN, UNEVEN)}
     finally:
         torch.set_default_dtype(default)
     for outcome in outcomes:
         for split, run in outcome[name].items():
+            expected = by_hand[len(UNEVEN if split == UNEVEN_SPLIT else TRAIN)]
             for what, values in expected.items():
                 difference = np.abs(np.array(run[what]) - np.array(values)).max()
                 assert difference <= TOLERANCE, f"{name}, {split}, {what}: off by {difference}"

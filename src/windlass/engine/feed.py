@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -76,10 +77,17 @@ class Feed:
     """Fetches a group, counts it on the host, and sums the counts over ranks while the previous update runs.
 
     Ranks whose own loaders differ in length end an epoch together: one that has run out takes part with fillers.
+
+    Args:
+        in_step: every rank makes equally many micro-batches of an update, as a model needs whose every forward takes
+            all ranks. One with fewer gets its first again, which weighs nothing: it counts no target and no sample.
     """
 
-    def __init__(self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang) -> None:
+    def __init__(
+        self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang, in_step: bool = False
+    ) -> None:
         self._source, self._accumulation, self._counts, self._gang = source, accumulation, counts, gang
+        self._in_step = in_step
         self._inspected = False
         self._position: State = {}
 
@@ -144,10 +152,18 @@ class Feed:
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
         signals = [float(not group.last_in_epoch), float(counts.wants_stop())]
-        totals = [sum(targets), sum(samples), tokens, positions, *signals]
+        # How many ranks have a k-th micro-batch: the sums tell how many micro-batches the longest has.
+        present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
+        totals = [sum(targets), sum(samples), tokens, positions, *signals, *present]
         return group, targets, samples, self._gang.start_sum(totals)
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        weight, total, tokens, positions, going_on, wishes = totals.wait()
+        weight, total, tokens, positions, going_on, wishes, *present = totals.wait()
         last, stop = going_on == 0, wishes > 0
+        missing = sum(ranks > 0 for ranks in present) - len(group.batches)
+        if missing > 0:
+            # Copies: a training step may take labels out of its batch.
+            again = [copy.copy(group.batches[0]) for _ in range(missing)]
+            group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
+            targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
         return Portion(group, targets, samples, weight, total, tokens, positions, last, stop)

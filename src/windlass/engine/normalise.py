@@ -57,9 +57,14 @@ class Normaliser:
         if self.parts:
             self.parts = {}
 
-    def scope(self, targets: float, share_of_samples: float, last: bool = True) -> None:
-        """Start a micro-batch with this many targets, and this fraction of the update's samples."""
+    def scope(
+        self, targets: float, share_of_samples: float, last: bool = True, filler: bool | None = None
+    ) -> None:
+        """Start a micro-batch with this many targets, and this fraction of the update's samples; whether it is a
+        `filler`, where that is not what the update as a whole is.
+        """
         self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
+        self.filler = self.filler if filler is None else filler
         self.calls, self.loss = 0, None
 
     def apply(self, loss: Tensor | LossTerms) -> Tensor:

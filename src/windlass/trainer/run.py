@@ -56,7 +56,7 @@ class TrainingRun:
         self.seed_step.start(0)
         self.loop = Loop(
             built.executor,
-            Feed(source, plan.batch.accumulation, self._counts(), trainer._gang),
+            Feed(source, accumulation, self._counts(), trainer._gang, built.executor.strategy.sharded),
             self,
             trainer.state,
             self.ledger,
@@ -116,14 +116,12 @@ class TrainingRun:
     def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
         """The Trainer's `training_step` on one micro-batch; the loss is what went to backward, normalised."""
         trainer, normaliser = self._trainer, self._normaliser
+        filler = request.total_samples > 0 and request.samples[index] == 0
         if index == 0:
-            normaliser.begin(
-                request.denominator, filler=request.total_samples > 0 and request.samples[0] == 0
-            )
+            normaliser.begin(request.denominator, filler)
         last = index == len(request.targets) - 1
-        normaliser.scope(
-            request.targets[index], request.samples[index] / max(request.total_samples, 1.0), last
-        )
+        share = request.samples[index] / max(request.total_samples, 1.0)
+        normaliser.scope(request.targets[index], share, last, filler)
         trainer.accelerator.sync_gradients = last
         count = self._count_for_hooks(request.denominator, trainer._device)
         if self._division_watch is None:
