@@ -220,7 +220,9 @@ class Store:
             self.vote(False)
             raise
         if not self.vote(True):
-            raise SaveDropped(f"{self.path_for(step).name} was dropped: another rank could not write its part")
+            raise SaveDropped(
+                f"{self.path_for(step).name} was dropped: another rank could not write its part"
+            )
 
     def _prepare(self, needed: int) -> None:
         self.files.ensure_folder(self.root)

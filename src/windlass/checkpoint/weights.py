@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names, shorten
-from windlass.checkpoint.tensor_file import TensorFile, nbytes, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.dist.sharded import copy_whole_, is_sharded
