@@ -98,3 +98,4 @@ def test_a_job_can_be_shown_without_starting_it() -> None:
     assert code == 0
     assert f"windlass.cli.launching.worker {SCRIPT} raises" in said
     assert "WINDLASS_PARALLEL=" in said
+    assert "# 2 process(es) on this machine, 2 in all" in said

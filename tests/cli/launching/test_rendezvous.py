@@ -34,20 +34,22 @@ def test_it_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "waits", "said"),
+    ("rank", "address", "waits", "said"),
     [
-        ("1", "timeout=1", "start `windlass launch --machine_rank 0` on it"),
+        ("1", "127.0.0.1", "timeout=1", "start `windlass launch --machine_rank 0` on it"),
+        ("1", "no-such-host.invalid", "timeout=1", "does not resolve here: check --main_process_ip"),
         (
             "0",
+            "127.0.0.1",
             "join_timeout=1,id=job",
             "RendezvousTimeoutError: the machines did not meet. 2 machines must start",
         ),
     ],
 )
-def test_the_launcher_ends_with_a_code_of_its_own(rank: str, waits: str, said: str) -> None:
+def test_the_launcher_ends_with_a_code_of_its_own(rank: str, address: str, waits: str, said: str) -> None:
     words = (
         "launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", rank, "--main_process_ip",
-        "127.0.0.1", "--main_process_port", str(free_port()), "--rdzv_conf", waits, __file__,
+        address, "--main_process_port", str(free_port()), "--rdzv_conf", waits, __file__,
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "windlass", *words], env={**os.environ, "WINDLASS_HOME": "/nowhere"},
@@ -96,6 +98,14 @@ def test_machines_keep_the_ranks_they_were_given(ranks: tuple[int, int]) -> None
 
 def test_without_given_ranks_each_gets_one() -> None:
     assert {info.rank for info in _both((None, None))} == {0, 1}
+
+
+def test_of_two_that_both_take_themselves_for_the_host_one_gives_way() -> None:
+    port = free_port()
+    handlers = [meet(_meeting(port, None, True)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [asked.result(60) for asked in [pool.submit(handler.next_rendezvous) for handler in handlers]]
+    assert {info.rank for info in found} == {0, 1}
 
 
 def test_two_machines_of_one_rank_are_refused() -> None:

@@ -52,6 +52,9 @@ def test_where_all_lost_their_peers_and_none_had_ended_the_cause_lies_elsewhere(
         ([RankFacts(0, 0, "running", step=5, call="sum"), RankFacts(1, 0, "done", step=4, call="end")], 1),
         # One that had ended is no cause where another is at work.
         ([RankFacts(0, 0, "done", step=4, call="end"), RankFacts(1, 0, "running", step=4, call="save")], 1),
+        # Seen to stand equally long: the one that has said less.
+        ([RankFacts(0, 0, "running", step=3, call="backward", idle=8.0, marks=12),
+          RankFacts(1, 0, "running", step=3, call="update", idle=8.0, marks=11)], 1),
         # None has begun a step: the one that stands longest.
         ([RankFacts(0, 0, "running", idle=3.0), RankFacts(1, 0, "running", idle=9.0)], 1),
     ],

@@ -39,9 +39,12 @@ def _interface(plan: LaunchPlan) -> dict[str, str]:
     """The network interface that gloo takes: left alone it goes by the machine's name, which often leads nowhere."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    address = (
-        address_towards(plan.main_address, 0) if plan.machines > 1 and plan.main_address else "127.0.0.1"
-    )
+    address = "127.0.0.1"
+    if plan.machines > 1 and plan.main_address:
+        try:
+            address = address_towards(plan.main_address, 0)
+        except OSError:  # no such name, no way there: whoever waits for the main machine tells it
+            return {}
     name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 

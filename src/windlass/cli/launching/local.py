@@ -147,6 +147,13 @@ def _close(agent: WatchingAgent) -> None:
 
 
 def print_local(plan: LaunchPlan) -> str:
-    """What each process would run, and the variables set for it."""
+    """How many processes there would be, what each would run, and the variables set for it."""
     variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(worker_environment(plan).items())]
-    return "\n".join([*variables, shlex.join(command(plan))])
+    here = plan.processes // plan.machines
+    about = [f"# {here} process(es) on this machine, {plan.processes} in all, {plan.max_restarts} restart(s)"]
+    if plan.machines > 1:
+        meeting = _meeting(plan)
+        about.append(
+            f"# machine {plan.machine_rank} of {plan.machines}, which meet at {meeting.address}:{meeting.port}"
+        )
+    return "\n".join([*about, *variables, shlex.join(command(plan))])

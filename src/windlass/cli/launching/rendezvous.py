@@ -9,12 +9,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -66,6 +67,16 @@ def meet(meeting: Meeting) -> RendezvousHandler:
     Raises:
         UnreachableError: nobody answers at the address within the time.
     """
+    if meeting.hosts and meeting.rank is None:
+        try:
+            return _join(meeting)
+        except RendezvousConnectionError:
+            # Two launchers that start at once on one machine both find the port free, and one of them is faster.
+            meeting = replace(meeting, hosts=False)
+    return _join(meeting)
+
+
+def _join(meeting: Meeting) -> RendezvousHandler:
     if not meeting.hosts:
         wait_until_reachable(meeting.address, meeting.port, meeting.wait_seconds)
     own_address = meeting.address if meeting.hosts else address_towards(meeting.address, meeting.port)

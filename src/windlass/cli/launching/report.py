@@ -40,6 +40,7 @@ class RankFacts:
         time: seconds since the epoch at which the exception was raised; 0 where not known.
         stacks: the stacks of its threads, empty where it could not be asked.
         idle: seconds without a mark; 0 where this was not watched.
+        marks: how many it has left; 0 where this was not watched.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class RankFacts:
     time: float = 0.0
     stacks: str = ""
     idle: float = 0.0
+    marks: int = 0
 
     @property
     def lost_its_peers(self) -> bool:
@@ -113,8 +115,9 @@ class Incident:
         return self.kind == "failed" and certain
 
 
-def _lag(rank: RankFacts) -> tuple[int, bool, float, int]:
-    return (rank.step if rank.step is not None else -1, rank.waits, -rank.idle, rank.rank)
+def _lag(rank: RankFacts) -> tuple[int, bool, float, int, int]:
+    # Marks are looked at now and then, so that two ranks may seem to stand equally long: the one with fewer is behind.
+    return (rank.step if rank.step is not None else -1, rank.waits, -rank.idle, rank.marks, rank.rank)
 
 
 def exit_code(incident: Incident) -> int:

@@ -105,6 +105,7 @@ class Watch:
             time=float(extra.get("time") or extra.get("timestamp") or 0),
             stacks=path.read_text("utf-8", "replace") if code is None and not said and path.exists() else "",
             idle=idle,
+            marks=mark.count,
         )
 
 
