@@ -84,3 +84,15 @@ def test_a_process_writes_its_stacks_when_asked_and_goes_on(tmp_path: Path) -> N
     assert done.stdout == "still here\n"
     assert "deep_in_the_script" in stacks_path(tmp_path, 2).read_text()
     assert read_mark(tmp_path, 2) == Mark(2, None, "evaluate")
+
+
+def test_a_process_that_comes_down_is_not_killed_by_the_question_for_its_stacks(tmp_path: Path) -> None:
+    program = (
+        "import os, faulthandler; from windlass.dist.beacon import beacon, STACKS_SIGNAL; beacon(); "
+        "faulthandler.unregister(STACKS_SIGNAL); os.kill(os.getpid(), STACKS_SIGNAL); print('ended itself')"
+    )
+    environ = {**os.environ, FOLDER_VARIABLE: str(tmp_path), "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "ended itself\n"), done.stderr

@@ -11,6 +11,7 @@ import faulthandler
 import mmap
 import os
 import signal
+import threading
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ def light(environ: Mapping[str, str]) -> Beacon:
         return Beacon()
     # The file stays open for as long as the process lives: the signal may come at any time.
     stacks = stacks_path(Path(folder), int(rank)).open("w")
+    if threading.current_thread() is threading.main_thread():
+        # What is put back when the interpreter comes down: a question asked then must not kill a process that ends.
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     return LitBeacon(mark_path(Path(folder), int(rank)))
 
