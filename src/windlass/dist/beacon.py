@@ -11,8 +11,8 @@ import faulthandler
 import mmap
 import os
 import signal
-import threading
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
