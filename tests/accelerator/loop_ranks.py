@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,22 @@ def schedule_ends(samples: int, batch_size: int, accumulation: int = 1) -> None:
     assert cycle.scheduler.last_epoch <= total
 
 
+def unit_of_schedules() -> None:
+    """One line of the first rank says what schedules count, where an update is more than one of it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("windlass.accelerator.preparing")
+    log.addHandler(handler)
+    accelerator = make(False)
+    for _ in range(2):
+        optimizer = torch.optim.SGD(tiny().parameters(), lr=1.0)
+        accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    log.removeHandler(handler)
+    lines = [line for line in said if "every update advances them by 2" in line]
+    assert len(lines) == int(accelerator.is_main_process), said
+
+
 def train(accelerator: Accelerator, folder: Path | None, epochs: int) -> loop_cases.Result:
     """`epochs` of a loop that continues from `folder`."""
     torch.manual_seed(8)
@@ -266,6 +283,7 @@ syncing()
 uneven()
 for case in ((48, 4, 1), (55, 4, 1), (13, 4, 1), (55, 4, 2), (55, 4, 3), (21, 4, 2)):
     schedule_ends(*case)
+unit_of_schedules()
 checkpoints()
 failed_save()
 print("LOOPS AGREE")

@@ -21,7 +21,7 @@ from windlass.accelerator.stepping import Stepping
 from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepared import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.precision.check import check_precision
@@ -225,7 +225,9 @@ class Preparing(Properties, Stepping, Core):
         elif unit == "optimizer_step":
             _log.info("Prepared schedules count updates that were applied, on any number of processes.")
         else:
-            _log.info(
+            # Where an update is one batch there is nothing that could surprise.
+            _log.log(
+                WARNING if stride > 1 else INFO,
                 "Prepared schedules count batches of the loader as it was before prepare(): every update advances "
                 "them by %d. scheduler_unit='optimizer_step' lets them count updates instead.",
                 stride,

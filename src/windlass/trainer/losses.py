@@ -252,6 +252,8 @@ class LossMixin(TrainerBase):
     def _say_plain_mean(self) -> None:
         """Once, after the first update: whether a hook returns `LossTerms`, only what it returned tells."""
         self._plain_mean_unsaid = False
+        if self._gang.rank != 0:
+            return
         warn_once(
             logger,
             "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which "
