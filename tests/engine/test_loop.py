@@ -98,6 +98,8 @@ class Hooks:
     def update_refused(self, what: str) -> bool:
         return False
 
+    def signals_agreed(self, signals: Any) -> None: ...
+
     def due(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
 

@@ -187,24 +187,46 @@ class Store:
             SaveDropped: another rank failed. Whatever failed on this rank is raised as it is. Either way the draft
                 is dropped on every rank and all earlier checkpoints stand.
         """
-        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files)
+        draft = self.draft(step, meta)
         try:
             with self.agreed(step):
-                if self.rank == 0:
-                    self._prepare(needed)
-                    draft.open()
+                self.open(draft, needed)
             with self.agreed(step):
                 yield draft
                 draft.seal()
             with self.agreed(step):
-                if self.rank == 0:
-                    draft.commit(self._next_serial())
+                self.commit(draft)
         except BaseException:
-            if self.rank == 0:
-                draft.drop()
+            self.drop(draft)
             raise
-        if self.rank == 0:
+
+    # The steps of a save, each a rank's own part of it: where the ranks agree in between is their caller's matter.
+
+    def draft(self, step: int, meta: Mapping[str, Any]) -> Draft:
+        """This rank's view of a checkpoint to be written; nothing is on the disk yet."""
+        return Draft(self.path_for(step), step, meta, self.rank, self.world, self.files)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank makes the folder, commits and removes; the others only write into it."""
+        return self.rank == 0
+
+    def open(self, draft: Draft, needed: int = 0) -> None:
+        """The keeper makes room and the folder, into which the others may write once it has returned."""
+        if self.keeps:
+            self._prepare(needed)
+            draft.open()
+
+    def commit(self, draft: Draft) -> None:
+        """When all ranks have sealed the draft, the keeper makes it a checkpoint."""
+        if self.keeps:
+            draft.commit(self._next_serial())
             self._remove_leftovers()
+
+    def drop(self, draft: Draft) -> None:
+        """Give the draft up. What cannot be removed is left for the next save to clear."""
+        if self.keeps:
+            draft.drop()
 
     @contextlib.contextmanager
     def agreed(self, step: int) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class Portion:
         denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
             positions with padding.
         last: no rank has a further update in this epoch.
-        stop: some rank had asked to end the run when this was fetched; all ranks read the same.
+        signals: what the ranks had to tell each other when this was fetched, summed; all ranks read the same.
     """
 
     group: Group
@@ -55,7 +55,7 @@ class Portion:
     tokens: float
     positions: float
     last: bool
-    stop: bool = False
+    signals: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Counts:
     """How batches are counted, all on the host.
 
     `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it.
-    `wants_stop` says whether this rank asks to end the run; it travels with the counts, so agreeing costs nothing.
+    `signals` are numbers that this rank tells the others; they travel with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
     tokens: Callable[[Any], int]
     positions: Callable[[Any], int]
     inspect: Callable[[Group], None]
-    wants_stop: Callable[[], bool] = lambda: False
+    signals: Callable[[], Sequence[float]] = tuple
 
 
 class Feed:
@@ -151,19 +151,20 @@ class Feed:
             samples = [len(i) or rows(b) for i, b in zip(group.ids, group.batches, strict=True)]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
-        signals = [float(not group.last_in_epoch), float(counts.wants_stop())]
+        signals = counts.signals()
         # How many ranks have a k-th micro-batch: the sums tell how many micro-batches the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
-        totals = [sum(targets), sum(samples), tokens, positions, *signals, *present]
-        return group, targets, samples, self._gang.start_sum(totals)
+        totals = [sum(targets), sum(samples), tokens, positions, float(not group.last_in_epoch)]
+        return group, targets, samples, self._gang.start_sum([*totals, *present, *signals])
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        weight, total, tokens, positions, going_on, wishes, *present = totals.wait()
-        last, stop = going_on == 0, wishes > 0
+        weight, total, tokens, positions, going_on, *more = totals.wait()
+        width = self._accumulation if self._in_step else 0
+        present, signals = more[:width], more[width:]
         missing = sum(ranks > 0 for ranks in present) - len(group.batches)
         if missing > 0:
             # Copies: a training step may take labels out of its batch.
             again = [copy.copy(group.batches[0]) for _ in range(missing)]
             group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
             targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
-        return Portion(group, targets, samples, weight, total, tokens, positions, last, stop)
+        return Portion(group, targets, samples, weight, total, tokens, positions, going_on == 0, signals)

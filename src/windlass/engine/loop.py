@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,8 +50,8 @@ class LoopHooks(StepHooks, Protocol):
         """
         ...
 
-    def stop_agreed(self) -> None:
-        """All ranks know that one of them wants the run to end with this update."""
+    def signals_agreed(self, signals: Sequence[float]) -> None:
+        """What the ranks told each other: known to all of them with this update."""
         ...
 
 
@@ -145,8 +146,7 @@ class Loop:
         result = self._executor.run_step(portion.group, self._request(portion), hooks)
         self._advance(portion)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
-        if portion.stop:
-            hooks.stop_agreed()
+        hooks.signals_agreed(portion.signals)
         if self._rolled_back(portion, result):
             return
         hooks.update_applied(portion, result.applied)

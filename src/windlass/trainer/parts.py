@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from windlass.trainer.best import BestMixin, find_metric
 from windlass.trainer.evaluation import EvaluationMixin
 from windlass.trainer.optimization import OptimizationMixin
 from windlass.trainer.publishing import PublishingMixin
-from windlass.trainer.saving import SavingMixin, find_metric
 
 
-class TrainerParts(EvaluationMixin, OptimizationMixin, SavingMixin, PublishingMixin):
+class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, PublishingMixin):
     """Every method that a script may override or call, from the files that hold them."""
 
     _ignore_keys_for_eval: list[str] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,9 +84,7 @@ class TrainingRun:
             )
         )
         tokens = {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[mode]
-        return Counts(
-            trainer.count_targets, tokens, inputs.positions, self._inspect_first, lambda: trainer._wants_stop
-        )
+        return Counts(trainer.count_targets, tokens, inputs.positions, self._inspect_first, self._signals)
 
     def adopt_state(self, state: TrainerState) -> None:
         """A resumed run's progress replaces the fresh one."""
@@ -241,8 +240,14 @@ class TrainingRun:
         logger.warning("%s; this update is skipped", what)
         return False
 
-    def stop_agreed(self) -> None:
-        self._trainer._stop_here()
+    def _signals(self) -> list[float]:
+        """What this rank tells the others with the next group."""
+        return [float(self._trainer._wants_stop)]
+
+    def signals_agreed(self, signals: Sequence[float]) -> None:
+        (stops,) = signals
+        if stops:
+            self._trainer._stop_here()
 
     def due(self) -> None:
         """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""

@@ -37,6 +37,7 @@ from windlass.metrics.tokens import TargetCounter
 from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.base import overrides
+from windlass.trainer.best import find_metric
 from windlass.trainer.defaults import (
     agree_on_output,
     align_special_tokens,
@@ -50,8 +51,8 @@ from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
 from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
+from windlass.trainer.resuming import saved_update_size
 from windlass.trainer.run import TrainingRun, announce
-from windlass.trainer.saving import find_metric, saved_update_size
 from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.alone import Alone
 

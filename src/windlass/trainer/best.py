@@ -1,0 +1,58 @@
+"""The best model of a run: noted at evaluations, loaded at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.trainer.resuming import ResumingMixin
+
+logger = get_logger(__name__)
+
+
+class BestMixin(ResumingMixin):
+    """Which evaluation was the best."""
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Note the metric if it is the best so far; gives whether it is.
+
+        Raises:
+            ConfigError: the evaluation did not return it.
+        """
+        if self.args.metric_for_best_model is None:
+            return False
+        value = find_metric(metrics, self.args.metric_for_best_model)
+        best = self.state.best_metric
+        better = math.isfinite(value) and (
+            best is None or (value > best if self.args.greater_is_better else value < best)
+        )
+        if better:
+            self.state.best_metric = value
+            self.state.best_global_step = self.state.global_step
+        return better
+
+    def _load_best_model(self) -> None:
+        """Put the best checkpoint's weights into the model, verified."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            logger.warning("load_best_model_at_end: no evaluation gave a best model; the last weights stay")
+            return
+        checkpoint = self._open_checkpoint(best)
+        checkpoint.load_weights(self.model)
+        logger.info("loaded the best model, of step %d: %s", checkpoint.step, checkpoint.folder)
+
+
+def find_metric(metrics: Mapping[str, float], name: str) -> float:
+    """The metric of this name; its `eval_` prefix is optional.
+
+    Raises:
+        ConfigError: it is not among the metrics, which are listed.
+    """
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in metrics:
+        fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
+        raise ConfigError(Problem("metric_for_best_model", name, fix))
+    return float(metrics[key])
