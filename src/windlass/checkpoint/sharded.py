@@ -31,6 +31,7 @@ from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, open_tensors, write_tensors
 from windlass.checkpoint.weights import fill, save_weights, split_aliases
 from windlass.core.errors import CheckpointError
+from windlass.core.types import State
 from windlass.core.world import World
 from windlass.dist.sharded import Part, holders, local, part
 
@@ -48,23 +49,50 @@ def rank_file(stem: str, rank: int) -> str:
 # --- writing
 
 
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What one rank writes of a set of tensors.
+
+    Attributes:
+        tensors: its parts, by canonical name: plain tensors, which a snapshot may replace by copies.
+        index: where the rows of every tensor are; on rank 0 alone, which writes it.
+    """
+
+    stem: str
+    rank: int
+    tensors: Mapping[str, Tensor]
+    index: State | None
+
+    def write(self, folder: Path, files: Files) -> dict[str, FileEntry]:
+        """Write into `folder`; gives what was written, by file name."""
+        written = {}
+        if self.tensors:
+            path = folder / rank_file(self.stem, self.rank)
+            written[path.name] = write_tensors(path, self.tensors, files=files)
+        if self.index is not None:
+            path = folder / index_name(self.stem)
+            written[path.name] = files.write(path, [strict_json.dump(self.index, path.name)])
+        return written
+
+
 def write_parts(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], world: World, files: Files | None = None
 ) -> dict[str, FileEntry]:
-    """Write this rank's parts of `tensors`; rank 0 also writes the index. Ranks do not talk to each other.
+    """Write this rank's parts of `tensors` (see `parts_of_rank`); gives what this rank wrote, by file name."""
+    return parts_of_rank(stem, tensors, world).write(folder, files or Files())
+
+
+def parts_of_rank(stem: str, tensors: Mapping[str, Tensor], world: World) -> RankParts:
+    """This rank's parts of `tensors`; rank 0 also has the index. Ranks do not talk to each other.
 
     Args:
         tensors: the same names in the same order on every rank; plain tensors are rank 0's. They are stored under
             canonical names (no wrapper prefixes).
 
-    Returns:
-        What this rank wrote, by file name.
-
     Raises:
         CheckpointError: a tensor cannot be saved (see `tensor_file.check_tensor`), or is split otherwise than along
             one dimension.
     """
-    files = files or Files()
     names = canonical_names(tensors)
     stored, aliases = split_aliases({names[name]: tensor for name, tensor in tensors.items()})
     index = {name: _entry(name, tensor) for name, tensor in stored.items()}
@@ -73,15 +101,8 @@ def write_parts(
         for name, entry in index.items()
         if any(rank == world.rank for rank, _, _ in entry["parts"])
     }
-    written = {}
-    if mine:
-        path = folder / rank_file(stem, world.rank)
-        written[path.name] = write_tensors(path, mine, files=files)
-    if world.is_main:
-        path = folder / index_name(stem)
-        tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
-        written[path.name] = files.write(path, [strict_json.dump(tree, path.name)])
-    return written
+    tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
+    return RankParts(stem, world.rank, mine, tree if world.is_main else None)
 
 
 def parts_writer(
