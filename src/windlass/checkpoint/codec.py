@@ -13,8 +13,9 @@ JSON values stand for themselves. What JSON lacks is an object with one key that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ from windlass.core.types import State
 MAX_DEPTH = 100
 MAX_INT_BITS = 8192  # Python refuses to parse much longer ones
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A state that is split already: its JSON tree, and the tensors that the tree refers to."""
+
+    tree: Any
+    tensors: Mapping[str, Tensor]
 
 
 def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -212,12 +221,12 @@ class _Decoder:
         return torch.view_as_complex(tensor) if tree.get("complex") else tensor
 
 
-def save_state(stem: Path, state: State, files: Files | None = None) -> dict[str, FileEntry]:
+def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -> dict[str, FileEntry]:
     """Write `STEM.json` and, where there are tensors, `STEM.safetensors`. Returns size and hash by file
     name.
     """
     files = files or Files()
-    tree, tensors = encode(state)
+    tree, tensors = (state.tree, state.tensors) if isinstance(state, Encoded) else encode(state)
     tree_path, tensor_path = _pair(stem)
     written = {}
     if tensors:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint import codec, strict_json
+from windlass.checkpoint.codec import Encoded
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, listing, manifest_bytes
 from windlass.core.errors import CheckpointError
@@ -40,16 +41,16 @@ class Draft:
         self.target = target
         self.folder = target.with_name("tmp-" + target.name)
         self.step, self.meta = step, meta
-        self._rank, self._world, self._files = rank, world, files
+        self._rank, self._world, self.files = rank, world, files
         self._written: dict[str, FileEntry] = {}
 
     def open(self) -> None:
         """Rank 0: make the folder, empty."""
         if self.folder.exists() or self.folder.is_symlink():
-            self._files.remove_tree(self.folder)
-        self._files.make_folder(self.folder)
+            self.files.remove_tree(self.folder)
+        self.files.make_folder(self.folder)
 
-    def write_state(self, name: str, state: State) -> None:
+    def write_state(self, name: str, state: State | Encoded) -> None:
         """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). Rank 0 alone writes those.
 
         Raises:
@@ -62,11 +63,17 @@ class Draft:
             )
         if f"{name}.json" in self._written:
             raise CheckpointError(f"part {name!r} was written already")
-        self._written |= codec.save_state(self.folder / name, state, self._files)
+        self._written |= codec.save_state(self.folder / name, state, self.files)
 
-    def write_rank_state(self, state: State) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
+        """A further plain file, by its relative name."""
+        path = self.folder / name
+        self.files.ensure_folder(path.parent)
+        self._written[name] = self.files.write(path, [data])
+
+    def write_rank_state(self, state: State | Encoded) -> None:
         """This rank's own part, as `rank-RRRRR.json` (and `.safetensors`)."""
-        self._written |= codec.save_state(self.folder / rank_stem(self._rank), state, self._files)
+        self._written |= codec.save_state(self.folder / rank_stem(self._rank), state, self.files)
 
     def add(self, entries: Mapping[str, FileEntry]) -> None:
         """Take in files that were written into the folder through its `Files`, by name."""
@@ -79,8 +86,8 @@ class Draft:
             self._adopt(self.folder, "")
         else:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
-            self._files.write(path, [strict_json.dump(listing(self._written), path.name)])
-        self._files.sync_folder(self.folder)
+            self.files.write(path, [strict_json.dump(listing(self._written), path.name)])
+        self.files.sync_folder(self.folder)
 
     def _adopt(self, folder: Path, prefix: str) -> None:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -90,12 +97,12 @@ class Draft:
                 raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds plain files only")
             if entry.is_dir():
                 self._adopt(path, name + "/")
-                self._files.sync_folder(path)
+                self.files.sync_folder(path)
             elif name == MANIFEST_NAME:
                 raise CheckpointError(f"{path} was written by other code; that name is the checkpoint's own")
             elif name not in self._written and not _RANK_FILE.fullmatch(name):
-                self._files.sync_file(path)
-                self._written[name] = self._files.digest(path)
+                self.files.sync_file(path)
+                self._written[name] = self.files.digest(path)
 
     def commit(self, serial: int) -> None:
         """Rank 0, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
@@ -106,31 +113,31 @@ class Draft:
         entries = self._written | self._entries_of_others()
         manifest = self.folder / MANIFEST_NAME
         text = manifest_bytes(self.step, self._world, entries, self.meta, serial)
-        self._files.write(manifest, [text])
-        self._files.sync_folder(self.folder)
-        replaced = set_aside(self.target, self._files)
+        self.files.write(manifest, [text])
+        self.files.sync_folder(self.folder)
+        replaced = set_aside(self.target, self.files)
         try:
-            self._files.rename(self.folder, self.target)
+            self.files.rename(self.folder, self.target)
         except OSError:
             if replaced is not None:
-                self._files.rename(replaced, self.target)
+                self.files.rename(replaced, self.target)
             raise
-        self._files.sync_folder(self.target.parent)
+        self.files.sync_folder(self.target.parent)
 
     def _entries_of_others(self) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
         for rank in range(1, self._world):
             path = self.folder / f"{rank_stem(rank)}.files.json"
-            listed = strict_json.parse(self._files.read(path, MAX_MANIFEST_BYTES), str(path))
+            listed = strict_json.parse(self.files.read(path, MAX_MANIFEST_BYTES), str(path))
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
-            self._files.remove_file(path)
+            self.files.remove_file(path)
         return entries
 
     def drop(self) -> None:
         """Rank 0: remove the folder. What cannot be removed is left for the next save to clear."""
         if self.folder.exists():
             with contextlib.suppress(OSError):
-                self._files.remove_tree(self.folder)
+                self.files.remove_tree(self.folder)
 
 
 def set_aside(target: Path, files: Files) -> Path | None:

@@ -1,0 +1,84 @@
+"""What one rank puts into a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from windlass.checkpoint.codec import Encoded, state_bytes
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.sharded import RankParts
+from windlass.checkpoint.tensor_file import nbytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
+from windlass.core.types import State
+
+_MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Everything that this rank has for one checkpoint.
+
+    Attributes:
+        shared: parts of all ranks, by name; the keeper of the folder writes them, other ranks' are ignored.
+        per_rank: this rank's own parts.
+        weights: whole weights by name, for `model.safetensors`; the keeper writes them. None where there are none.
+        parts: this rank's parts of sharded tensors.
+        files: further plain files (configuration, tokenizer) by relative name; the keeper writes them.
+        write_model: the keeper calls it with the folder; it may put any plain files there. A script's own way to
+            save, which needs the live model: nothing that a snapshot could hold.
+        other_bytes: what `write_model` will write, for the check of free space.
+    """
+
+    shared: Mapping[str, State | Encoded] = field(default_factory=dict)
+    per_rank: State | Encoded = field(default_factory=dict)
+    weights: Mapping[str, Tensor] | None = None
+    parts: Sequence[RankParts] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    write_model: Callable[[Path], None] | None = None
+    other_bytes: int = 0
+
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors that this rank would write as the keeper."""
+        states = [*self.shared.values(), self.per_rank]
+        tensors = [tensor for part in self.parts for tensor in part.tensors.values()]
+        return (
+            sum(map(_state_bytes, states))
+            + sum(map(nbytes, tensors))
+            + (0 if self.weights is None else weights_bytes(self.weights))
+        )
+
+    def disk_bytes(self, world: int) -> int:
+        """Bytes that the whole checkpoint takes, from what this rank knows: others are taken to write as much of
+        their own."""
+        own = _state_bytes(self.per_rank) + sum(
+            nbytes(t) for part in self.parts for t in part.tensors.values()
+        )
+        shared = self.tensor_bytes() - own
+        return shared + own * world + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
+
+    def write(self, draft: Draft, keeps: bool) -> None:
+        """Write it into `draft`; what the keeper writes for all only where this rank `keeps` the folder."""
+        if keeps:
+            self._write_shared(draft)
+        draft.write_rank_state(self.per_rank)
+        for part in self.parts:
+            draft.add(part.write(draft.folder, draft.files))
+
+    def _write_shared(self, draft: Draft) -> None:
+        for name, state in self.shared.items():
+            draft.write_state(name, state)
+        if self.weights is not None:
+            entry = save_weights(draft.folder, self.weights, files=draft.files)
+            draft.add({WEIGHTS_NAME: entry})
+        for name, data in self.files.items():
+            draft.write_file(name, data)
+        if self.write_model is not None:
+            self.write_model(draft.folder)
+
+
+def _state_bytes(state: State | Encoded) -> int:
+    return sum(map(nbytes, state.tensors.values())) if isinstance(state, Encoded) else state_bytes(state)
