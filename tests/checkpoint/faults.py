@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
@@ -74,9 +75,7 @@ def save(
     state = state_of(step)
     return manager.save(
         step,
-        shared={"optimizer": state},
-        per_rank={"rng": state},
-        write_model=write_model_of(step, files),
+        Content({"optimizer": state}, {"rng": state}, write_model=write_model_of(step, files)),
         meta={"best_metric": float(step)},
         **options,
     )

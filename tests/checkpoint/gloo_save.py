@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.checkpoint.faults import CountingFiles, failing, state_of, write_model_of
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
@@ -30,9 +31,11 @@ def save(root: Path, step: int, files: Files) -> str | None:
     store = Store(root, rank=rank, world=world, vote=vote, barrier=dist.barrier, files=files)
     path = CheckpointManager(store, 1).save(
         step,
-        shared={"optimizer": state_of(step)},
-        per_rank={"rng": state_of(step) | {"rank": rank}},
-        write_model=write_model_of(step, files),
+        Content(
+            {"optimizer": state_of(step)},
+            {"rng": state_of(step) | {"rank": rank}},
+            write_model=write_model_of(step, files),
+        ),
         meta={"best_metric": float(step)},
     )
     return path and path.name

@@ -6,13 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing, newest, save, state_of
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
@@ -40,7 +41,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_missing_parts_are_errors(tmp_path: Path) -> None:
-    path = CheckpointManager(Store(tmp_path)).save(1, shared={}, per_rank={}, write_model=None, meta={})
+    path = CheckpointManager(Store(tmp_path)).save(1, Content(), meta={})
     assert path is not None
     checkpoint = CheckpointManager(Store(tmp_path)).load(path)
     with pytest.raises(CheckpointError, match="no part 'optimizer'"):
@@ -71,7 +72,7 @@ def test_a_full_disk_met_by_a_library_in_rust_is_one_too(tmp_path: Path, said: l
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     manager = CheckpointManager(Store(tmp_path))
-    assert manager.save(1, shared={}, per_rank={}, write_model=write_model, meta={}) is None
+    assert manager.save(1, Content(write_model=write_model), meta={}) is None
     assert len(said) == 1
 
 
@@ -100,28 +101,23 @@ class SmallDisk(Files):
 
 def test_room_is_counted_before_anything_is_written(tmp_path: Path, said: list[str]) -> None:
     state = {"moments": torch.zeros(1 << 20)}  # 4 MiB
-    parts: dict[str, Any] = {
-        "shared": {"optimizer": state},
-        "per_rank": {"rng": state},
-        "write_model": None,
-        "meta": {},
-    }
+    content = Content({"optimizer": state}, {"rng": state})
     needed = 2 * (4 << 20) + (1 << 20)
     short = CheckpointManager(Store(tmp_path, files=SmallDisk(needed - 1)))
-    assert short.save(1, **parts) is None
+    assert short.save(1, content, meta={}) is None
     assert f"needs {needed:,} bytes and {needed - 1:,} are free" in said[0]
     enough = CheckpointManager(Store(tmp_path, files=SmallDisk(needed)))
-    assert enough.save(1, **parts, model_bytes=1) is None
-    assert enough.save(1, **parts) == tmp_path / "checkpoint-1"
+    assert enough.save(1, replace(content, other_bytes=1), meta={}) is None
+    assert enough.save(1, content, meta={}) == tmp_path / "checkpoint-1"
 
 
 def test_a_mistake_in_the_program_is_not_a_full_disk(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manager = CheckpointManager(Store(tmp_path))
     with pytest.raises(CheckpointError, match=r"'hook' is a builtins\.function|'hook' is a .*function"):
-        manager.save(2, shared={"callback": {"hook": lambda: 0}}, per_rank={}, write_model=None, meta={})
+        manager.save(2, Content({"callback": {"hook": lambda: 0}}), meta={})
     with pytest.raises(CheckpointError, match="meta of a checkpoint holds tensors"):
-        manager.save(2, shared={}, per_rank={}, write_model=None, meta={"a": torch.ones(1)})
+        manager.save(2, Content(), meta={"a": torch.ones(1)})
     with pytest.raises(PermissionError):
         save(tmp_path, 2, CountingFiles(5, failing(errno.EACCES)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
@@ -130,7 +126,7 @@ def test_a_mistake_in_the_program_is_not_a_full_disk(tmp_path: Path) -> None:
 def test_saving_a_step_again_takes_its_place(tmp_path: Path) -> None:
     save(tmp_path, 5)
     manager = CheckpointManager(Store(tmp_path))
-    path = manager.save(5, shared={"optimizer": state_of(50)}, per_rank={}, write_model=None, meta={})
+    path = manager.save(5, Content({"optimizer": state_of(50)}), meta={})
     assert path is not None
     assert manager.load(path).shared("optimizer")["step"] == 50
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-5"]
@@ -143,7 +139,7 @@ def test_ranks_keep_their_own_parts_and_agree(tmp_path: Path) -> None:
         manager = CheckpointManager(ranks.store(rank, tmp_path), 1)
         for step in (1, 2):
             parts = {"rng": {"rank": rank, "state": torch.tensor([rank])}}
-            path = manager.save(step, shared={"a": {"rank": rank}}, per_rank=parts, write_model=None, meta={})
+            path = manager.save(step, Content({"a": {"rank": rank}}, parts), meta={})
         return path
 
     assert ranks.run(body) == [tmp_path / "checkpoint-2"] * 3

@@ -13,9 +13,10 @@ import torch
 from tests.checkpoint.faults import CountingFiles, Ranks, failing
 from torch import nn
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
-from windlass.checkpoint.sharded import load_parts, merge_parts, open_parts, rank_file, write_parts
+from windlass.checkpoint.sharded import RankParts, load_parts, merge_parts, open_parts, rank_file, write_parts
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.checkpoint.weights import load_weights
@@ -133,25 +134,18 @@ def save_in_parts(root: Path, step: int, failing_rank: int = -1, at: int = 0) ->
             counted = files
         return CheckpointManager(ranks.store(rank, root, files)).save(
             step,
-            shared={"state": {"step": step}},
-            per_rank={"step": step},
-            write_model=None,
+            Content({"state": {"step": step}}, {"step": {"value": step}}, parts=[rows_of(rank, step)]),
             meta={},
-            write_parts=lambda folder, files: write_rows(folder, files, rank, step),
         )
 
     return ranks.run(body), counted.count
 
 
-def write_rows(folder: Path, files: Files, rank: int, step: int) -> dict[str, Any]:
-    path = folder / rank_file("model", rank)
+def rows_of(rank: int, step: int) -> RankParts:
+    entry = {"dtype": "F32", "shape": [5, 3], "dim": 0, "parts": [[0, 0, 3], [1, 3, 2]]}
+    index = {"version": 1, "ranks": 2, "aliases": {}, "tensors": {"weight": entry}}
     rows = ROWS[3 * rank : 3 * rank + 3] + step
-    written = {path.name: write_tensors(path, {"weight": rows}, files=files)}
-    if rank == 0:
-        entry = {"dtype": "F32", "shape": [5, 3], "dim": 0, "parts": [[0, 0, 3], [1, 3, 2]]}
-        index = {"version": 1, "ranks": 2, "aliases": {}, "tensors": {"weight": entry}}
-        written["model.parts.json"] = files.write(folder / "model.parts.json", [json.dumps(index).encode()])
-    return written
+    return RankParts("model", rank, {"weight": rows}, index if rank == 0 else None)
 
 
 def loaded_rows(root: Path) -> tuple[Path | None, torch.Tensor | None]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.faults import CountingFiles, newest, save, vanish
 from tests.checkpoint.test_faults import in_child
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.manifest import MANIFEST_NAME, _seal
 from windlass.checkpoint.store import Store
@@ -44,7 +45,7 @@ def test_the_serial_goes_on_where_retention_left_it(tmp_path: Path) -> None:
 
 def mark(root: Path, step: int, number: int, files: CountingFiles, limit: int | None) -> Path | None:
     manager = CheckpointManager(Store(root, files=files), limit)
-    return manager.save(step, shared={}, per_rank={}, write_model=None, meta={"mark": number})
+    return manager.save(step, Content(), meta={"mark": number})
 
 
 def marks(root: Path) -> list[int]:

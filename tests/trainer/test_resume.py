@@ -224,7 +224,7 @@ def test_early_stopping_that_was_decided_stays_decided(folder: Path) -> None:
 
 @pytest.mark.parametrize(("micro", "accumulation"), [(8, 1), (2, 4)])
 def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, folder: Path) -> None:
-    case = Case()
+    case = Case({"save_in_background": False})  # so that checkpoint 3 stands when the run is killed in update 4
     whole = run(folder / "whole", case)
     killed = folder / "killed"
     assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
@@ -261,7 +261,7 @@ def test_no_sample_is_lost_when_updates_change_their_size(
     micro: int, accumulation: int, updates: int, folder: Path
 ) -> None:
     """Two epochs are two epochs: 24 of 36 samples were seen in three updates of 8 when the size changed."""
-    case = Case({"lr_scheduler_type": "linear"})
+    case = Case({"lr_scheduler_type": "linear", "save_in_background": False})
     whole = run(folder / "whole", case)
     killed = folder / "killed"
     assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
@@ -299,7 +299,7 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(folder: Path, warned: list[str]) -> None:
-    case = Case()
+    case = Case({"save_in_background": False})  # so that checkpoint 3 stands when the run is killed in update 4
     whole = run(folder / "whole", case)
     killed = folder / "killed"
     assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import (
     load_optimizer_state,
     save_optimizer_state,
     split_optimizer_state,
 )
-from windlass.checkpoint.sharded import parts_writer
+from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights, save_weights
 from windlass.config.plan import DistPlan, ShardPlan
@@ -420,11 +421,8 @@ def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
     sets = {"model": module.state_dict(keep_vars=True), "optimizer": parts}
     saved = CheckpointManager(store).save(
         SIZE,
-        shared={"optimizer": state},
-        per_rank={},
-        write_model=None,
+        Content({"optimizer": state}, parts=[parts_of_rank(*item, gang.world) for item in sets.items()]),
         meta={},
-        write_parts=parts_writer(sets, gang.world),
     )
     assert saved is not None
     weights, reference = strategy.whole_state(), save_optimizer_state(optimizer, module)

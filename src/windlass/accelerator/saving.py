@@ -16,7 +16,7 @@ from windlass.accelerator.base import Core
 from windlass.checkpoint import codec
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
-from windlass.checkpoint.sharded import parts_writer
+from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights, weights_bytes
@@ -210,7 +210,8 @@ class Saving(Core):
                 for name, state in shared.items():
                     draft.write_state(name, state)
             draft.write_rank_state(per_rank)
-            draft.add(parts_writer(parts, self._gang.world)(draft.folder, store.files))
+            for name, tensors in parts.items():
+                draft.add(write_parts(draft.folder, name, tensors, self._gang.world, store.files))
 
     def _shared_state(self) -> tuple[dict[str, State], Parts]:
         """What the main process writes, and the tensors beside it of which every process writes its part."""

@@ -23,6 +23,7 @@ from windlass.config.plan import (
     StabilityPlan,
     TransformPlan,
 )
+from windlass.config.quantities import seconds, size_in_bytes
 from windlass.config.validate import check
 from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
@@ -272,6 +273,9 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
         metric=args.metric_for_best_model,
         greater_is_better=bool(args.greater_is_better),
         load_best_at_end=args.load_best_model_at_end,
+        every=None if args.save_every is None else seconds(args.save_every),
+        background=args.save_in_background,
+        host_memory=None if args.save_host_memory is None else size_in_bytes(args.save_host_memory),
     )
 
 

@@ -32,6 +32,12 @@ _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_data
 Listener = Callable[..., Any]
 
 
+def _defined_in(listener: Listener) -> str:
+    """The module of the class whose instance listens."""
+    owner = getattr(listener, "__self__", None)
+    return str(getattr(listener if owner is None else type(owner), "__module__", ""))
+
+
 def _event(name: str, payload: str | None = None) -> Callable[..., TrainerControl]:
     """The method `on_*` of the handler; `payload` is the argument that may follow `control` by position."""
     if payload is None:
@@ -164,6 +170,12 @@ class CallbackHandler:
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
         return bool(self._listeners[event])
+
+    def listens_outside(self, event: str) -> bool:
+        """Whether a callback that is not Windlass's own does something at this event."""
+        return self.listens(event) and any(
+            not _defined_in(listener).startswith("windlass.") for listener in self._listeners[event]
+        )
 
     # --- events ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from windlass.checkpoint import codec
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import rank_stem
-from windlass.checkpoint.files import FileEntry, Files, is_disk_failure
+from windlass.checkpoint.files import Files, is_disk_failure
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import prune
@@ -24,9 +25,6 @@ from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 
-# Writes one rank's files into a folder and gives what it wrote, by name.
-PartsWriter = Callable[[Path, Files], Mapping[str, FileEntry]]
-_MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
 _logger = get_logger(__name__)
 
 
@@ -140,6 +138,11 @@ class Checkpoint:
         return codec.load_state(self.folder / stem, self._files)
 
 
+def costs_one_save(error: Exception) -> bool:
+    """Whether an error costs the save it happened in, and not the run: a full or failing disk, here or elsewhere."""
+    return is_disk_failure(error) or isinstance(error, SaveDropped)
+
+
 class CheckpointManager:
     """Saves, retains and loads. Every rank calls `save` with the same step.
 
@@ -152,75 +155,42 @@ class CheckpointManager:
         self.total_limit = total_limit
 
     def save(
-        self,
-        step: int,
-        *,
-        shared: Mapping[str, State],
-        per_rank: Mapping[str, State],
-        write_model: Callable[[Path], None] | None,
-        meta: Mapping[str, Any],
-        best: Path | str | None = None,
-        model_bytes: int = 0,
-        write_parts: PartsWriter | None = None,
+        self, step: int, content: Content, *, meta: Mapping[str, Any], best: Path | str | None = None
     ) -> Path | None:
         """Save checkpoint `step` and let retention act. Gives its folder, or None where the disk was full or
         failing: that costs this checkpoint and a loud warning, earlier ones stand and training goes on.
 
         Args:
-            shared: parts that rank 0 writes; other ranks' are ignored.
-            per_rank: parts that every rank writes for itself.
-            write_model: rank 0 calls it with the folder; it may put any plain files there (weights, config,
-            tokenizer). meta: plain values for the manifest (best metric, ...).
+            meta: plain values for the manifest (best metric, ...).
             best: folder of the best checkpoint so far, which retention spares.
-            model_bytes: what `write_model` and `write_parts` will write, for the check of free space.
-            write_parts: every rank calls it with the folder, to write its parts of sharded tensors.
 
         Raises:
             CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the
             disk). OSError: the folder cannot be written for another reason than a full or failing disk.
         """
+        store = self.store
         try:
-            self._write(step, shared, per_rank, write_model, meta, model_bytes, write_parts)
+            with store.writing(step, meta, needed=content.disk_bytes(store.world)) as draft:
+                content.write(draft, store.keeps)
         except Exception as error:
-            if not (is_disk_failure(error) or isinstance(error, SaveDropped)):
+            if not costs_one_save(error):
                 raise
-            self._warn(step, error)
+            self.warn(step, error)
             return None
-        path = self.store.path_for(step)
+        path = store.path_for(step)
         self.retain([path] if best is None else [path, Path(best)])
         return path
 
     def retain(self, protected: list[Path]) -> None:
-        """Remove checkpoints beyond `total_limit`, but for `protected` ones. Collective."""
+        """Remove surplus checkpoints, but for `protected` ones. Collective."""
         try:
-            if self.store.rank == 0:
-                self._prune(protected)
+            if self.store.keeps:
+                self.prune(protected)
         finally:
             self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
 
-    def _write(
-        self,
-        step: int,
-        shared: Mapping[str, State],
-        per_rank: Mapping[str, State],
-        write_model: Callable[[Path], None] | None,
-        meta: Mapping[str, Any],
-        model_bytes: int,
-        write_parts: PartsWriter | None = None,
-    ) -> None:
-        own = codec.state_bytes(dict(per_rank)) * self.store.world
-        needed = model_bytes + own + sum(codec.state_bytes(state) for state in shared.values()) + _MARGIN
-        with self.store.writing(step, meta, needed=needed) as draft:
-            if self.store.rank == 0:
-                for name, state in shared.items():
-                    draft.write_state(name, state)
-                if write_model is not None:
-                    write_model(draft.folder)
-            draft.write_rank_state(dict(per_rank))
-            if write_parts is not None:
-                draft.add(write_parts(draft.folder, self.store.files))
-
-    def _warn(self, step: int, error: Exception) -> None:
+    def warn(self, step: int, error: Exception) -> None:
+        """Say loudly that a checkpoint was given up, and what stands."""
         if isinstance(error, SaveDropped) and self.store.rank != 0:
             return  # the rank that failed and rank 0 say it; a thousand others need not
         last = self.store.list()
@@ -230,7 +200,8 @@ class CheckpointManager:
             step, self.store.rank, error, standing, self.store.root,
         )  # fmt: skip
 
-    def _prune(self, protected: list[Path]) -> None:
+    def prune(self, protected: list[Path]) -> None:
+        """The keeper's part of `retain`; a disk that refuses is no failure."""
         try:
             prune(self.store, self.total_limit, protected)
         except OSError as error:

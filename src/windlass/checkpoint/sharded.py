@@ -15,7 +15,7 @@ written once, by the first rank that holds them; tied tensors once, under the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,20 +103,6 @@ def parts_of_rank(stem: str, tensors: Mapping[str, Tensor], world: World) -> Ran
     }
     tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
     return RankParts(stem, world.rank, mine, tree if world.is_main else None)
-
-
-def parts_writer(
-    sets: Mapping[str, Mapping[str, Tensor]], world: World
-) -> Callable[[Path, Files], dict[str, FileEntry]]:
-    """Writes several sets of tensors, by stem: for `CheckpointManager.save(write_parts=...)`."""
-
-    def write(folder: Path, files: Files) -> dict[str, FileEntry]:
-        written: dict[str, FileEntry] = {}
-        for stem, tensors in sets.items():
-            written |= write_parts(folder, stem, tensors, world, files)
-        return written
-
-    return write
 
 
 def _entry(name: str, tensor: Tensor) -> dict[str, Any]:

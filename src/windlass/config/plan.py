@@ -102,12 +102,23 @@ class CadencePlan:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
+    """What is saved, and when.
+
+    Attributes:
+        every: seconds between ephemeral checkpoints, beside those of the cadence; None: none are made.
+        background: checkpoints are written while training goes on.
+        host_memory: bytes that the copies for it may take; None: what the host has.
+    """
+
     output_dir: str
     cadence: CadencePlan
     total_limit: int | None = None
     metric: str | None = None
     greater_is_better: bool = False
     load_best_at_end: bool = False
+    every: float | None = None
+    background: bool = True
+    host_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN
 from windlass.config.normalise import DICT_FIELDS, hints, normalise, read_document
 from windlass.config.parallel.arguments import from_arguments
+from windlass.config.quantities import seconds, size_in_bytes
 from windlass.config.support import is_neutral, refusal, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import CHOICES, RANGES, choice_fault, options_from, type_fault
 from windlass.core.errors import ConfigError, Problem
@@ -181,6 +182,20 @@ def _nonfinite(args: Any) -> Iterator[Problem]:
     if args.nonfinite_policy == "rollback" and (args.save_strategy == "no" or args.save_only_model):
         fix = "there would be no checkpoint to go back to; set a save_strategy, and save_only_model=False"
         yield Problem("nonfinite_policy", "rollback", fix)
+
+
+@_rule("save_every", "save_host_memory", "save_only_model")
+def _quantities(args: Any) -> Iterator[Problem]:
+    for name, read in (("save_every", seconds), ("save_host_memory", size_in_bytes)):
+        value = getattr(args, name)
+        try:
+            if value is not None:
+                read(value)
+        except ValueError as error:
+            yield Problem(name, value, str(error))
+    if args.save_every is not None and args.save_only_model:
+        fix = "is for resuming a run that was cut off, which needs more than the model; set save_only_model=False"
+        yield Problem("save_every", args.save_every, fix)
 
 
 @_rule("optim_args")

@@ -24,6 +24,7 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
     Raises:
         NonFiniteError: there is no checkpoint of this run yet, or going back to it has not helped.
     """
+    trainer._finish_saving()  # what is being saved is newer than what stands
     undone = trainer.state.global_step
     if trainer._newest_checkpoint is None:
         raise NonFiniteError(

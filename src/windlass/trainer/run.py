@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass.assemble.build import Built
+from windlass.checkpoint.background import Counters
 from windlass.config.plan import RunPlan
 from windlass.core.device import visible_devices
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
@@ -23,10 +24,13 @@ from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
+from windlass.trainer.agreement import Signals
+from windlass.trainer.companions import Companions
 from windlass.trainer.losses import as_count
 from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.rollback import roll_back
+from windlass.trainer.run_saver import RunSaver
 
 logger = get_logger(__name__)
 
@@ -36,12 +40,17 @@ class TrainingRun:
 
     Attributes:
         executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
+        saver, companions: what writes it.
     """
 
     def __init__(self, trainer: TrainerParts, plan: RunPlan, built: Built, source: GroupSource) -> None:
         self._trainer, self._plan = trainer, plan
         self.executor, self.schedule = built.executor, built.schedule
         device = trainer._device
+        self.saver = RunSaver(
+            trainer._checkpoint_manager(), plan.save, trainer._gang, device, trainer._may_save_in_background
+        )
+        self.companions = Companions()
         self.ledger = Ledger(device, trainer._gang.sum)
         self._normaliser = trainer._normaliser
         self._flops_per_position = 6 * trainer._parameter_count
@@ -240,14 +249,19 @@ class TrainingRun:
         logger.warning("%s; this update is skipped", what)
         return False
 
-    def _signals(self) -> list[float]:
-        """What this rank tells the others with the next group."""
-        return [float(self._trainer._wants_stop)]
+    def _signals(self) -> Signals:
+        saver = self.saver
+        due = self._trainer._gang.rank == 0 and saver.is_due()
+        return Signals(float(self._trainer._wants_stop), float(due), *saver.counters())
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
-        (stops,) = signals
-        if stops:
+        told = Signals(*signals)
+        if told.stop:
             self._trainer._stop_here()
+        self.saver.agreed(Counters(told.written, told.settled, told.failed))
+        # What was sent before a save began still asks for it.
+        asked_since = self._trainer.state.global_step - self._saved_step > 1
+        self._ephemeral_due = told.save_due > 0 and asked_since and not self.saver.busy
 
     def due(self) -> None:
         """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""
@@ -260,15 +274,21 @@ class TrainingRun:
             self._beacon.call("evaluate")
             self._evaluate()
             self._agree_on_flags()
-        if self._trainer.control.should_save or self._trainer._interrupted:
+        if self._trainer.control.should_save or self._trainer._interrupted or self._ephemeral_due:
             self._beacon.call("save")
             self._save()
             self._agree_on_flags()
 
+    _ephemeral_due = False
+    _saved_step = 0
+
     def _save(self) -> None:
+        trainer = self._trainer
+        trainer._saves_ephemeral = not (trainer.control.should_save or trainer._interrupted)
+        self._ephemeral_due, self._saved_step = False, trainer.state.global_step
         self.loop.check_finite()
-        self._trainer._save_checkpoint(self._trainer.model)
-        self._trainer._interrupted = False
+        trainer._save_checkpoint(trainer.model)
+        trainer._interrupted = trainer.control.should_save = False
 
     def log_progress(self) -> None:
         """Report the losses since the last report; nothing where there is none."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
-from windlass.checkpoint.sharded import parts_writer
+from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights, weights_bytes
+from windlass.core.events import TrainerState
 from windlass.core.rng import rng_state
 from windlass.core.types import State
-from windlass.trainer.base import TrainerBase
+from windlass.trainer.base import TrainerBase, overrides
 
 
 class SavingMixin(TrainerBase):
@@ -26,6 +30,8 @@ class SavingMixin(TrainerBase):
     # What `nonfinite_policy="rollback"` goes back to, and how often it did since that was saved.
     _newest_checkpoint: Path | None = None
     _rollbacks = 0
+    # What is being saved is only for a run that is cut off: the clock asked for it, not the run's plan.
+    _saves_ephemeral = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
@@ -65,6 +71,16 @@ class SavingMixin(TrainerBase):
         weights = self.model.state_dict() if state_dict is None else state_dict
         if weights:
             save_weights(folder, weights)
+        self._save_companions(folder)
+        if hasattr(self._savable_tokenizer, "save_pretrained"):
+            self._savable_tokenizer.save_pretrained(str(folder))
+
+    @property
+    def _savable_tokenizer(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+    def _save_companions(self, folder: Path) -> None:
+        """What the weights need beside them: configurations, and the run's arguments for the reader."""
         parts: tuple[Any, ...] = tuple(
             getattr(self.model, name, None) for name in ("config", "generation_config")
         )
@@ -72,50 +88,94 @@ class SavingMixin(TrainerBase):
             if hasattr(part, "save_pretrained"):
                 _declare_architecture(part, self.model)
                 part.save_pretrained(str(folder))
-        tokenizer: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(str(folder))
         arguments = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Commit a checkpoint of the run as it stands. Every rank calls it."""
-        step = self.state.global_step
-        manager = self._checkpoint_manager()
-        previous_best = self.state.best_model_checkpoint
-        if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = str(manager.store.path_for(step))
-        best = self.state.best_model_checkpoint
+        """Save a checkpoint of the run as it stands: training goes on while it is written, and `on_save` follows when
+        it stands (see `RunSaver`). Every rank calls it.
+        """
+        self._finish_saving()
+        state, saver = self.state, self._run.saver
+        step, store = state.global_step, saver.manager.store
+        previous_best = state.best_model_checkpoint
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(store.path_for(step))
         # A part that cannot give its state must not leave other ranks waiting: in the vote at the end of this block,
         # nor in a gathering of tensors that it never came to, so what all ranks do together comes first.
-        with manager.store.agreed(step):
-            shared, parts = self._tensor_states()
-            weights = {} if parts else self._gathered_weights()
-            self.state.stateful_callbacks = self.callback_handler.state_dict()
-            shared |= self._shared_state()
-            per_rank = self._rank_state()
-            model_bytes = sum(map(weights_bytes, parts.values()))
-            model_bytes += weights_bytes(self.model.state_dict() if weights is None else weights)
-        saved = manager.save(
+        with store.agreed(step):
+            content = self._content(store.keeps)
+        as_saved = replace(state, log_history=list(state.log_history))
+        saver.save(
             step,
-            shared=shared,
-            per_rank=per_rank,
-            write_model=lambda folder: self._save_gathered(str(folder), weights),
-            meta={
-                "windlass": "checkpoint",
-                "epoch": self.state.epoch,
-                "update_size": self._update_size.to_dict(),
-                "best_metric": _plain(self.state.best_metric),
-            },
-            best=Path(best) if best else None,
-            model_bytes=model_bytes,
-            write_parts=parts_writer(parts, self._gang.world) if parts else None,
+            content,
+            meta=self._checkpoint_meta(),
+            best=state.best_model_checkpoint,
+            ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
         )
-        if saved is None:
-            self.state.best_model_checkpoint = previous_best  # the best of those that exist
+
+    def _checkpoint_meta(self) -> dict[str, Any]:
+        return {
+            "windlass": "checkpoint",
+            "epoch": self.state.epoch,
+            "update_size": self._update_size.to_dict(),
+            "best_metric": _plain(self.state.best_metric),
+            "ephemeral": self._saves_ephemeral,
+        }
+
+    def _save_ended(self, folder: Path | None, as_saved: TrainerState, previous_best: str | None) -> None:
+        """A save that this run began stands now, or was given up."""
+        if folder is None:
+            if self.state.best_model_checkpoint == as_saved.best_model_checkpoint:
+                self.state.best_model_checkpoint = previous_best  # the best of those that exist
             return
-        self._newest_checkpoint, self._rollbacks = saved, 0
-        self.control = self.callback_handler.fire("on_save", self.args, self.state, self.control)
+        self._newest_checkpoint, self._rollbacks = folder, 0
+        asked = self.control.should_save
+        self.control = self.callback_handler.fire("on_save", self.args, as_saved, self.control)
+        self.control.should_save |= asked  # what is asked for by now is another save
+
+    def _finish_saving(self) -> None:
+        """Wait until the save under way stands or is given up. Every rank calls it."""
+        if self._run is not None:
+            self._run.saver.finish()
+
+    def _leave_saving(self) -> None:
+        """The run ends in an error: what is under way may still become whole, and no failure of it hides that error."""
+        if self._run is not None:
+            with contextlib.suppress(Exception):
+                self._run.saver.leave()
+
+    def _may_save_in_background(self) -> bool:
+        """Whether no code of the script's own has a part in saving that needs the run as it was at that moment."""
+        own_method = overrides(self, SavingMixin, ("_save_checkpoint", "_save", "save_model"))
+        return not own_method and not self.callback_handler.listens_outside("on_save")
+
+    def _content(self, keeps: bool) -> Content:
+        """All that this rank has for a checkpoint, the tensors being the live ones. Collective."""
+        shared, parts = self._tensor_states()
+        gathered = {} if parts else self._gathered_weights()
+        self.state.stateful_callbacks = self.callback_handler.state_dict()
+        shared |= self._shared_state()
+        own = Content(
+            per_rank=self._rank_state(),
+            parts=[parts_of_rank(stem, tensors, self._gang.world) for stem, tensors in parts.items()],
+        )
+        if not keeps:
+            return own
+        weights = self.model.state_dict() if gathered is None else gathered
+        if overrides(self, SavingMixin, ("_save",)):
+            return replace(
+                own,
+                shared=shared,
+                write_model=lambda folder: self._save_gathered(str(folder), gathered),
+                other_bytes=weights_bytes(weights),
+            )
+        return replace(
+            own,
+            shared=shared,
+            weights=weights or None,
+            files=self._run.companions.files(self._save_companions, self._savable_tokenizer),
+        )
 
     def _shared_state(self) -> dict[str, State]:
         shared: dict[str, State] = {"trainer_state": self.state.to_dict()}

@@ -283,6 +283,9 @@ class Trainer(TrainerParts):
             with stopping_on_interrupt(self._stop_and_save), self._telling_where():
                 self._run_training(plan)
             return self._finish_training(plan, started)
+        except Exception:
+            self._leave_saving()
+            raise
         finally:
             self.is_in_train = False
             self.accelerator.bind_backward(None)
@@ -387,6 +390,7 @@ class Trainer(TrainerParts):
         self._run.loop.run()
         if self._interrupted:
             self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
+        self._finish_saving()
 
     def _close_displays(self) -> None:
         """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""
@@ -408,6 +412,7 @@ class Trainer(TrainerParts):
     def _finish_training(self, plan: RunPlan, started: float) -> TrainOutput:
         run, state = self._run, self.state
         run.finish()
+        run.saver.release()
         metrics: dict[str, float] = speed_metrics(
             "train",
             started,

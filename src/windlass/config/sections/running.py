@@ -94,3 +94,11 @@ class WindlassSection:
     global_batch_size: int | None = setting(
         None, "Samples of an update over all processes; accumulation follows from it."
     )
+    save_every: str | float | None = setting(
+        None, "Time between further checkpoints, like '5min'; of these only the newest is kept."
+    )
+    save_in_background: bool = setting(True, "Write checkpoints while training goes on.")
+    save_host_memory: str | float | None = setting(
+        None,
+        "Most host memory that copies of a save under way may take, like '8GB'; larger saves stop training.",
+    )

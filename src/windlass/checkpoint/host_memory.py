@@ -1,0 +1,91 @@
+"""Copies in host memory of what is to be saved, so that training need not wait for the disk.
+
+The copies lie in blocks that are kept from one snapshot to the next: from the second on no page is new, and on an
+accelerator the blocks stay pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint.codec import Encoded, encode
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.weights import split_aliases
+from windlass.core.types import State
+
+
+class HostMemory:
+    """Blocks of host memory for one snapshot at a time.
+
+    Args:
+        device: where the tensors lie that are copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._blocks: dict[str, Tensor] = {}
+        self._taken: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
+    def snapshot(self, content: Content) -> tuple[Content, Callable[[], None]]:
+        """A copy of `content` that nothing changes any more until the next snapshot, and what to call before it is
+        read: it waits until copies from an accelerator have arrived, which later work there does not overtake.
+
+        Raises:
+            CheckpointError: a state holds a type that cannot be saved.
+        """
+        self._taken = set()
+        copied = replace(
+            content,
+            shared={name: self._state(name, state) for name, state in content.shared.items()},
+            per_rank=self._state("", content.per_rank),
+            weights=None if content.weights is None else self._weights(content.weights),
+            parts=[replace(part, tensors=self._all(part.stem, part.tensors)) for part in content.parts],
+        )
+        for name in self._blocks.keys() - self._taken:
+            del self._blocks[name]
+        return copied, _arrival(content)
+
+    def _state(self, name: str, state: State | Encoded) -> Encoded:
+        # Encoding makes containers of its own, so only the tensors are left to copy.
+        split = state if isinstance(state, Encoded) else Encoded(*encode(state))
+        return Encoded(split.tree, self._all(f"state {name}", split.tensors))
+
+    def _weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tied tensors become one copy under several names: what is written tells them by their memory."""
+        stored, aliases = split_aliases(weights)
+        copies = self._all("weights", stored)
+        return {name: copies[aliases.get(name, name)] for name in weights}
+
+    def _all(self, owner: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._copy(f"{owner}: {name}", tensor) for name, tensor in tensors.items()}
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        block = self._blocks.get(name)
+        if block is None or block.shape != tensor.shape or block.dtype != tensor.dtype:
+            block = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+            self._blocks[name] = block
+        self._taken.add(name)
+        return block.copy_(tensor, non_blocking=True)
+
+
+def _arrival(content: Content) -> Callable[[], None]:
+    tensors = [
+        *(content.weights or {}).values(),
+        *(t for part in content.parts for t in part.tensors.values()),
+    ]
+    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+    if device is None:
+        return lambda: None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event.synchronize

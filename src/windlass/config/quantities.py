@@ -1,0 +1,44 @@
+"""Times and sizes as people write them: `"5min"`, `"8GB"`."""
+
+from __future__ import annotations
+
+import re
+
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "hour": 3600, "d": 86400, "day": 86400}
+_BYTES = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+
+
+def seconds(value: str | float) -> float:
+    """Seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already.
+
+    Raises:
+        ValueError: it is no time above 0.
+    """
+    return _quantity(
+        value, _SECONDS, "a time above 0: seconds as a number, or text such as '90s', '5min', '2h'"
+    )
+
+
+def size_in_bytes(value: str | float) -> int:
+    """Bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already.
+
+    Raises:
+        ValueError: it is no size above 0.
+    """
+    return int(_quantity(value, _BYTES, "a size above 0: bytes as a number, or text such as '8GB', '512MiB'"))
+
+
+def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        unit = match and (units.get(match[2].lower()) or units.get(match[2].lower().removesuffix("s")))
+        number = float(match[1]) * unit if match and unit else 0.0
+    else:
+        number = float(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"must be {words}")
+    return number

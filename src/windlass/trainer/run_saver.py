@@ -1,0 +1,129 @@
+"""The saves of one run: in the background where that is possible, and announced once they stand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.checkpoint.background import BackgroundSaver, Counters, Outcome
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.host_memory import HostMemory
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.config.plan import SavePlan
+from windlass.core.logs import get_logger
+from windlass.core.memory import available_memory
+from windlass.dist.gang import Gang
+
+logger = get_logger(__name__)
+# Of the memory that the host has left, copies take at most this share: training needs some too.
+_SHARE = 0.8
+
+Ended = Callable[[Path | None], None]
+
+
+class RunSaver:
+    """Writes checkpoints, at most one at a time.
+
+    Args:
+        may_wait: whether nothing needs a checkpoint to stand as soon as the call that saves it returns. Ranks may
+            differ: it is voted on.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        plan: SavePlan,
+        gang: Gang,
+        device: torch.device,
+        may_wait: Callable[[], bool],
+    ) -> None:
+        self.manager = manager
+        self._plan, self._gang, self._may_wait = plan, gang, may_wait
+        self._background = BackgroundSaver(manager)
+        self._memory = HostMemory(device)
+        self._ended: Ended | None = None
+        self._said_too_large = False
+        self._saved_at = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way; the same on every rank."""
+        return self._background.busy
+
+    def is_due(self) -> bool:
+        """Whether this rank's clock asks for an ephemeral checkpoint."""
+        every = self._plan.every
+        return every is not None and time.monotonic() - self._saved_at >= every
+
+    def counters(self) -> Counters:
+        return self._background.counters()
+
+    def save(
+        self, step: int, content: Content, *, meta: Mapping[str, Any], best: str | None, ended: Ended
+    ) -> None:
+        """Save, or start to. Collective; nothing may be under way.
+
+        Args:
+            ended: called with the folder once it stands, or with None where the save was given up: at once, or from
+                `agreed` or `finish`.
+        """
+        self._saved_at = time.monotonic()
+        snapshot = self._snapshot(content) if self._plan.background and self._may_wait() else None
+        if not self._gang.vote(snapshot is not None):
+            ended(self.manager.save(step, content, meta=meta, best=best))
+            return
+        assert snapshot is not None
+        protected = [self.manager.store.path_for(step), *([] if best is None else [Path(best)])]
+        copied, arrived = snapshot
+        if self._background.begin(step, copied, arrived, meta=meta, protected=protected):
+            self._ended = ended
+        else:
+            ended(None)
+
+    def agreed(self, counters: Counters) -> None:
+        """Take note of how far all ranks are with the save under way."""
+        self._tell(self._background.agreed(counters))
+
+    def finish(self) -> None:
+        """Wait for the save under way. Collective."""
+        self._tell(self._background.finish())
+
+    def leave(self) -> None:
+        """End with what this rank can do alone: the run ends in an error, and the others may be anywhere."""
+        if self._gang.size == 1:
+            self.finish()
+        else:
+            self._background.leave()
+
+    def release(self) -> None:
+        """Give the memory of copies back."""
+        self._memory = HostMemory(torch.device("cpu"))
+
+    def _tell(self, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            ended, self._ended = self._ended, None
+            assert ended is not None
+            ended(outcome.folder)
+
+    def _snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
+        """A copy in host memory; None where there is too little."""
+        if content.write_model is not None:
+            return None
+        needed = content.tensor_bytes()
+        room = self._plan.host_memory
+        if room is None:
+            left = available_memory()
+            room = None if left is None else int(left * _SHARE) + self._memory.nbytes
+        if room is None or needed <= room:
+            return self._memory.snapshot(content)
+        if not self._said_too_large:
+            self._said_too_large = True
+            logger.warning(
+                "a checkpoint takes %s bytes of host memory to be written in the background, and %s may be used: "
+                "training waits while it is written", f"{needed:,}", f"{room:,}"
+            )  # fmt: skip
+        return None
