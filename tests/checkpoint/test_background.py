@@ -1,0 +1,210 @@
+"""Saves that go on while their caller does: what stands at the end, and what a fault at any point costs."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing, newest, state_of, vanish
+from tests.checkpoint.test_faults import in_child
+
+from windlass.checkpoint.background import BackgroundSaver, Counters, Outcome
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
+
+
+def nothing() -> None: ...
+
+
+def content(step: int) -> Content:
+    state = state_of(step)
+    return Content(
+        {"optimizer": state}, {"rng": state}, weights={"layer.weight": torch.full((3, 2), float(step))}
+    )
+
+
+def begin(saver: BackgroundSaver, step: int, arrived: Callable[[], None] = nothing) -> bool:
+    return saver.begin(step, content(step), arrived, meta={"best_metric": float(step)}, protected=[])
+
+
+def saver_of(root: Path, files: Files | None = None) -> BackgroundSaver:
+    return BackgroundSaver(CheckpointManager(Store(root, files=files), 1))
+
+
+def until_it_ends(saver: BackgroundSaver) -> Outcome:
+    """As a training loop of one process: what was told with one group is known with the next."""
+    while True:
+        outcome = saver.agreed(saver.counters())
+        if outcome is not None:
+            return outcome
+
+
+def test_it_stands_when_it_is_said_to_and_not_before(tmp_path: Path) -> None:
+    saver, release = saver_of(tmp_path), threading.Event()
+    assert begin(saver, 4, arrived=lambda: bool(release.wait(60)))
+    for _ in range(3):
+        assert saver.agreed(saver.counters()) is None
+    assert saver.busy
+    assert newest(tmp_path) is None
+    release.set()
+    assert until_it_ends(saver) == Outcome(4, tmp_path / "checkpoint-4")
+    assert not saver.busy
+    assert assert_whole(tmp_path / "checkpoint-4") == 4
+    assert saver.agreed(saver.counters()) is None, "it is told once"
+
+
+def test_it_can_be_waited_for_in_either_half(tmp_path: Path) -> None:
+    saver, release = saver_of(tmp_path), threading.Event()
+    assert saver.finish() is None
+    begin(saver, 1, arrived=lambda: bool(release.wait(60)))
+    threading.Timer(0.01, release.set).start()
+    assert saver.finish() == Outcome(1, tmp_path / "checkpoint-1")
+    begin(saver, 2)
+    while saver.agreed(saver.counters()) is None and not saver._flight.committing:  # type: ignore[union-attr]
+        pass
+    if saver.busy:
+        assert saver.finish() == Outcome(2, tmp_path / "checkpoint-2")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"], "retention has acted"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_costs_that_checkpoint_only(number: int, fast_disk: Path) -> None:
+    at, reached = 1, True
+    while reached:
+        root = fast_disk / f"{number}-{at}"
+        assert begin(first := saver_of(root), 1)
+        first.finish()
+        files = CountingFiles(at, failing(number))
+        saver = saver_of(root, files)
+        outcome = until_it_ends(saver) if begin(saver, 2) else Outcome(2, None)
+        reached = files.count >= at
+        # Where only the very last operations failed, what was given up stands nevertheless.
+        assert newest(root) in ((1, 2) if outcome.folder is None else (2,))
+        files.at = 0
+        assert begin(saver, 3), "the next save is not hindered"
+        assert until_it_ends(saver).folder == root / "checkpoint-3"
+        assert not [path for path in root.iterdir() if path.name.startswith("tmp-")]
+        at += 1
+    assert at > 15
+
+
+def test_the_end_of_the_process_at_any_operation_leaves_a_whole_checkpoint(fast_disk: Path) -> None:
+    at, code = 1, 77
+    while code == 77:
+        root = fast_disk / str(at)
+        begin(first := saver_of(root), 1)
+        first.finish()
+
+        def save_second(root: Path = root, at: int = at) -> None:
+            saver = saver_of(root, CountingFiles(at, vanish))
+            begin(saver, 2)
+            until_it_ends(saver)
+
+        code = in_child(save_second)
+        assert newest(root) in (1, 2)
+        at += 1
+    assert code == 0
+    assert at > 15
+
+
+def test_a_mistake_in_the_program_ends_it(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path, CountingFiles(3, failing(errno.EACCES)))
+    begin(saver, 1)
+    with pytest.raises(PermissionError):
+        until_it_ends(saver)
+    assert not saver.busy
+    assert list(tmp_path.iterdir()) == []
+    broken = Content(shared={"a/b": {}})
+    saver.begin(1, broken, nothing, meta={}, protected=[])
+    with pytest.raises(CheckpointError, match="cannot name a part"):
+        saver.finish()
+
+
+# --- several ranks
+
+
+class Packets:
+    """Sums of what all ranks tell, each known with the next exchange: `late` exchanges later, as from a feed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._told: list[Counters] = [Counters(0, 0, 0)] * ranks.world
+
+    def exchange(self, rank: int, counters: Counters) -> Counters:
+        self._told[rank] = counters
+        self._ranks._barrier.wait()
+        sums = Counters(*map(sum, zip(*self._told, strict=True)))
+        self._ranks._barrier.wait()
+        return sums
+
+
+def run_of_ranks(
+    root: Path, steps: list[int], files_of: Callable[[int], Files], finish: bool = False, updates: int = 400
+) -> list[Any]:
+    """Every rank's outcomes, with the update at which it learned of each."""
+    ranks = Ranks(3)
+    packets = Packets(ranks)
+
+    def body(rank: int) -> list[tuple[int, Outcome | None]]:
+        saver = BackgroundSaver(CheckpointManager(ranks.store(rank, root, files_of(rank)), 2))
+        told, known = saver.counters(), []
+        due = list(steps)
+        for update in range(updates):
+            ahead = packets.exchange(rank, saver.counters())
+            outcome = saver.agreed(told)
+            told = ahead  # one update late, as a feed that fetches ahead delivers them
+            if outcome is not None:
+                known.append((update, outcome))
+            if due and not saver.busy:
+                step = due.pop(0)
+                if not begin(saver, step):
+                    known.append((update, Outcome(step, None)))
+            if finish and saver.busy and update % 3 == 0:
+                known.append((update, saver.finish()))
+            if not due and not saver.busy:
+                break
+        else:
+            known.append((updates, saver.finish()))
+        return known
+
+    return ranks.run(body)
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_ranks_learn_of_each_save_at_the_same_update(finish: bool, tmp_path: Path) -> None:
+    first, *others = run_of_ranks(tmp_path, [1, 2, 3], lambda rank: Files(), finish)
+    assert [outcome for _, outcome in first] == [Outcome(n, tmp_path / f"checkpoint-{n}") for n in (1, 2, 3)]
+    assert others == [first, first]
+    checkpoint = CheckpointManager(Store(tmp_path)).load(tmp_path / "checkpoint-3")
+    assert [checkpoint.per_rank("rng", rank)["step"] for rank in range(3)] == [3, 3, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_fails_on_one_rank_costs_all_of_them_that_checkpoint(
+    victim: int, fast_disk: Path
+) -> None:
+    for at in range(1, 12):
+        root = fast_disk / f"{victim}-{at}"
+        faulty: list[CountingFiles] = []
+
+        def files_of(rank: int, at: int = at, faulty: list[CountingFiles] = faulty) -> Files:
+            files = CountingFiles(at, failing(errno.EIO)) if rank == victim else CountingFiles()
+            faulty.append(files)
+            return files
+
+        first, *others = run_of_ranks(root, [1, 2], files_of)
+        assert others == [first, first], f"at operation {at}"
+        steps = [outcome.step for _, outcome in first]
+        assert steps == [1, 2]
+        assert newest(root) == 2
+        failed_at = [files.at for files in faulty if files.at]
+        assert failed_at == [at]

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from windlass.checkpoint.codec import Encoded
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.host_memory import HostMemory
+from windlass.checkpoint.sharded import RankParts
+from windlass.checkpoint.weights import split_aliases
+from windlass.core.errors import CheckpointError
+
+CPU = torch.device("cpu")
+
+
+def content(value: float, size: int = 5) -> Content:
+    tensor = torch.full((size,), value)
+    return Content(
+        shared={"optimizer": {"state": {"w": {"exp_avg": tensor, "step": 3}}, "betas": (0.9, 0.99)}},
+        per_rank={"rng": {"state": tensor.clone()}},
+        weights={"embed": tensor, "head": tensor, "norm": tensor.clone()},
+        parts=[RankParts("model", 0, {"rows": tensor.clone()}, None)],
+        files={"config.json": b"{}"},
+    )
+
+
+def tensors(found: Content) -> dict[str, Tensor]:
+    assert isinstance(found.shared["optimizer"], Encoded)
+    assert isinstance(found.per_rank, Encoded)
+    assert found.weights is not None
+    return {
+        **found.shared["optimizer"].tensors,
+        **found.per_rank.tensors,
+        **found.weights,
+        **{f"part {name}": tensor for name, tensor in found.parts[0].tensors.items()},
+    }
+
+
+def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
+    live = content(1.0)
+    taken, arrived = HostMemory(CPU).snapshot(live)
+    arrived()
+    for tensor in tensors(HostMemory(CPU).snapshot(live)[0]).values():
+        tensor.zero_()  # copies of another memory are others
+    assert live.weights is not None
+    live.weights["embed"].fill_(7)
+    live.parts[0].tensors["rows"].fill_(7)
+    live.per_rank["rng"]["state"].fill_(7)
+    live.shared["optimizer"]["state"]["w"]["step"] = 8
+    assert all(bool((tensor == 1).all()) for tensor in tensors(taken).values())
+    assert taken.shared["optimizer"].tree["state"]["w"]["step"] == 3
+    assert taken.files == {"config.json": b"{}"}
+
+
+def test_the_second_snapshot_lies_where_the_first_lay() -> None:
+    memory = HostMemory(CPU)
+    first = {name: tensor.data_ptr() for name, tensor in tensors(memory.snapshot(content(1.0))[0]).items()}
+    held = memory.nbytes
+    taken, _ = memory.snapshot(content(2.0))
+    assert {name: tensor.data_ptr() for name, tensor in tensors(taken).items()} == first
+    assert all(bool((tensor == 2).all()) for tensor in tensors(taken).values())
+    assert memory.nbytes == held
+
+
+def test_tied_weights_are_copied_once_and_stay_tied() -> None:
+    taken, _ = HostMemory(CPU).snapshot(content(1.0))
+    assert taken.weights is not None
+    assert list(taken.weights) == ["embed", "head", "norm"]
+    stored, aliases = split_aliases(taken.weights)
+    assert list(stored) == ["embed", "norm"]
+    assert aliases == {"head": "embed"}
+
+
+def test_what_is_no_longer_there_or_has_another_shape_holds_no_memory() -> None:
+    memory = HostMemory(CPU)
+    memory.snapshot(content(1.0, size=1000))
+    memory.snapshot(content(1.0, size=10))
+    assert memory.nbytes == 5 * 10 * 4, "two states, two weights and a part"
+    memory.snapshot(Content())
+    assert memory.nbytes == 0
+
+
+def test_any_strides_and_dtypes_are_copied_as_they_are() -> None:
+    matrix = torch.arange(12.0, dtype=torch.float64).reshape(3, 4).T
+    flags = torch.tensor([True, False])
+    taken, _ = HostMemory(CPU).snapshot(Content(weights={"m": matrix, "f": flags}))
+    assert taken.weights is not None
+    assert torch.equal(taken.weights["m"], matrix)
+    assert torch.equal(taken.weights["f"], flags)
+    assert taken.weights["m"].is_contiguous()
+
+
+def test_what_cannot_be_saved_is_found_when_it_is_copied() -> None:
+    with pytest.raises(CheckpointError, match="'hook'"):
+        HostMemory(CPU).snapshot(Content(shared={"callback": {"hook": lambda: 0}}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_from_a_device_come_before_what_is_launched_after_them() -> None:
+    live = torch.full((1 << 24,), 1.0, device="cuda")
+    memory = HostMemory(torch.device("cuda"))
+    for _ in range(3):
+        taken, arrived = memory.snapshot(Content(weights={"w": live.fill_(1.0)}))
+        live.fill_(2.0)
+        arrived()
+        assert taken.weights is not None
+        assert taken.weights["w"].is_pinned()
+        assert bool((taken.weights["w"] == 1).all())
