@@ -80,7 +80,7 @@ def test_a_failing_disk_costs_that_checkpoint_only(number: int, fast_disk: Path)
     at, reached = 1, True
     while reached:
         root = fast_disk / f"{number}-{at}"
-        assert begin(first := saver_of(root), 1)
+        begin(first := saver_of(root), 1)
         first.finish()
         files = CountingFiles(at, failing(number))
         saver = saver_of(root, files)

@@ -1,0 +1,69 @@
+"""Run by `torch.distributed.run`: ranks whose disks are slow or fail, one at a time, while they train on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.background_cases import SlowDisk, Weights, trainer_of
+
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
+
+RANK = int(os.environ["RANK"])
+
+
+def slow(folder: Path, **how: Any) -> dict[str, Any]:
+    """The disk of rank 1 is slow: both learn of the save at the same update, and it holds what was to be saved."""
+    weights = Weights()
+    with SlowDisk(until=6, only_rank=1) as disk:
+        trainer = trainer_of(folder, disk, weights, save_steps=3, max_steps=12, **how)
+        trainer.train()
+    torch.distributed.barrier()
+    saved = torch.nn.Module()
+    saved.layer = torch.nn.Linear(4, 3, dtype=torch.float64)
+    same = []
+    for step in (3, 6, 9, 12):
+        CheckpointManager(Store(folder)).load(folder / f"checkpoint-{step}").load_weights(saved)
+        whole = weights.after[step]
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        same.append(torch.equal(saved.layer.weight, whole))
+    return {"notes": trainer.notes, "same": same}
+
+
+def failing(folder: Path) -> dict[str, Any]:
+    """The disk of rank 1 fails while step 4 is saved: that checkpoint is lost to both, and nothing else."""
+    write = Files.write_some
+
+    def fail(files: Files, descriptor: int, piece: memoryview) -> int:
+        if RANK == 1 and threading.current_thread().name == "windlass-save-4":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(files, descriptor, piece)
+
+    Files.write_some = fail  # type: ignore[method-assign]
+    trainer = trainer_of(folder, max_steps=8)
+    trainer.train()
+    Files.write_some = write  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    return {"notes": trainer.notes, "folders": sorted(p.name for p in folder.iterdir() if p.is_dir())}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    said = {
+        "slow": slow(folder / "slow"),
+        "sharded": slow(folder / "sharded", fsdp="full_shard"),
+        "failing": failing(folder / "failing"),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

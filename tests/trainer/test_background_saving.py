@@ -1,0 +1,140 @@
+"""Training goes on while its checkpoints are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.trainer.background_cases import Noting, SlowDisk, Weights, trainer_of
+
+from windlass import TrainerCallback
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
+from windlass.core.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+def saved_weights(folder: Path, step: int) -> torch.Tensor:
+    layer = torch.nn.Module()
+    layer.layer = torch.nn.Linear(4, 3, dtype=torch.float64)
+    CheckpointManager(Store(folder)).load(folder / f"checkpoint-{step}").load_weights(layer)
+    return layer.layer.weight.detach()
+
+
+def test_updates_go_on_and_the_checkpoint_holds_those_before(folder: Path) -> None:
+    weights = Weights()
+    with SlowDisk(until=6) as disk:
+        trainer = trainer_of(folder, disk, weights, save_steps=3, max_steps=8)
+        trainer.train()
+    steps, learned, names = zip(*trainer.notes, strict=True)
+    assert steps == (3, 6, 8)
+    assert learned[0] >= 6, "three updates were made while it was written"
+    assert names == ("checkpoint-3", "checkpoint-6", "checkpoint-8")
+    for step in steps:
+        assert torch.equal(saved_weights(folder, step), weights.after[step])
+        state = CheckpointManager(Store(folder)).load(folder / f"checkpoint-{step}").shared("trainer_state")
+        assert state["global_step"] == step
+
+
+def test_another_save_waits_for_the_one_under_way(folder: Path) -> None:
+    """The disk opens only at the end of update 6, where saves of 2 and 4 have long been due: none is left out."""
+    with SlowDisk(until=3) as disk:
+        trainer = trainer_of(folder, disk, max_steps=4)
+        trainer.train()
+    assert [(step, name) for step, _, name in trainer.notes] == [(2, "checkpoint-2"), (4, "checkpoint-4")]
+    assert trainer.notes[0][1] >= 3
+
+
+class Telling(TrainerCallback):
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        whole = (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "manifest.json").exists()
+        self.told.append((state.global_step, whole))
+
+
+class OwnFiles(Noting):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        assert output_dir is not None
+        (Path(output_dir) / "mine.txt").write_text(str(self.state.global_step))
+
+
+class OwnSave(Noting):
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        super()._save_checkpoint(model, trial)
+        assert (self.output_folder / f"checkpoint-{self.state.global_step}").is_dir()
+
+
+@pytest.mark.parametrize("how", ["callback", "own files", "own save", "argument", "memory"])
+def test_training_waits_where_something_needs_the_checkpoint_at_once(
+    how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telling, warned = Telling(), []
+    logger = logging.getLogger("windlass.trainer.run_saver")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: warned.append(text % values))
+    kind = {"own files": OwnFiles, "own save": OwnSave}.get(how, Noting)
+    changes: dict[str, Any] = {
+        "argument": {"save_in_background": False},
+        "memory": {"save_host_memory": 100},
+    }.get(how, {})
+    callbacks = [telling] if how == "callback" else []
+    trainer = trainer_of(folder, *callbacks, kind=kind, max_steps=4, **changes)
+    trainer.train()
+    assert trainer.notes == [(2, 2, "checkpoint-2"), (4, 4, "checkpoint-4")]
+    assert telling.told == ([(2, True), (4, True)] if how == "callback" else [])
+    assert len(warned) == (how == "memory")
+    if how == "own files":
+        assert (folder / "checkpoint-2" / "mine.txt").read_text() == "2"
+
+
+def test_an_error_of_the_run_does_not_cost_what_is_being_saved(folder: Path) -> None:
+    class Failing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("of the script")
+
+    with pytest.raises(RuntimeError, match="of the script"):
+        trainer_of(folder, Failing()).train()
+    assert saved_weights(folder, 2).shape == (3, 4)
+
+
+def test_the_clock_asks_for_checkpoints_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that has always passed: whenever nothing is being saved, and none for a step that is saved anyway."""
+    trainer = trainer_of(folder, save_steps=5, max_steps=12, save_every=1e-9)
+    trainer.train()
+    steps = [step for step, _, _ in trainer.notes]
+    assert steps == sorted(set(steps)), "no step is saved twice"
+    assert {5, 10, 12} <= set(steps)
+    assert len(steps) > 3
+    kinds = {info.step: info.meta["ephemeral"] for info in Store(folder).list()}
+    assert {step for step, ephemeral in kinds.items() if not ephemeral} == {5, 10, 12}
+
+
+def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(folder, save_every="now and then", save_host_memory="much")
+    assert [problem.field for problem in caught.value.problems] == ["save_every", "save_host_memory"]
+
+
+@pytest.mark.dist
+def test_ranks_agree_while_they_train(folder: Path) -> None:
+    launch(2, HERE / "background_ranks.py", folder)
+    first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    for kind in ("slow", "sharded"):
+        assert first[kind]["same"] == [True] * 4
+        step, learned, name = first[kind]["notes"][0]
+        assert (step, name) == (3, "checkpoint-3")
+        assert learned >= 6
+    assert [(step, name) for step, _, name in first["failing"]["notes"]] == [
+        (2, "checkpoint-2"), (4, None), (6, "checkpoint-6"), (8, "checkpoint-8"),
+    ]  # fmt: skip
+    assert first["failing"]["folders"] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
