@@ -1,7 +1,7 @@
-"""A checkpoint that is being written: one rank's view of the shared folder `tmp-checkpoint-N`.
+"""A checkpoint that is being written: one rank's view of the folder `tmp-checkpoint-N` of its disk.
 
 Its steps are apart (`open`, `write_state`, `seal`, `commit`, `drop`) and none of them talks to other ranks, so
-that whoever drives them (`Store.writing` today, a writer thread later) decides where the ranks agree.
+that whoever drives them (`Store.writing`, or a writer thread) decides where the ranks agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import Any
 from windlass.checkpoint import codec, strict_json
 from windlass.checkpoint.codec import Encoded
 from windlass.checkpoint.files import FileEntry, Files
-from windlass.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, listing, manifest_bytes
+from windlass.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    is_manifest_name,
+    listing,
+    manifest_bytes,
+    node_manifest_name,
+)
+from windlass.checkpoint.nodes import Disks
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State
@@ -33,31 +41,42 @@ def rank_stem(rank: int) -> str:
 
 
 class Draft:
-    """Written by all ranks into one folder; committed by rank 0 with a single rename."""
+    """Written by the ranks that share a disk into one folder; committed by the keeper of the disk, the first of them,
+    with a single rename.
+    """
 
     def __init__(
-        self, target: Path, step: int, meta: Mapping[str, Any], rank: int, world: int, files: Files
+        self,
+        target: Path,
+        step: int,
+        meta: Mapping[str, Any],
+        rank: int,
+        world: int,
+        files: Files,
+        disks: Disks | None = None,
     ) -> None:
         self.target = target
         self.folder = target.with_name("tmp-" + target.name)
         self.step, self.meta = step, meta
         self._rank, self._world, self.files = rank, world, files
+        self._disks = disks or Disks.shared(world)
         self._written: dict[str, FileEntry] = {}
+        self.serial = 0  # of its commit, where it is agreed on beforehand
 
     def open(self) -> None:
-        """Rank 0: make the folder, empty."""
+        """The keeper: make the folder, empty."""
         if self.folder.exists() or self.folder.is_symlink():
             self.files.remove_tree(self.folder)
         self.files.make_folder(self.folder)
 
     def write_state(self, name: str, state: State | Encoded) -> None:
-        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). Rank 0 alone writes those.
+        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). The keeper writes those.
 
         Raises:
             CheckpointError: the name is reserved or used already, or the state holds a type that cannot be
                 saved.
         """
-        if not _NAME.fullmatch(name) or name.startswith("rank-") or name == "manifest":
+        if not _NAME.fullmatch(name) or name.startswith("rank-") or is_manifest_name(f"{name}.json"):
             raise CheckpointError(
                 f"{name!r} cannot name a part of a checkpoint: letters, digits, _ . - only, no 'rank-', no 'manifest'"
             )
@@ -80,9 +99,9 @@ class Draft:
         self._written |= entries
 
     def seal(self) -> None:
-        """Make all this rank wrote durable and known: rank 0 hashes what others' code put into the folder,
+        """Make all this rank wrote durable and known: the keeper hashes what others' code put into the folder,
         other ranks leave their list of files for it."""
-        if self._rank == 0:
+        if self._rank == self._disks.keeper:
             self._adopt(self.folder, "")
         else:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
@@ -98,22 +117,24 @@ class Draft:
             if entry.is_dir():
                 self._adopt(path, name + "/")
                 self.files.sync_folder(path)
-            elif name == MANIFEST_NAME:
+            elif is_manifest_name(name):
                 raise CheckpointError(f"{path} was written by other code; that name is the checkpoint's own")
             elif name not in self._written and not _RANK_FILE.fullmatch(name):
                 self.files.sync_file(path)
                 self._written[name] = self.files.digest(path)
 
     def commit(self, serial: int) -> None:
-        """Rank 0, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
+        """The keeper, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
 
         Args:
             serial: higher than that of any checkpoint beside it.
         """
         entries = self._written | self._entries_of_others()
-        manifest = self.folder / MANIFEST_NAME
-        text = manifest_bytes(self.step, self._world, entries, self.meta, serial)
-        self.files.write(manifest, [text])
+        node, nodes = self._disks.node, self._disks.nodes
+        text = manifest_bytes(self.step, self._world, entries, self.meta, serial, node, nodes)
+        if nodes > 1:
+            self.files.write(self.folder / node_manifest_name(node), [text])
+        self.files.write(self.folder / MANIFEST_NAME, [text])
         self.files.sync_folder(self.folder)
         replaced = set_aside(self.target, self.files)
         try:
@@ -126,7 +147,7 @@ class Draft:
 
     def _entries_of_others(self) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
-        for rank in range(1, self._world):
+        for rank in self._disks.others:
             path = self.folder / f"{rank_stem(rank)}.files.json"
             listed = strict_json.parse(self.files.read(path, MAX_MANIFEST_BYTES), str(path))
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
@@ -134,7 +155,7 @@ class Draft:
         return entries
 
     def drop(self) -> None:
-        """Rank 0: remove the folder. What cannot be removed is left for the next save to clear."""
+        """The keeper: remove the folder. What cannot be removed is left for the next save to clear."""
         if self.folder.exists():
             with contextlib.suppress(OSError):
                 self.files.remove_tree(self.folder)

@@ -203,7 +203,7 @@ class CheckpointManager:
     def prune(self, protected: list[Path]) -> None:
         """The keeper's part of `retain`; a disk that refuses is no failure."""
         try:
-            prune(self.store, self.total_limit, protected)
+            prune(self.store, self.total_limit, [*protected, *self.store.spared()])
         except OSError as error:
             _logger.warning("An old checkpoint in %s could not be removed: %s", self.store.root, error)
 

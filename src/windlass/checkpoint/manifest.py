@@ -21,12 +21,16 @@ MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "windlass-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 24
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """What a manifest says. `step` counts optimizer updates; `files` maps relative POSIX paths to size and
     hash. `serial` counts the commits of the folder it lies in, from 1; 0 where an early version wrote none.
+
+    `nodes` counts the disks that it was written to, of which each has its own folder with a manifest of what lies
+    there, and `held` says of which of them `files` are: (0,) of 1 where all machines share one folder.
 
     `seen` says of each file whose content was checked how it stood then (`Files.check`).
     """
@@ -38,6 +42,13 @@ class CheckpointInfo:
     meta: Mapping[str, Any] = field(default_factory=dict)
     serial: int = 0
     seen: Mapping[str, Fingerprint] = field(default_factory=dict)
+    nodes: int = 1
+    held: tuple[int, ...] = (0,)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the folder has the files of every node."""
+        return len(self.held) == self.nodes
 
     @property
     def order(self) -> tuple[int, int]:
@@ -50,10 +61,25 @@ class CheckpointInfo:
         return sum(entry.size for entry in self.files.values())
 
 
+def node_manifest_name(node: int) -> str:
+    """Name of the copy that keeps a node's manifest findable where the folders of several are put into one."""
+    return f"node-{node:05d}.manifest.json"
+
+
+def is_manifest_name(name: str) -> bool:
+    return name == MANIFEST_NAME or _NODE_MANIFEST.fullmatch(name) is not None
+
+
 def manifest_bytes(
-    step: int, world_size: int, entries: Mapping[str, FileEntry], meta: Mapping[str, Any], serial: int
+    step: int,
+    world_size: int,
+    entries: Mapping[str, FileEntry],
+    meta: Mapping[str, Any],
+    serial: int,
+    node: int = 0,
+    nodes: int = 1,
 ) -> bytes:
-    """The text of a manifest.
+    """The text of a manifest: of a whole checkpoint, or of what lies on one of several nodes.
 
     Raises:
         CheckpointError: `meta` holds tensors, or a type that cannot be saved.
@@ -72,6 +98,8 @@ def manifest_bytes(
         "files": listing(entries),
         "meta": tree,
     }
+    if nodes > 1:
+        body |= {"node": node, "nodes": nodes}
     return strict_json.dump(body | {"sha256": _seal(body)}, MANIFEST_NAME)
 
 
@@ -89,6 +117,8 @@ def _seal(body: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path, files: Files) -> CheckpointInfo:
     """Read and check `folder/manifest.json`; the files it names are not looked at.
 
+    Where it is of one node of several, those of other nodes whose folders were put into this one count too.
+
     Raises:
         CheckpointError: it is missing, damaged, of a newer version, or names files outside the folder.
     """
@@ -97,16 +127,29 @@ def read_manifest(folder: Path, files: Files) -> CheckpointInfo:
         raise CheckpointError(
             f"it has no {MANIFEST_NAME}: the save never finished, or another program wrote it"
         )
-    return parse_manifest(folder, files.read(path, MAX_MANIFEST_BYTES))
+    info = parse_manifest(folder, files.read(path, MAX_MANIFEST_BYTES))
+    if info.nodes > 1:
+        for other in sorted(path.name for path in folder.iterdir() if _NODE_MANIFEST.fullmatch(path.name)):
+            data = files.read(folder / other, MAX_MANIFEST_BYTES)
+            info = _joined(info, parse_manifest(folder, data, other), other)
+    return info
 
 
-def parse_manifest(folder: Path, data: bytes) -> CheckpointInfo:
+def _joined(info: CheckpointInfo, other: CheckpointInfo, name: str) -> CheckpointInfo:
+    """With the files of a further node. What both list (copies of shared parts) is as `info` says."""
+    if (other.order, other.world_size, other.nodes) != (info.order, info.world_size, info.nodes):
+        raise CheckpointError(f"{info.path / name} is of another save than {MANIFEST_NAME} beside it")
+    held = tuple(sorted({*info.held, *other.held}))
+    return replace(info, files={**other.files, **info.files}, held=held)
+
+
+def parse_manifest(folder: Path, data: bytes, name: str = MANIFEST_NAME) -> CheckpointInfo:
     """What the manifest `data` of the checkpoint in `folder` says.
 
     Raises:
         CheckpointError: it is damaged, of a newer version, or names files outside the folder.
     """
-    path = folder / MANIFEST_NAME
+    path = folder / name
     body = strict_json.parse(data, str(path))
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a Windlass checkpoint")
@@ -127,10 +170,14 @@ def _info(folder: Path, path: Path, body: dict[str, Any]) -> CheckpointInfo:
     serial = body.get("serial", 0)
     if type(serial) is not int or serial < 0:
         raise CheckpointError(f"{path} is malformed: serial must be a whole number")
+    node, nodes = body.get("node", 0), body.get("nodes", 1)
+    if type(node) is not int or type(nodes) is not int or not 0 <= node < nodes:
+        raise CheckpointError(f"{path} is malformed: node and nodes must be whole numbers, the first smaller")
     if not isinstance(listed, dict) or not isinstance(meta, dict):
         raise CheckpointError(f"{path} is malformed: files and meta must be maps")
     entries = {_safe_name(name, path): _entry(name, entry, path) for name, entry in listed.items()}
-    return CheckpointInfo(folder, step, world, entries, codec.decode(meta, {}), serial)
+    meta = codec.decode(meta, {})
+    return CheckpointInfo(folder, step, world, entries, meta, serial, nodes=nodes, held=(node,))
 
 
 def _entry(name: str, entry: Any, path: Path) -> FileEntry:
@@ -145,6 +192,17 @@ def _safe_name(name: str, path: Path) -> str:
     if len(name) > 1000 or any(part in ("", ".", "..") for part in parts) or any(c in name for c in "\\:\0"):
         raise CheckpointError(f"{path} names {name[:100]!r}, which does not lie inside the checkpoint")
     return name
+
+
+def lies_elsewhere(info: CheckpointInfo) -> str:
+    """What to add to "... is missing" where the folder has the files of some nodes only; "" where it has all."""
+    if info.complete:
+        return ""
+    here = ", ".join(map(str, info.held))
+    return (
+        f": this folder has what node {here} of {info.nodes} wrote to a disk of its own. Start as many processes on "
+        f"the same machines in the same order, or copy {info.path.name} of all of them into one folder"
+    )
 
 
 def check_sizes(info: CheckpointInfo) -> None:

@@ -4,6 +4,9 @@ Commit protocol (`docs/checkpoints.md` has the layout): every rank writes and fs
 `tmp-checkpoint-N`; the ranks vote; rank 0 writes the manifest with every file's size and hash, fsyncs, renames
 the folder to `checkpoint-N` and fsyncs the parent. Before the rename the new checkpoint does not exist, after
 it it is whole; an older one is removed only later, by retention.
+
+Where machines have disks of their own (see `nodes`), the first rank of each does for its disk what rank 0 does
+here, and a checkpoint is whole where it is so on all of them.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from typing import Any, Literal
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_content, read_manifest
+from windlass.checkpoint.nodes import Disks
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 
 _logger = get_logger(__name__)
 # `Store.list` hides the built-in name inside its class.
+_Values = list[Any]
 _Infos = list[CheckpointInfo]
 _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
+_Order = tuple[int, int]  # serial and step
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -42,9 +48,11 @@ class Store:
     """The checkpoints of one run, in `root`.
 
     Args:
-        rank, world: this process's place; all ranks see the same folder.
+        rank, world: this process's place.
         vote: collective; True if it was called with True on every rank. Doubles as a barrier.
         barrier: collective; returns when every rank has called it.
+        gather: collective; every rank's value (plain JSON), in rank order.
+        disks: which ranks see the same folder; all do where it is not said.
         name: what the folder of a checkpoint is called; without `{step}` there is one folder, replaced by each save.
     """
 
@@ -56,6 +64,8 @@ class Store:
         world: int = 1,
         vote: Callable[[bool], bool] = lambda ok: ok,
         barrier: Callable[[], None] = lambda: None,
+        gather: Callable[[Any], _Values] = lambda value: [value],
+        disks: Disks | None = None,
         files: Files | None = None,
         name: str = "checkpoint-{step}",
     ) -> None:
@@ -65,7 +75,9 @@ class Store:
         self._folder = re.compile(rf"(?:replaced-)?{stem}")
         self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
         self.rank, self.world = rank, world
-        self.vote, self.barrier = vote, barrier
+        self.vote, self.barrier, self.gather = vote, barrier, gather
+        self.disks = disks or Disks.shared(world)
+        self._on_all: _Order | None = None
         self.files = files or Files()
 
     # --- looking
@@ -196,6 +208,8 @@ class Store:
                 draft.seal()
             with self.agreed(step):
                 self.commit(draft)
+            if self.disks.nodes > 1:
+                self._on_all = draft.serial, step
         except BaseException:
             self.drop(draft)
             raise
@@ -203,13 +217,32 @@ class Store:
     # The steps of a save, each a rank's own part of it: where the ranks agree in between is their caller's matter.
 
     def draft(self, step: int, meta: Mapping[str, Any]) -> Draft:
-        """This rank's view of a checkpoint to be written; nothing is on the disk yet."""
-        return Draft(self.path_for(step), step, meta, self.rank, self.world, self.files)
+        """This rank's view of a checkpoint to be written; nothing is on the disk yet.
+
+        Every rank calls it; where there are several disks, they agree here on the save's serial.
+        """
+        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks)
+        if self.disks.nodes > 1:
+            draft.serial = self._agree_on_serial()
+        return draft
+
+    def _agree_on_serial(self) -> int:
+        """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
+        told = self.gather([info.order for info in self.list()] if self.keeps else None)
+        of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
+        self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
+        return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
+
+    def spared(self) -> _Paths:
+        """What retention must leave: where there are several disks, the newest checkpoint that is known to stand on
+        all of them. That is the one before, until the ranks have met again.
+        """
+        return [info.path for info in self.list() if info.order == self._on_all]
 
     @property
     def keeps(self) -> bool:
         """Whether this rank makes the folder, commits and removes; the others only write into it."""
-        return self.rank == 0
+        return self.rank == self.disks.keeper
 
     def open(self, draft: Draft, needed: int = 0) -> None:
         """The keeper makes room and the folder, into which the others may write once it has returned."""
@@ -220,7 +253,7 @@ class Store:
     def commit(self, draft: Draft) -> None:
         """When all ranks have sealed the draft, the keeper makes it a checkpoint."""
         if self.keeps:
-            draft.commit(self._next_serial())
+            draft.commit(draft.serial or self._next_serial())
             self._remove_leftovers()
 
     def drop(self, draft: Draft) -> None:
@@ -271,7 +304,7 @@ class Store:
                     self.files.sync_folder(self.root)
 
     def _remove_leftovers(self) -> None:
-        """Rank 0: remove what cut-off saves and removals left. It matters to nobody, so a failure is no
+        """The keeper: remove what cut-off saves and removals left. It matters to nobody, so a failure is no
         failure.
         """
         with contextlib.suppress(OSError):

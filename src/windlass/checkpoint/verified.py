@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.files import Files, Fingerprint, fingerprint
-from windlass.checkpoint.manifest import CheckpointInfo, manifest_bytes, parse_manifest
+from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere, manifest_bytes, parse_manifest
 from windlass.core.errors import CheckpointError
 
 Handover = dict[str, Any]  # plain JSON values
@@ -32,7 +32,7 @@ class VerifiedFiles(Files):
     def reading(self, path: Path) -> Iterator[FileIO]:
         name = path.relative_to(self._info.path).as_posix()
         if name not in self._info.files:
-            raise CheckpointError(f"{path} is not in the checkpoint's manifest")
+            raise CheckpointError(f"{path} is not in the checkpoint's manifest{lies_elsewhere(self._info)}")
         with self._files.reading(path) as file:
             opened = fingerprint(file)
             if self._seen.get(name) != opened:
@@ -48,11 +48,12 @@ def hand_over(info: CheckpointInfo) -> Handover:
     """A verified checkpoint as plain values, for ranks that are to trust this one's verification."""
     manifest = manifest_bytes(info.step, info.world_size, info.files, info.meta, info.serial)
     seen = {name: list(stood) for name, stood in info.seen.items()}
-    return {"path": str(info.path), "manifest": manifest.decode("ascii"), "seen": seen}
+    held = {"nodes": info.nodes, "held": list(info.held)}
+    return {"path": str(info.path), "manifest": manifest.decode("ascii"), "seen": seen, **held}
 
 
 def take_over(handover: Handover) -> CheckpointInfo:
     """What `hand_over` gave, on another rank."""
     info = parse_manifest(Path(handover["path"]), handover["manifest"].encode("ascii"))
     seen = {name: (stood[0], stood[1], stood[2], stood[3]) for name, stood in handover["seen"].items()}
-    return replace(info, seen=seen)
+    return replace(info, seen=seen, nodes=handover["nodes"], held=tuple(handover["held"]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.store import Store
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
@@ -17,6 +18,7 @@ from windlass.core.logs import get_logger
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 from windlass.dist.gang import Gang
+from windlass.transforms.strategy import Strategy
 
 logger = get_logger(__name__)
 
@@ -140,6 +142,20 @@ def agree_on_output(gang: Gang, output_dir: str, resuming: bool) -> None:
     fix = gang.broadcast_object(fix)
     if fix is not None:
         raise ConfigError(Problem("output_dir", output_dir, fix))
+
+
+def check_disks(disks: Disks, strategy: Strategy) -> None:
+    """Refuse to bring whole weights to one process where the others' machines could not read them again.
+
+    Raises:
+        ConfigError: naming the setting to change.
+    """
+    if disks.nodes > 1 and strategy.sharded and not strategy.saves_parts:
+        fix = (
+            f"output_dir lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
+            "use SHARDED_STATE_DICT, or an output_dir that all machines share"
+        )
+        raise ConfigError(Problem("fsdp_config.state_dict_type", "FULL_STATE_DICT", fix))
 
 
 def prepare_output(output_dir: str, resuming: bool) -> None:

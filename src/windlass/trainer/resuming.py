@@ -12,6 +12,7 @@ from torch import nn
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.store import is_checkpoint
 from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError, ConfigError, Problem
@@ -35,7 +36,7 @@ class ResumingMixin(SavingMixin):
 
     def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
         """The verified checkpoint to continue from, None for a fresh run."""
-        self._opened = None
+        self._opened = self._disks = None
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
@@ -45,8 +46,12 @@ class ResumingMixin(SavingMixin):
         return self._opened
 
     def _open_checkpoint(self, which: Literal[True] | str) -> Checkpoint:
-        """Every rank calls it: the main process chooses and verifies for all, so nothing is hashed twice."""
+        """Every rank calls it: the main process chooses and verifies for all, so nothing is hashed twice. Where there
+        are several disks, one process of each does.
+        """
         manager = self._checkpoint_manager()
+        if manager.store.disks.nodes > 1:
+            return manager.receive(choose_on_all(manager.store, which))
         chosen, problem = None, None
         if self.is_world_process_zero():
             try:

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
@@ -160,9 +161,10 @@ class SavingMixin(TrainerBase):
             per_rank=self._rank_state(),
             parts=[parts_of_rank(stem, tensors, self._gang.world) for stem, tensors in parts.items()],
         )
+        own_weights = self._weights_of_first_rank() if gathered is None else {}
         if not keeps:
             return own
-        weights = self.model.state_dict() if gathered is None else gathered
+        weights = own_weights if gathered is None else gathered
         if overrides(self, SavingMixin, ("_save",)):
             return replace(
                 own,
@@ -188,13 +190,28 @@ class SavingMixin(TrainerBase):
             "loop": self._run.loop.state_dict(),
         }
 
+    def _weights_of_first_rank(self, keep_vars: bool = False) -> Mapping[str, Any]:
+        """The model's state dict, in which buffers (running statistics differ between ranks) are rank 0's on each rank
+        that writes a copy. Collective where there are several.
+        """
+        state: dict[str, Any] = self.model.state_dict(keep_vars=keep_vars)
+        if self._output_disks().nodes == 1:
+            return state
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        copies: dict[int, Any] = {}
+        with self._strategy.buffers_of_first_rank():
+            for name in state.keys() & buffers.keys():
+                copy = buffers[name].detach().clone()
+                state[name] = copies.setdefault(id(buffers[name]), copy)
+        return state
+
     def _tensor_states(self) -> tuple[dict[str, State], dict[str, Mapping[str, Any]]]:
         """The optimizer's state for the main process to write, and the tensors of which every rank writes its part:
         none of these where whole tensors are saved. Collective.
         """
         in_parts = self._strategy.saves_parts
         parts: dict[str, Mapping[str, Any]] = (
-            {"model": self.model.state_dict(keep_vars=True)} if in_parts else {}
+            {"model": self._weights_of_first_rank(keep_vars=True)} if in_parts else {}
         )
         if self.args.save_only_model:
             return {}, parts
@@ -214,13 +231,24 @@ class SavingMixin(TrainerBase):
             "buffers": self._strategy.own_buffers(),
         }
 
+    _disks: Disks | None = None
+
+    def _output_disks(self) -> Disks:
+        """Which ranks share the disk of the output folder. Looked for once per run; that is collective."""
+        if self._disks is None:
+            self._disks = find_disks(self._gang, self.output_folder)
+        return self._disks
+
     def _checkpoint_manager(self) -> CheckpointManager:
+        """Every rank calls it."""
         store = Store(
             self.output_folder,
             rank=self._gang.rank,
             world=self._gang.size,
             vote=self._gang.vote,
             barrier=self._gang.barrier,
+            gather=self._gang.gather_objects,
+            disks=self._output_disks(),
         )
         return CheckpointManager(store, self.args.save_total_limit)
 

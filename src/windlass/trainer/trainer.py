@@ -41,6 +41,7 @@ from windlass.trainer.best import find_metric
 from windlass.trainer.defaults import (
     agree_on_output,
     align_special_tokens,
+    check_disks,
     checked_arguments,
     checked_collator,
     is_placed,
@@ -356,6 +357,7 @@ class Trainer(TrainerParts):
         )
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy
+        check_disks(self._output_disks(), self._strategy)
         self._run = TrainingRun(self, plan, built, source)
         self.accelerator.bind_backward(self._run.backward, self._strategy)
 

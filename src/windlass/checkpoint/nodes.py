@@ -1,0 +1,139 @@
+"""Which ranks share a disk: found out by looking, for no setting and no host name tells whether a path leads two
+machines to one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.dist.gang import Gang
+
+_logger = get_logger(__name__)
+# A network file system may take a moment to show what another machine wrote (seconds, all in all).
+_WAITS = (0.05, 0.15, 0.3, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """The disks on which the output folder lies, as one rank sees them. Machines that share a folder are one node.
+
+    Attributes:
+        node, nodes: which of how many this rank is on, in order of their lowest ranks.
+        members: the ranks on this node, ascending.
+    """
+
+    node: int
+    nodes: int
+    members: tuple[int, ...]
+
+    @classmethod
+    def shared(cls, world: int) -> Disks:
+        """One disk of all ranks."""
+        return cls(0, 1, tuple(range(world)))
+
+    @property
+    def keeper(self) -> int:
+        """The rank that makes, commits and removes the folders on this node."""
+        return self.members[0]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The ranks that write into the keeper's folders."""
+        return self.members[1:]
+
+
+def find_disks(gang: Gang, folder: Path) -> Disks:
+    """Make `folder` on every machine and find out which ranks see the same one. Collective.
+
+    The first rank of each machine leaves a file of a random name; who sees it shares its disk. Ranks that see none
+    (a launcher that says nothing of machines) leave files of their own.
+
+    Raises:
+        ConfigError: a machine cannot write there; on every rank.
+    """
+    if gang.size == 1:
+        return Disks.shared(1)
+    seen = _look_for_marks(gang, folder, writes=gang.world.is_local_main)
+    lost = {rank for rank, marks in enumerate(seen) if not marks}
+    if lost:
+        more = _look_for_marks(gang, folder, writes=gang.rank in lost)
+        seen = [[*first, *second] for first, second in zip(seen, more, strict=True)]
+    groups = _joined(seen)
+    if len(groups) > 1 and gang.rank == 0:
+        _logger.info(
+            "%s lies on %d disks: each keeps the files of its ranks (%s)",
+            folder, len(groups), "; ".join(_ranks(group) for group in groups)
+        )  # fmt: skip
+    node = next(number for number, group in enumerate(groups) if gang.rank in group)
+    return Disks(node, len(groups), tuple(groups[node]))
+
+
+def _look_for_marks(gang: Gang, folder: Path, writes: bool) -> list[list[int]]:
+    """The ranks whose marks each rank sees, by rank. Collective."""
+    mark, problem = (folder / f".windlass-disk-{secrets.token_hex(8)}"), None
+    try:
+        if writes:
+            try:
+                _write(mark)
+            except OSError as error:
+                problem = str(error.strerror or error)
+        told = gang.gather_objects([mark.name if writes else None, problem])
+        _refuse(folder, [(rank, why) for rank, (_, why) in enumerate(told) if why is not None])
+        names = {rank: name for rank, (name, _) in enumerate(told) if name is not None}
+        # Where one rank has seen all there is nothing to wait for; where it has not, a disk of its own is likely.
+        return gang.gather_objects(_visible(folder, names))
+    finally:
+        if writes:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+
+def _write(mark: Path) -> None:
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    with mark.open("xb") as file:
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _visible(folder: Path, names: dict[int, str]) -> list[int]:
+    """The ranks of the marks that are there, with patience."""
+    for wait in (*_WAITS, 0.0):
+        found = [rank for rank, name in names.items() if (folder / name).exists()]
+        if len(found) == len(names):
+            break
+        time.sleep(wait)
+        with contextlib.suppress(OSError):
+            os.listdir(folder)  # makes a network file system ask its server again
+    return found
+
+
+def _refuse(folder: Path, failed: list[tuple[int, str]]) -> None:
+    if failed:
+        ranks = "; ".join(f"rank {rank}: {why}" for rank, why in failed)
+        fix = f"it can't be written ({ranks}): choose another folder, or make room and permission"
+        raise ConfigError(Problem("output_dir", str(folder), fix))
+
+
+def _joined(seen: list[list[int]]) -> list[list[int]]:
+    """Ranks that share a disk, from what each saw: a mark seen from either side proves it."""
+    groups: list[set[int]] = []
+    for rank, marks in enumerate(seen):
+        together = {rank, *marks}
+        touching = [group for group in groups if group & together]
+        groups = [group for group in groups if not group & together]
+        groups.append(together.union(*touching))
+    return sorted(sorted(group) for group in groups)
+
+
+def _ranks(group: list[int]) -> str:
+    if len(group) == 1:
+        return f"rank {group[0]}"
+    whole_range = group == list(range(group[0], group[-1] + 1))
+    return f"ranks {group[0]} to {group[-1]}" if whole_range else "ranks " + ", ".join(map(str, group))

@@ -1,0 +1,179 @@
+"""Run by `torch.distributed.run`: two ranks whose output folders lie on different disks, as on two machines without a
+shared one.
+
+Every run is a child of the launched process, because some are killed; the children meet over a file of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tests.trainer.resume_cases import KILLED, Case, bits, in_a_child, kill, run
+
+from windlass.checkpoint.files import Files
+from windlass.core.errors import CheckpointError
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+CASE = Case(
+    {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 1,
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "logging_strategy": "no",
+    }
+)
+
+
+class Place:
+    """Where the run `name` writes: under the folder of this rank's disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self._meetings = root, 0
+
+    def disk(self, rank: int = RANK) -> Path:
+        return self.root / f"disk-{rank}"
+
+    def checkpoints(self, name: str, rank: int = RANK) -> list[str]:
+        return sorted(path.name for path in (self.disk(rank) / name).glob("*checkpoint-*"))
+
+    def together(self, work: Callable[[], Any]) -> int:
+        """Both ranks do it, in children that know each other."""
+        self._meetings += 1
+        meeting = f"file://{self.root}/meeting-{self._meetings}"
+
+        def meet_and_work() -> None:
+            limit = timedelta(seconds=60)
+            dist.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=WORLD, timeout=limit)
+            work()
+            dist.destroy_process_group()
+
+        return in_a_child(meet_and_work)
+
+    def meet(self) -> None:
+        """Neither goes on before the other is here."""
+        assert self.together(dist.barrier) == 0
+
+    def run(self, name: str, *callbacks: Any, disk: int = RANK, **how: Any) -> int:
+        def train() -> None:
+            folder = self.disk(disk) / name
+            trainer = run(folder, CASE, *callbacks, **how)
+            end = {"step": trainer.state.global_step}
+            if not how.get("fsdp"):
+                end["bits"] = bits(trainer)
+            (self.disk() / f"{name}.json").write_text(json.dumps(end))
+
+        return self.together(train)
+
+    def end(self, name: str) -> dict[str, Any]:
+        return json.loads((self.disk() / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+    def copy(self, name: str, new: str) -> None:
+        self.meet()
+        shutil.copytree(self.disk() / name, self.disk() / new)
+
+
+def killed_and_resumed(place: Place) -> None:
+    assert place.run("whole") == 0
+    # One more than the limit: until the two meet again, neither knows that the other has the newest.
+    assert place.checkpoints("whole") == ["checkpoint-8", "checkpoint-9"]
+    held = {path.name for path in (place.disk() / "whole" / "checkpoint-9").iterdir()}
+    assert {"model.safetensors", "optimizer.json", f"rank-0000{RANK}.json"} <= held
+    assert f"rank-0000{1 - RANK}.json" not in held, "each disk has the files of its own ranks"
+    code = place.run("killed", kill("on_step_end", 5, only_rank=1))
+    assert code == KILLED if RANK == 1 else code != 0
+    place.copy("killed", "torn")
+    assert place.run("killed", resume=True) == 0
+    assert place.end("killed") == place.end("whole")
+
+
+def torn_between_commits(place: Place) -> None:
+    """Node 0 has the newer checkpoint, node 1 was killed before its rename: what both have still stands."""
+
+    def before(self: Files, operation: str, path: Path) -> None:
+        if RANK == 1 and (operation, path.name) == ("rename", "tmp-checkpoint-6"):
+            while "checkpoint-6" not in place.checkpoints("torn", rank=0):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Files, "before", before)
+        assert place.run("torn", resume=True) != 0
+    assert "checkpoint-4" in place.checkpoints("torn")
+    assert ("checkpoint-6" in place.checkpoints("torn")) == (RANK == 0)
+    place.copy("torn", "damaged")
+    assert place.run("torn", resume=True) == 0
+    assert place.end("torn") == place.end("whole")
+    # They have met since, and nothing of the failed save is left.
+    assert place.checkpoints("torn") == ["checkpoint-8", "checkpoint-9"]
+
+
+def nothing_whole(place: Place) -> None:
+    """Of the only checkpoint that both have, one is damaged: both ranks are told of which disk."""
+    if RANK == 1:
+        weights = place.disk() / "damaged" / "checkpoint-4" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    place.meet()
+
+    def resume() -> None:
+        with pytest.raises(CheckpointError) as caught:
+            run(place.disk() / "damaged", CASE, resume=True)
+        said = str(caught.value)
+        assert "on all 2 nodes" in said
+        assert "checkpoint-6 is not on the disk of node 1" in said
+        assert "node 1: Can't find a valid checkpoint" in said
+        assert "model.safetensors is damaged" in said
+
+    assert place.together(resume) == 0
+
+
+def other_machines(place: Place) -> None:
+    """The disks have changed places; then their folders are copied into one, which anybody can read."""
+
+    def resume() -> None:
+        with pytest.raises(CheckpointError) as caught:
+            run(place.disk(1 - RANK) / "whole", CASE, resume=True)
+        assert "rank-00000.json is missing: this folder has what node 1 of 2 wrote" in str(caught.value)
+        assert "copy checkpoint-9 of all of them into one folder" in str(caught.value)
+
+    assert place.together(resume) == 0
+    joined = place.root / "joined"
+    if RANK == 0:
+        for disk in (0, 1):
+            shutil.copytree(place.disk(disk) / "whole", joined, dirs_exist_ok=True)
+    place.meet()
+
+    def resume_joined() -> None:
+        trainer = run(joined, CASE, resume=True)
+        assert trainer.state.global_step == 9
+        assert bits(trainer) == place.end("whole")["bits"]
+
+    assert place.together(resume_joined) == 0
+
+
+def main() -> None:
+    place = Place(Path(sys.argv[1]))
+    place.disk().mkdir()
+    killed_and_resumed(place)
+    torn_between_commits(place)
+    nothing_whole(place)
+    other_machines(place)
+
+
+if __name__ == "__main__":
+    main()
