@@ -37,6 +37,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/startup.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/overhead.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev

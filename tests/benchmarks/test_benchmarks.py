@@ -53,7 +53,7 @@ def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:
 
 def test_the_page_has_every_section() -> None:
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
-    for section in ("overhead", "startup", "distributed", "gpu"):
+    for section in ("overhead", "startup", "distributed", "checkpoint", "gpu"):
         assert f"<!-- begin: {section} -->" in text
         assert f"<!-- end: {section} -->" in text
 
@@ -85,6 +85,22 @@ def test_two_processes_are_timed_by_every_loop(tmp_path: Path) -> None:
     found = json.loads(raw.read_text())["milliseconds"]["fsdp"]
     # 8 calls of the model are 7 distances, of which the first 5 warm up.
     assert {name: it["steps"] for name, it in found.items()} == {"raw": 2, "accelerator": 2, "trainer": 2}
+
+
+def test_saves_are_timed_by_every_contender(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    sizes = ("--saves", "2", "--rounds", "1", "--every", "4", "--width", "32", "--layers", "2", "--disk", "1")
+    _run(str(FOLDER / "checkpoint.py"), *sizes, "--folder", str(tmp_path), "--json", str(raw))
+    figures = json.loads(raw.read_text())
+    assert set(figures["seconds"]) == {
+        "windlass", "windlass, slow disk", "transformers", "transformers, fsynced",
+    }  # fmt: skip
+    for it in figures["seconds"].values():
+        assert it["blocked"] > 0
+        assert it["committed"] > 0
+    assert figures["seconds"]["windlass, slow disk"]["steps_during"] > 0
+    assert figures["hashing"] > 0
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "it leaves nothing behind"
 
 
 def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:

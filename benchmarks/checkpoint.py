@@ -1,0 +1,146 @@
+"""What a checkpoint costs a run: how long training stands still, when the checkpoint stands, what steps lose meanwhile.
+
+A model of 100 M parameters with AdamW is trained and saved by each library, one after the other in turns, each in a
+process of its own. The first save of a process is left out: host memory is new to it. "Stands still" is the time
+between the end of a step and the beginning of the next, where a save lies; "stands" is counted from the end of that
+step. On a slow disk (`--disk` MB/s, by waiting in each write) the machine's processors are left to training, as on a machine
+that trains on an accelerator; there only Windlass is measured, for the others stand still that long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpoint_contenders import LAYERS, WIDTH
+from common import caption, facts, report, table
+
+from windlass.checkpoint.files import Files
+
+HERE = Path(__file__).resolve().parent
+CONTENDERS = ("windlass", "transformers", "transformers, fsynced")
+SLOW = "windlass, slow disk"
+
+
+def contend(name: str, options: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """The figures of one process of this contender."""
+    speed, every = (options.disk * 1e6, options.every * 4) if name == SLOW else (0.0, options.every)
+    command = [
+        sys.executable, str(HERE / "checkpoint_contenders.py"), name.removesuffix(", slow disk"), str(options.saves),
+        str(every), str(speed), str(options.width), str(options.layers), str(place / "run"),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stderr}\n{name} stopped with code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over all saves but the first of each process, in seconds; steps as ratio of those during a save to the
+    others."""
+    times = [{int(step): value for step, value in run["steps"].items()} for run in runs]
+    during = [found[step] for run, found in zip(runs, times, strict=True) for step in run["during"]]
+    idle = [
+        value
+        for run, found in zip(runs, times, strict=True)
+        for step, value in found.items()
+        if step not in run["during"]
+    ]
+    middle = statistics.median
+    return {
+        "blocked": middle(value for run in runs for value in run["blocked"][1:]),
+        "committed": middle(value for run in runs for value in run["committed"][1:]),
+        "step": middle(idle),
+        "during": statistics.mean(during) / middle(idle) if during else float("nan"),
+        "steps_during": len(during),
+    }
+
+
+def hashing(place: Path, size: int = 1 << 30) -> float:
+    """GB/s at which one core reads and hashes a file that lies in the page cache."""
+    path = place / "hashed"
+    path.write_bytes(os.urandom(1 << 20) * (size >> 20))
+    rates = []
+    for _ in range(5):
+        start = time.perf_counter()
+        Files().digest(path)
+        rates.append(size / (time.perf_counter() - start) / 1e9)
+    path.unlink()
+    return statistics.median(rates)
+
+
+def render(figures: dict[str, Any], command: str) -> str:
+    found = figures["seconds"]
+    base = found["transformers"]["blocked"]
+    rows = []
+    for name, it in found.items():
+        share = "" if name == SLOW else f"{it['blocked'] / base:.1%}"
+        during = f"{it['during']:.2f}" if it["steps_during"] else ""
+        rows.append(
+            [name, f"{it['blocked']:.3f}", share, f"{it['committed']:.2f}", f"{it['step'] * 1e3:.0f}", during]
+        )
+    head = [
+        "",
+        "training stands still, s",
+        "of transformers'",
+        "checkpoint stands after, s",
+        "step, ms",
+        "steps meanwhile",
+    ]
+    ratio = found["windlass"]["committed"] / found["transformers, fsynced"]["committed"]
+    return (
+        f"{table(head, rows)}\n\nThe checkpoint stands {ratio:.2f} times as late as a peer's that is fsynced too. "
+        f"Hashing, which is what verifying takes: {figures['hashing']:.2f} GB/s on one core. "
+        f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['threads']} thread(s), slow disk: "
+        f"{figures['disk']} MB/s.\n\n{caption(figures, command)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--saves", type=int, default=3, help="saves of one process, the first of which is left out"
+    )
+    parser.add_argument(
+        "--every", type=int, default=20, help="updates between saves; four times that on a slow disk"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the training process")
+    parser.add_argument("--disk", type=float, default=100, help="MB/s of the slow disk")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--folder", type=Path, help="where to save; a temporary folder by default")
+    parser.add_argument("--write", type=Path, help="a page with a section `checkpoint` to rewrite")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    options = parser.parse_args()
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CONTENDERS, SLOW)}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        place = Path(name)
+        for _ in range(options.rounds):
+            for contender in runs:
+                runs[contender].append(contend(contender, options, place))
+        rate = hashing(place)
+    figures = {
+        **facts(),
+        "seconds": {name: summarise(found) for name, found in runs.items()},
+        "hashing": rate,
+        "parameters": options.layers * (options.width**2 + options.width),
+        "threads": options.threads,
+        "disk": options.disk,
+    }
+    command = f"python benchmarks/checkpoint.py --saves {options.saves} --rounds {options.rounds}"
+    report("checkpoint", render(figures, command), figures, options.write, options.json)
+
+
+if __name__ == "__main__":
+    main()
