@@ -63,6 +63,27 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return (self.source[i] for i in range(0 if info is None else info.id, len(self.source), step))
 
 
+class Counted(torch.utils.data.IterableDataset[Any]):
+    """Numbers from a stream with a state of its own; counts what it gives."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at, self.given = count, 0, 0
+
+    def __iter__(self) -> Any:
+        start, self.at = self.at, 0
+        for i in range(start, self.count):
+            self.given += 1
+            self.at = i + 1
+            yield i
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
 def as_list(samples: list[Any]) -> list[Any]:
     """A collator that leaves the samples as they are."""
     return samples

@@ -102,7 +102,7 @@ class Loader(DataLoader[Any]):
         for group in self._groups(
             self.epoch, self.consumed, accumulation or self.batch.accumulation, private=False
         ):
-            self.epoch, self.consumed = group.position["epoch"], group.position["consumed"]
+            self._moved_to(group.position)
             yield group
 
     def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
@@ -153,6 +153,9 @@ class Loader(DataLoader[Any]):
                 f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's "
                 "order is another, so some samples of it may come twice or not at all"
             )
+
+    def _moved_to(self, position: State) -> None:
+        self.epoch, self.consumed = position["epoch"], position["consumed"]
 
     def _position(self, epoch: int, consumed: int, last: bool, length: int | None) -> State:
         if last:

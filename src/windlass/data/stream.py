@@ -12,13 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
-from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed
-from windlass.core.types import Collator
+from windlass.core.rng import STREAM_COLLATE, derive_seed
+from windlass.core.types import Collator, State
+from windlass.data.bookmark import WITNESSES, Bookmark, Place, belongs, why_read_again
 from windlass.data.cut import share
 from windlass.data.group import Group
 from windlass.data.loader import Loader
 from windlass.data.nested import checksum
 from windlass.data.pin import pin, wants_pinning
+from windlass.data.reading import Reading, open_reading
 from windlass.data.seeding import Sandbox, collator_reseeder
 from windlass.data.source import in_order, worker_options
 
@@ -36,6 +38,7 @@ class Row:
         last: the stream ends here.
         mark: in the first row of a pass, a checksum of its first sample, by which ranks tell whether they read
             the same stream.
+        bookmark: by which a later pass can be entered behind this row; None in the last row, and where nobody asked.
     """
 
     ids: list[int]
@@ -43,6 +46,7 @@ class Row:
     end: int
     last: bool
     mark: int
+    bookmark: Bookmark | None = None
 
     def pin_memory(self) -> Row:
         self.batch = pin(self.batch)
@@ -51,21 +55,25 @@ class Row:
 
 @dataclass(slots=True)
 class _Raw:
-    """A row before collation: of a whole row only this rank's samples are kept."""
+    """A row before collation: of a whole row only this rank's samples are kept, and the first few.
+
+    `place` is where the dataset stood behind it.
+    """
 
     ids: list[int]
     samples: list[Any]
+    head: list[Any]
     first: int
     end: int
-    mark: int
+    place: Place | None
 
 
 class StreamLoader(Loader):
     """Every rank, and every worker process, reads the whole stream and keeps its own part of it.
 
     That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a
-    randomness) that no number of ranks or workers changes. On resume the stream is read from its beginning up
-    to the position.
+    randomness) that no number of ranks or workers changes. On resume the stream is entered by the dataset's own state,
+    where it has one that leads back to the same samples; otherwise it is read from its beginning up to the position.
     """
 
     def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
@@ -79,6 +87,15 @@ class StreamLoader(Loader):
             dataset, collate, plan, row=batch.micro * batch.world, world=batch.world, rank=batch.rank
         )
         self._stream = StreamRows(reader, plan)
+        self._bookmark: Bookmark | None = None
+
+    def state_dict(self) -> State:
+        here = belongs(self._bookmark, self.epoch, self.consumed)
+        return super().state_dict() | {"bookmark": self._bookmark if here else None}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._bookmark = state.get("bookmark")
 
     def _length(self, epoch: int) -> int | None:
         if not hasattr(self.dataset, "__len__"):
@@ -90,11 +107,9 @@ class StreamLoader(Loader):
         self._stream.reseed(seed)
 
     def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
-        if start and not private:
-            logger.warning(f"reading {start} samples of the stream again, to continue behind them")
         rows: list[Row] = []
         before = start
-        for row in self._stream.rows(epoch, start, private):
+        for row in self._stream.rows(epoch, start, private, self._bookmark):
             rows.append(row)
             if len(rows) == accumulation or row.last:
                 yield self._group(rows, before, epoch)
@@ -102,7 +117,7 @@ class StreamLoader(Loader):
 
     def _group(self, rows: list[Row], before: int, epoch: int) -> Group:
         own = [row for row in rows if row.ids]
-        end, last = rows[-1].end, rows[-1].last
+        end, last, bookmark = rows[-1].end, rows[-1].last, rows[-1].bookmark
         return Group(
             batches=[row.batch for row in own or rows],
             ids=[row.ids for row in own or rows],
@@ -110,8 +125,12 @@ class StreamLoader(Loader):
             epoch=epoch,
             last_in_epoch=last,
             filler=not own,
-            position=self._position(epoch, end, last, None),
+            position=self._position(epoch, end, last, None) | {"bookmark": bookmark},
         )
+
+    def _moved_to(self, position: State) -> None:
+        super()._moved_to(position)
+        self._bookmark = position["bookmark"]
 
 
 class StreamRows:
@@ -121,21 +140,39 @@ class StreamRows:
         self._reader, self._plan = reader, plan
         self._pool: DataLoader[Any] | None = None
 
-    def rows(self, epoch: int, start: int, private: bool) -> Iterator[Row]:
-        """Rows of `epoch` from sample `start` on; a `private` pass leaves the lasting workers alone."""
+    def rows(self, epoch: int, start: int, private: bool, bookmark: Bookmark | None = None) -> Iterator[Row]:
+        """Rows of `epoch` from sample `start` on, with bookmarks; entered by `bookmark` where it was made there.
+
+        A `private` pass leaves the lasting workers alone, and makes no bookmarks.
+        """
+        if private:
+            bookmark = None
+        else:
+            self._say_cost(epoch, start, bookmark)
         if self._plan.workers == 0:
             pinned = wants_pinning(self._plan.pin_memory)
-            for _, row in self._reader.rows(epoch, start, 0, 1):
+            for _, row in self._reader.rows(epoch, start, 0, 1, bookmark, keep=not private):
                 yield row.pin_memory() if pinned else row
             return
-        if private or self._pool is None:
-            pool = _pool(self._reader, self._plan, persistent=self._plan.persistent_workers and not private)
+        if private or self._pool is None or bookmark is not None:
+            stream = _WorkerStream(self._reader, bookmark, keep=not private)
+            persistent = self._plan.persistent_workers and not private
+            pool: DataLoader[Any] = DataLoader(stream, **worker_options(self._plan, persistent))
             if not private:
                 self._pool = pool
         else:
             pool = self._pool
         pool.dataset.seek(epoch, start)  # type: ignore[attr-defined]
         yield from in_order(iter(pool))
+
+    def _say_cost(self, epoch: int, start: int, bookmark: Bookmark | None) -> None:
+        reason = why_read_again(self._reader.dataset, bookmark, epoch, start)
+        if reason:
+            name = type(self._reader.dataset).__name__
+            logger.warning(
+                f"reading {start} samples of the stream again, to continue behind them: {name} cannot be entered "
+                f"there, because {reason}"
+            )
 
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are let go."""
@@ -163,31 +200,54 @@ class StreamReader:
         rank: int,
         may_be_empty: bool = False,
     ) -> None:
-        self._dataset, self._collate = dataset, collate
+        self.dataset, self._collate = dataset, collate
         self._row, self._world, self._rank = row, world, rank
         self._may_be_empty = may_be_empty
         self._drop_last = plan.drop_last
         self.seed = plan.seed
         self._sandbox = Sandbox()
 
-    def rows(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[tuple[int, Row]]:
-        """Rows `worker`, `worker + workers`, ... of `epoch` from sample `start` on, numbered."""
-        raws = self._raw_rows(epoch, start)
-        raw, number = next(raws, None), 0
+    def rows(
+        self,
+        epoch: int,
+        start: int,
+        worker: int,
+        workers: int,
+        bookmark: Bookmark | None = None,
+        keep: bool = False,
+    ) -> Iterator[tuple[int, Row]]:
+        """Rows `worker`, `worker + workers`, ... of `epoch` from sample `start` on, numbered.
+
+        Args:
+            bookmark: saves reading the samples before `start`, where it was made there.
+            keep: give each row a bookmark.
+        """
+        reading = open_reading(
+            self.dataset,
+            self._sandbox,
+            self.seed,
+            epoch,
+            start,
+            stretch=self._row,
+            bookmark=bookmark,
+            say=worker == 0,
+        )
+        raws = enumerate(self._raw_rows(reading, start, keep)) if reading else iter(())
+        number, raw = next(raws, (0, None))
         if raw is None:
             if self._may_be_empty:
                 return
             raise DataError(self._nothing(epoch, start))
         while raw is not None:
-            following = next(
-                raws, None
-            )  # known before this row is handed out: an update must know that it is the last
+            # Known before this row is handed out: an update must know that it is the last.
+            following_number, following = next(raws, (0, None))
             if number % workers == worker:
-                yield number, self._collated(raw, epoch, last=following is None)
-            raw, number = following, number + 1
+                mark = checksum(raw.head[0]) if number == 0 else 0
+                yield number, self._collated(raw, epoch, mark, following)
+            number, raw = following_number, following
 
     def _nothing(self, epoch: int, start: int) -> str:
-        name = type(self._dataset).__name__
+        name = type(self.dataset).__name__
         if start:
             return (
                 f"the stream ({name}) ends at or before sample {start}, where training was to continue: "
@@ -198,50 +258,26 @@ class StreamReader:
         short = " or shorter than one batch (dataloader_drop_last=True)" if self._drop_last else ""
         return f"the stream ({name}) is empty{short}."
 
-    def _raw_rows(self, epoch: int, start: int) -> Iterator[_Raw]:
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        with self._sandbox:
-            self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, -1))
-            stream = iter(self._dataset)
-        size, position = self._row, 0
-        while position < start:
-            passed = len(self._pull(stream, epoch, position, min(size, start - position)))
-            if not passed:
-                return
-            position += passed
-        while samples := self._pull(stream, epoch, position, size):
+    def _raw_rows(self, reading: Reading, start: int, keep: bool) -> Iterator[_Raw]:
+        size, position = self._row, start
+        while samples := reading.take(size):
             if len(samples) < size and self._drop_last:
                 return
-            yield self._own(samples, position, start)
+            yield self._own(samples, position, reading.place() if keep else None)
             position += len(samples)
             if len(samples) < size:
                 return
 
-    def _pull(self, stream: Iterator[Any], epoch: int, position: int, count: int) -> list[Any]:
-        samples: list[Any] = []
-        with self._sandbox:
-            try:
-                for index in range(position, position + count):
-                    self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, index))
-                    samples.append(next(stream))
-            except StopIteration:
-                pass
-            except Exception as error:
-                error.add_note(
-                    f"raised while reading sample {position + len(samples)} of {type(self._dataset).__name__}"
-                )
-                raise
-        return samples
-
-    def _own(self, samples: list[Any], position: int, start: int) -> _Raw:
+    def _own(self, samples: list[Any], position: int, place: Place | None) -> _Raw:
         low, high = share(len(samples), self._world, self._rank)
         ids = list(range(position + low, position + high))
-        mark = checksum(samples[0]) if position == start else 0
-        return _Raw(ids, samples[low:high] or samples[:1], position, position + len(samples), mark)
+        own, head = samples[low:high] or samples[:1], samples[:WITNESSES]
+        return _Raw(ids, own, head, position, position + len(samples), place)
 
-    def _collated(self, raw: _Raw, epoch: int, last: bool) -> Row:
+    def _collated(self, raw: _Raw, epoch: int, mark: int, following: _Raw | None) -> Row:
+        bookmark = None
+        if raw.place is not None and following is not None:
+            bookmark = raw.place.bookmark(epoch, raw.end, following.head)
         first = raw.ids[0] if raw.ids else raw.first
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_COLLATE, self.seed, epoch, first))
@@ -253,7 +289,7 @@ class StreamReader:
             except Exception as error:
                 error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
                 raise
-        return Row(raw.ids, batch, raw.end, last, raw.mark)
+        return Row(raw.ids, batch, raw.end, following is None, mark, bookmark)
 
 
 def can_be_read_once(name: str, epoch: int) -> str:
@@ -267,8 +303,8 @@ def can_be_read_once(name: str, epoch: int) -> str:
 class _WorkerStream(IterableDataset[Any]):
     """What a worker iterates: its rows of the pass that `seek` chose."""
 
-    def __init__(self, reader: StreamReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: StreamReader, bookmark: Bookmark | None, keep: bool) -> None:
+        self._reader, self._bookmark, self._keep = reader, bookmark, keep
         # Shared memory: a persistent worker keeps the copy of this object that it was started with.
         self._at = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._place: tuple[int, int] | None = None
@@ -283,7 +319,7 @@ class _WorkerStream(IterableDataset[Any]):
             self._place = info.id, info.num_workers
             _hide_worker()
         epoch, start = self._at.tolist()
-        return self._reader.rows(epoch, start, *self._place)
+        return self._reader.rows(epoch, start, *self._place, self._bookmark, self._keep)
 
 
 def _hide_worker() -> None:
@@ -293,7 +329,3 @@ def _hide_worker() -> None:
     from torch.utils.data._utils import worker
 
     worker._worker_info = None
-
-
-def _pool(reader: StreamReader, plan: DataPlan, persistent: bool) -> DataLoader[Any]:
-    return DataLoader(_WorkerStream(reader), **worker_options(plan, persistent))

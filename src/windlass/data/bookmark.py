@@ -1,0 +1,173 @@
+"""Where a stream can be entered again: its dataset's own state, and samples by which a wrong state is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+
+from windlass.data.datasets_nodes import has_shuffle_buffer
+from windlass.data.nested import checksum
+
+WITNESSES = 4  # samples that are compared: what a buffer lost shows in one of them, or the order is the same
+MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
+_CHEAP = 256  # values of a state that are copied in some 20 us; a larger one is taken at every second row, and so on
+_DEEPEST = 60
+
+
+class Bookmark(TypedDict):
+    """A place in a pass over a stream. Made of what checkpoints can hold.
+
+    Keys:
+        epoch: the pass.
+        position: samples of the pass that lie before the place.
+        at: samples that lay before the place at which `state` was taken; `position` or a little less.
+        state: the dataset's own state; None where there is none.
+        reason: why there is none.
+        marks: checksums of the samples that follow `position`.
+    """
+
+    epoch: int
+    position: int
+    at: int
+    state: Any
+    reason: str
+    marks: list[int]
+
+
+class Place(NamedTuple):
+    """The dataset's state behind its first `at` samples of a pass; or the reason why there is none."""
+
+    at: int
+    state: Any
+    reason: str
+
+    def bookmark(self, epoch: int, position: int, following: list[Any]) -> Bookmark:
+        """What a checkpoint stores at `position`, `following` being the samples behind it."""
+        return Bookmark(
+            epoch=epoch,
+            position=position,
+            at=self.at,
+            state=self.state,
+            reason=self.reason,
+            marks=marks_of(following),
+        )
+
+
+def marks_of(samples: list[Any]) -> list[int]:
+    """Checksums of the first few of `samples`."""
+    return [checksum(sample) for sample in samples[:WITNESSES]]
+
+
+def belongs(bookmark: Bookmark | None, epoch: int, position: int) -> bool:
+    """Whether `bookmark` was made at this place of this pass."""
+    return bookmark is not None and (bookmark["epoch"], bookmark["position"]) == (epoch, position)
+
+
+class Places:
+    """Takes a dataset's state between samples, as often as its size allows.
+
+    Args:
+        dataset: what is being iterated.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._state: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
+        self._reason = why_without_state(dataset)
+        self._newest: Place | None = None
+        self._rows, self._stride = 0, 1
+
+    def after(self, position: int) -> Place:
+        """A place at most some rows before `position`, behind which the dataset stands now. One call a row."""
+        if self._reason or self._state is None:
+            return Place(0, None, self._reason)
+        self._rows += 1
+        if self._newest is None or self._rows % self._stride == 0:
+            self._newest = self._taken(position)
+        return self._newest
+
+    def _taken(self, position: int) -> Place:
+        assert self._state is not None
+        copier = _Copier()
+        try:
+            state = copier.copy(self._state(), ())
+        except _UnsavableError as refusal:
+            self._reason = f"its state cannot be saved: {refusal}"
+        except Exception as error:
+            self._reason = f"its state_dict failed: {type(error).__name__}: {error}"
+        if self._reason:
+            return Place(0, None, self._reason)
+        self._stride = 1 + copier.values // _CHEAP
+        return Place(position, state, "")
+
+
+def why_without_state(dataset: Any) -> str:
+    """Why a stream cannot be entered in the middle; empty where it can, or where only trying tells."""
+    if not callable(getattr(dataset, "state_dict", None)) or not callable(
+        getattr(dataset, "load_state_dict", None)
+    ):
+        return "it has no state_dict and load_state_dict"
+    if has_shuffle_buffer(dataset):
+        return "it shuffles through a buffer, whose samples are not part of its state"
+    return ""
+
+
+def why_read_again(dataset: Any, bookmark: Bookmark | None, epoch: int, start: int) -> str:
+    """Why a pass can only come to sample `start` by reading up to it; empty where it may be entered there."""
+    if not start:
+        return ""
+    if bookmark is None or not belongs(bookmark, epoch, start):
+        return why_without_state(dataset) or "no state of it was saved at this place"
+    return why_without_state(dataset) or bookmark["reason"]
+
+
+def plain_copy(state: Any) -> tuple[Any, str]:
+    """A copy of a state that checkpoints can hold, or else None and the reason."""
+    try:
+        return _Copier().copy(state, ()), ""
+    except _UnsavableError as refusal:
+        return None, str(refusal)
+
+
+class _UnsavableError(Exception):
+    """A value that checkpoints cannot hold."""
+
+
+class _Copier:
+    """Copies what a checkpoint can hold: a dataset may go on changing the very state that it gave."""
+
+    def __init__(self) -> None:
+        self.values = 0
+
+    def copy(self, value: Any, path: tuple[str, ...]) -> Any:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise _UnsavableError(f"it holds more than {MAX_VALUES} values")
+        if len(path) > _DEEPEST:
+            raise _UnsavableError(f"it is nested more than {_DEEPEST} deep")
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, dict):
+            return self._map(value, path)
+        if kind is list or kind is tuple:
+            return kind(self.copy(item, (*path, str(index))) for index, item in enumerate(value))
+        if isinstance(value, torch.Tensor):
+            self.values += value.numel()
+            return value.detach().to("cpu", copy=True)
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+            self.values += value.size
+            return value.copy()
+        raise _UnsavableError(f"{_shown(path)} is a {kind.__module__}.{kind.__qualname__}")
+
+    def _map(self, value: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
+        for key in value:
+            if type(key) not in (str, int):
+                raise _UnsavableError(f"{_shown(path)} has the key {key!r}, and keys must be str or int")
+        return {key: self.copy(item, (*path, str(key))) for key, item in value.items()}
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "the whole"

@@ -1,0 +1,167 @@
+"""One pass over a stream: every sample under a seed of its own, begun anew or entered where a state says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from windlass.core.logs import get_logger
+from windlass.core.rng import STREAM_SAMPLE, derive_seed
+from windlass.data.bookmark import (
+    Bookmark,
+    Place,
+    Places,
+    belongs,
+    marks_of,
+    plain_copy,
+    why_read_again,
+)
+from windlass.data.datasets_nodes import with_nodes_of_its_own
+from windlass.data.seeding import Sandbox
+
+logger = get_logger(__name__)
+
+
+class Reading:
+    """A pass that runs.
+
+    Args:
+        dataset: can be iterated, from its beginning or from the state that it was given.
+        sandbox: where the dataset's code runs, apart from the program's generators.
+        seed, epoch: what the randomness of the pass depends on, with each sample's position.
+    """
+
+    def __init__(self, dataset: Any, sandbox: Sandbox, seed: int, epoch: int) -> None:
+        self._dataset, self._sandbox, self._seed, self._epoch = dataset, sandbox, seed, epoch
+        self._position = 0  # of the sample that the dataset gives next
+        self._ahead: deque[Any] = deque()
+        self._places = Places(dataset)
+        self._place_before_look = Place(0, None, "")
+        self._stream: Iterator[Any] = iter(())
+
+    def begin(self, state: Any = None, at: int = 0) -> None:
+        """Begin the pass; with a `state` of the dataset, behind its first `at` samples."""
+        with self._sandbox:
+            self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, -1))
+            if state is not None:
+                self._dataset.load_state_dict(state)
+            self._stream = iter(self._dataset)
+        self._position = at
+        self._ahead.clear()
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer than `count` only where the stream ends."""
+        waiting = min(count, len(self._ahead))
+        samples = [self._ahead.popleft() for _ in range(waiting)]
+        return samples + self._read(count - waiting) if waiting < count else samples
+
+    def look(self, count: int) -> list[Any]:
+        """The next samples, which stay the next ones."""
+        if not self._ahead:
+            self._place_before_look = self.place()
+        if len(self._ahead) < count:
+            self._ahead.extend(self._read(count - len(self._ahead)))
+        return list(self._ahead)[:count]
+
+    def go_to(self, position: int, stretch: int) -> bool:
+        """Read up to `position` and forget it, `stretch` samples at a time; False: the stream ends before."""
+        while self._position < position:
+            if not self._read(min(stretch, position - self._position)):
+                return False
+        return True
+
+    def place(self) -> Place:
+        """Where the dataset stands now, or stood a little before; to be asked once a row."""
+        return self._place_before_look if self._ahead else self._places.after(self._position)
+
+    def _read(self, count: int) -> list[Any]:
+        samples: list[Any] = []
+        with self._sandbox:
+            try:
+                for index in range(self._position, self._position + count):
+                    self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, index))
+                    samples.append(next(self._stream))
+            except StopIteration:
+                pass
+            except Exception as error:
+                error.add_note(
+                    f"raised while reading sample {self._position + len(samples)} of {type(self._dataset).__name__}"
+                )
+                raise
+        self._position += len(samples)
+        return samples
+
+
+def open_reading(
+    dataset: Any,
+    sandbox: Sandbox,
+    seed: int,
+    epoch: int,
+    start: int,
+    *,
+    stretch: int,
+    bookmark: Bookmark | None = None,
+    say: bool = True,
+) -> Reading | None:
+    """A pass that stands at sample `start`; None where the stream ends before it.
+
+    A bookmark made there saves reading the samples before. What a dataset says of its state is not taken on trust: the
+    samples that follow must be those that followed when the bookmark was made.
+
+    Args:
+        stretch: samples that are read at a time on the way.
+        say: whether this process speaks for those that read the same.
+    """
+    own = _at_epoch(dataset, epoch)
+    if not belongs(bookmark, epoch, start):
+        bookmark = None
+    if bookmark is not None and start and not why_read_again(own, bookmark, epoch, start):
+        reading, trouble = _entered(Reading(own, sandbox, seed, epoch), own, bookmark, stretch)
+        if reading is not None:
+            return reading
+        if say:
+            logger.warning(
+                f"reading {start} samples of the stream again, to continue behind them: the state of "
+                f"{type(dataset).__name__} did not lead back to its place ({trouble})"
+            )
+        own = _at_epoch(dataset, epoch)
+    reading = Reading(own, sandbox, seed, epoch)
+    reading.begin()
+    if not reading.go_to(start, stretch):
+        return None
+    if bookmark is not None and say and not _follows(reading, bookmark):
+        logger.warning(
+            f"behind sample {start}, {type(dataset).__name__} gives other samples than it gave to the run that is "
+            "continued: the data has changed, or its order is none that can be repeated"
+        )
+    return reading
+
+
+def _at_epoch(dataset: Any, epoch: int) -> Any:
+    own = with_nodes_of_its_own(dataset)
+    set_epoch = getattr(own, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    return own
+
+
+def _entered(reading: Reading, dataset: Any, bookmark: Bookmark, stretch: int) -> tuple[Reading | None, str]:
+    """`reading` behind the bookmark's place, or why that did not come about; `dataset` is as before then."""
+    before = None
+    try:
+        before, _ = plain_copy(dataset.state_dict())
+        reading.begin(bookmark["state"], bookmark["at"])
+        if reading.go_to(bookmark["position"], stretch) and _follows(reading, bookmark):
+            return reading, ""
+        trouble = "other samples follow there"
+    except Exception as error:
+        trouble = f"{type(error).__name__}: {error}"
+    if before is not None:
+        dataset.load_state_dict(before)
+    return None, trouble
+
+
+def _follows(reading: Reading, bookmark: Bookmark) -> bool:
+    marks = bookmark["marks"]
+    return marks_of(reading.look(len(marks))) == marks
