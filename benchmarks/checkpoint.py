@@ -3,8 +3,8 @@
 A model of 100 M parameters with AdamW is trained and saved by each library, one after the other in turns, each in a
 process of its own. The first save of a process is left out: host memory is new to it. "Stands still" is the time
 between the end of a step and the beginning of the next, where a save lies; "stands" is counted from the end of that
-step. On a slow disk (`--disk` MB/s, by waiting in each write) the machine's processors are left to training, as on a machine
-that trains on an accelerator; there only Windlass is measured, for the others stand still that long.
+step. On a slow disk (`--disk` MB/s, by waiting in each write) the processors are left to training, as on a machine that
+trains on an accelerator; there only Windlass is measured, for the others stand still that long.
 """
 
 from __future__ import annotations
