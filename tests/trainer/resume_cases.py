@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from windlass import Trainer, TrainerCallback, TrainingArguments
@@ -72,6 +73,7 @@ class Case:
     callbacks: Callable[[], list[Any]] = list
     optimizers: Callable[[nn.Module], tuple[Any, Any]] = lambda model: (None, None)
     trainer: type[Trainer] = Trainer
+    model: Callable[[], nn.Module] = Net
 
 
 def arguments_for(folder: Path, **changes: Any) -> TrainingArguments:
@@ -94,7 +96,7 @@ def arguments_for(folder: Path, **changes: Any) -> TrainingArguments:
 
 def build(folder: Path, case: Case, *more: Any, **changes: Any) -> Trainer:
     torch.manual_seed(0)
-    model = Net()
+    model = case.model()
     return case.trainer(
         model,
         arguments_for(folder, **{**case.arguments, **changes}),
@@ -165,15 +167,20 @@ def killed_at_every_step(folder: Path, case: Case, steps: int) -> Trainer:
 
 
 def bits(trainer: Trainer) -> str:
-    """One hash over weights, buffers and the optimizer's state."""
+    """One hash over weights, buffers and the optimizer's state, as far as this rank holds them."""
     digest = hashlib.sha256()
     for name, tensor in trainer.model.state_dict().items():
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + local(tensor).numpy().tobytes())
     assert trainer.optimizer is not None
     for state in trainer.optimizer.state_dict()["state"].values():
         for name, value in sorted(state.items()):
-            digest.update(name.encode() + torch.as_tensor(value).numpy().tobytes())
+            digest.update(name.encode() + local(torch.as_tensor(value)).numpy().tobytes())
     return digest.hexdigest()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,212 @@
+"""One attempt at a run: real processes, one for each rank, forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tests.reliability.cases import SamplesSeen, Trial
+from tests.reliability.dooms import Counts, Doom, arm, callbacks_of, count_operations
+from tests.trainer.resume_cases import bits, in_a_child, run
+
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.store import Store
+
+PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
+_TICK = 0.004
+KILLED = -signal.SIGKILL
+
+
+@dataclass
+class Ended:
+    """How the ranks of an attempt ended.
+
+    Attributes:
+        codes: their exit codes, negative for a signal.
+        hung: whether any had to be ended by force.
+    """
+
+    codes: list[int] = field(default_factory=list)
+    hung: bool = False
+
+    @property
+    def killed(self) -> bool:
+        return KILLED in self.codes and not self.hung
+
+    @property
+    def finished(self) -> bool:
+        return not any(self.codes) and not self.hung
+
+
+def preload(trial: Trial, folder: Path) -> None:
+    """Import here what a run imports on its way, so that its children need not: a child tells what that is.
+
+    The run itself would leave threads behind, with which no process should be forked.
+    """
+    before = set(sys.modules)
+
+    def tell() -> None:
+        run(folder / "preloaded", trial.case)
+        (folder / "modules.txt").write_text("\n".join(sorted(set(sys.modules) - before)))
+
+    assert in_a_child(tell) == 0
+    for name in (folder / "modules.txt").read_text().split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def attempt(
+    trial: Trial,
+    folder: Path,
+    world: int,
+    *,
+    resume: bool,
+    doom: Doom | None = None,
+    place: int = 1,
+    instant: float | None = None,
+) -> Ended:
+    """Train in `folder`/run, from its newest checkpoint where `resume` is set.
+
+    Args:
+        place: at which occurrence the doom strikes.
+        instant: seconds after which the doom strikes, for one that strikes at an instant.
+    """
+    number = len(list(folder.glob("meeting-*")))
+    (folder / f"meeting-{number}").touch()
+    pids = [
+        _fork(
+            lambda rank=rank: _rank(trial, folder, number, rank, world, resume, doom, place),  # type: ignore[misc]
+            rank,
+            world,
+            folder / f"said-{number}-{rank}.txt",
+        )
+        for rank in range(world)
+    ]
+    try:
+        return _wait(pids, doom, instant, lambda: len(list(folder.glob(f"met-{number}-*"))) == world)
+    finally:
+        for pid in pids:  # each leads a group: its workers end with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)
+        return child
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _rank(
+    trial: Trial,
+    folder: Path,
+    number: int,
+    rank: int,
+    world: int,
+    resume: bool,
+    doom: Doom | None,
+    place: int,
+) -> None:
+    if world > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meeting-{number}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=PATIENCE),
+        )
+    (folder / f"met-{number}-{rank}").touch()
+    _note_commits(folder)
+    callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
+    counts = None
+    if doom is None and not resume:
+        counts = Counts()
+        count_operations(counts)
+        callbacks.append(counts)
+    elif doom is not None and rank == doom.victim:
+        arm(doom, place)
+        callbacks += callbacks_of(doom, place)
+    trainer = run(folder / "run", trial.case, *callbacks, resume=resume or None)
+    state = trainer.state
+    end = {
+        "bits": bits(trainer),
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "best": [state.best_metric, state.best_global_step],
+        "counts": counts and counts.counts,
+    }
+    (folder / f"end-{rank}.json").write_text(json.dumps(end))
+
+
+def _note_commits(folder: Path) -> None:
+    """Write down each step that was committed, when it was."""
+    original = Store.commit
+
+    def commit(self: Store, draft: Draft) -> None:
+        original(self, draft)
+        if self.keeps:
+            with (folder / "committed.txt").open("a") as file:
+                file.write(f"{draft.step}\n")
+
+    Store.commit = commit  # type: ignore[method-assign]
+
+
+def _wait(pids: Sequence[int], doom: Doom | None, instant: float | None, met: Callable[[], bool]) -> Ended:
+    """Wait for all ranks. Where one dies before they have met, the others are ended, as a launcher does."""
+    started, codes = time.monotonic(), dict[int, int]()
+    alive, hung = list(pids), False
+    while alive:
+        time.sleep(_TICK)
+        codes |= _reaped(alive)
+        alive = [pid for pid in alive if pid not in codes]
+        passed = time.monotonic() - started
+        if doom is not None and instant is not None and passed >= instant:
+            _kill([pid for pid in alive if pid == pids[doom.victim]])
+            instant = None
+        if KILLED in codes.values() and ((doom is not None and doom.everyone) or not met()):
+            _kill(alive)
+        if passed > PATIENCE and alive:
+            hung = True
+            _kill(alive)
+    return Ended([codes[pid] for pid in pids], hung)
+
+
+def _reaped(pids: Sequence[int]) -> dict[int, int]:
+    """Exit codes of those that have ended."""
+    ended = (os.waitpid(pid, os.WNOHANG) for pid in pids)
+    return {pid: os.waitstatus_to_exitcode(status) for pid, status in ended if pid}
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

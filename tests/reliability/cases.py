@@ -1,0 +1,162 @@
+"""The ways of training that are killed: between them everything that a checkpoint has to carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.resume_cases import SAMPLES, Case, Samples, Stream, sample
+from torch import Tensor, nn
+
+from windlass import TrainerCallback
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+BY_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
+BY_EPOCHS = {"eval_strategy": "epoch"}
+POISONED = 33  # of SAMPLES: it makes the loss NaN wherever it is met
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One case of the matrix.
+
+    Attributes:
+        worlds: numbers of ranks that an attempt may have; more than one where the run changes it on its way.
+        exact: whether a killed run ends with the bits of an uninterrupted one; otherwise with the same samples in the
+            same order and losses within 1e-6.
+        unfit: kinds of kill or fault that cannot meet the expectation here, and need not.
+    """
+
+    name: str
+    case: Case
+    worlds: tuple[int, ...] = (1,)
+    exact: bool = True
+    unfit: frozenset[str] = field(default_factory=frozenset)
+
+
+class StepsAndScores(TrainerCallback):
+    """State of a script's own: lost or counted twice, it would show in the log."""
+
+    def __init__(self) -> None:
+        self.steps, self.scores = 0, 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps, "scores": self.scores}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.scores += self.steps * metrics["eval_loss"]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs["own_steps"], logs["own_scores"] = self.steps, self.scores
+
+
+class Poisoned(Samples):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = sample(index)
+        return {**row, "x": row["x"] * float("nan")} if index == POISONED else row
+
+
+class LongStream(Stream):
+    """As long as the runs are that read it, in pieces that workers share."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (sample(index) for index in range(2 * SAMPLES))
+
+
+class Plain(nn.Module):
+    """In float64 and without draws, so that the number of ranks changes a sum's last bits only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 2)
+        self.double()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen += index.tolist()
+        logits = self.head(torch.relu(self.body(x.double())))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+class SamplesSeen(TrainerCallback):
+    """Notes the samples of every update in `seen-RANK.txt`, so that a killed process leaves what it had seen.
+
+    A line is: number of the attempt, step, samples.
+    """
+
+    def __init__(self, folder: Path, rank: int, attempt: int) -> None:
+        self._path, self._attempt = folder / f"seen-{rank}.txt", attempt
+        self._told = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        seen = model.seen if hasattr(model, "seen") else model.module.seen
+        with self._path.open("a") as file:
+            file.write(f"{self._attempt} {state.global_step} {' '.join(map(str, seen[self._told :]))}\n")
+        self._told = len(seen)
+
+
+def own_callbacks() -> list[Any]:
+    return [StepsAndScores()]
+
+
+def of_ranks(**changes: Any) -> dict[str, Any]:
+    """Several ranks share the updates. Batch norm needs two samples at least."""
+    return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **changes}
+
+
+_SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+# A disk that costs a run its best checkpoint costs it the best weights too, so that its end may differ.
+_NO_LOSS = frozenset({"full disk", "failing disk"})
+
+TRIALS = [
+    Trial("one process", Case(BY_EPOCHS, callbacks=own_callbacks)),
+    Trial(
+        "the best is kept and loaded",
+        Case({**BEST, **BY_STEPS, "save_steps": 4, "save_total_limit": 1}, callbacks=own_callbacks),
+        unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
+        "saved by epochs",
+        Case({"save_strategy": "epoch", **BY_EPOCHS, "num_train_epochs": 4, "max_grad_norm": 0.5}),
+    ),
+    Trial("saved while training waits", Case({"save_in_background": False, **BY_STEPS})),
+    Trial("workers read ahead", Case({"dataloader_num_workers": 2, **BY_EPOCHS})),
+    Trial("a stream", Case({"max_steps": 9, "save_steps": 2, **BY_STEPS}, dataset=LongStream)),
+    Trial("a stream read by workers", Case({"max_steps": 9, "dataloader_num_workers": 2}, dataset=LongStream)),
+    Trial(
+        "rolled back",
+        Case({"nonfinite_policy": "rollback", "save_steps": 2, "logging_steps": 1}, dataset=Poisoned),
+        unfit=frozenset({"full disk", "failing disk", "damage"}),  # another checkpoint to go back to
+    ),
+    Trial("saved by the clock", Case({"save_every": 0.02, "save_steps": 4, "num_train_epochs": 4, **BY_EPOCHS})),
+    Trial("two ranks", Case(of_ranks(**BY_STEPS), callbacks=own_callbacks), (2,)),
+    Trial("three ranks", Case(of_ranks(**BY_EPOCHS, save_steps=2)), (3,)),
+    Trial(
+        "two ranks, a stream, the best",
+        Case(of_ranks(**BEST, **BY_STEPS, max_steps=9, save_steps=4), dataset=LongStream),
+        (2,),
+        unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial("two ranks, sharded", Case(of_ranks(**_SHARDED, **BY_EPOCHS)), (2,)),
+    Trial(
+        "one, two and three ranks in turn",
+        Case(
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 12,
+             "num_train_epochs": 3, "logging_steps": 1},
+            model=Plain,
+        ),
+        (1, 2, 3),
+        exact=False,
+    ),
+]  # fmt: skip
+
+
+def trial(name: str) -> Trial:
+    return next(trial for trial in TRIALS if trial.name == name)

@@ -1,0 +1,185 @@
+"""What befalls an attempt: where it is killed, or how its disk behaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass import TrainerCallback
+from windlass.checkpoint.files import Files
+
+# The operations of `Files`, by what they are for.
+WRITES = frozenset({"ensure_folder", "make_folder", "create", "write", "fsync"})
+RENAMES = frozenset({"rename", "fsync_folder"})
+REMOVALS = frozenset({"remove", "remove_folder"})
+OPERATIONS = {"write": WRITES, "rename": RENAMES, "removal": REMOVALS, "any": WRITES | RENAMES | REMOVALS}
+EVENTS = {
+    "between updates": ("on_step_end",),
+    "in an update": ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
+    "in evaluation": ("on_prediction_step",),
+    "at an epoch's edge": ("on_epoch_end", "on_epoch_begin"),
+}
+KILLS = {
+    **dict.fromkeys(EVENTS, ""),
+    "while a file is written": "write",
+    "around a rename": "rename",
+    "in retention": "removal",
+    "at a random instant": "",
+}
+FAULTS = {
+    "full disk": errno.ENOSPC,
+    "failing disk": errno.EIO,
+    "short writes": 0,
+    "slow disk": 0,
+    "damage": 0,
+}
+
+
+@dataclass(frozen=True)
+class Doom:
+    """One attempt's fate.
+
+    Attributes:
+        kind: of KILLS or FAULTS.
+        share: how far into what is left of the run, in [0, 1).
+        victim: the rank it befalls.
+        everyone: whether all ranks are killed with it, as when a machine loses its power.
+    """
+
+    kind: str
+    share: float
+    victim: int = 0
+    everyone: bool = True
+
+    @property
+    def kills(self) -> bool:
+        return self.kind in KILLS
+
+    def place(self, counts: Mapping[str, int], left: float) -> int:
+        """Which occurrence of its kind it strikes at, from 1; `left` is the share of the run that is to be made."""
+        names = EVENTS.get(self.kind) or (KILLS.get(self.kind) or "any",)
+        total = sum(counts.get(name, 0) for name in names)
+        return 1 + int(self.share * max(1.0, total * left))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Counts(TrainerCallback):
+    """How often each thing happens in a run to which nothing happens."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_step_end")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_substep_end")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_pre_optimizer_step")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_optimizer_step")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_prediction_step")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_epoch_begin")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count("on_epoch_end")
+
+
+class Countdown:
+    """Calls `strike` at its n-th call, from whichever thread that comes."""
+
+    def __init__(self, calls: int, strike: Callable[[], None]) -> None:
+        self._left, self._strike, self._lock = calls, strike, threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left != 0:
+                return
+        self._strike()
+
+
+def callbacks_of(doom: Doom, place: int) -> list[TrainerCallback]:
+    """The callback that kills at an event, for a doom of that kind."""
+    countdown = Countdown(place, die)
+
+    def event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        countdown()
+
+    names = EVENTS.get(doom.kind, ())
+    return [type("Killer", (TrainerCallback,), dict.fromkeys(names, event))()] if names else []
+
+
+def arm(doom: Doom, place: int) -> None:
+    """Let the disk of this process behave as the doom says, until the process ends."""
+    if KILLS.get(doom.kind):
+        _at_operation(OPERATIONS[KILLS[doom.kind]], Countdown(place, die))
+        if doom.kind == "while a file is written":
+            _torn_writes()
+    elif FAULTS.get(doom.kind):
+        _at_operation(OPERATIONS["any"], Countdown(place, lambda: _refuse(FAULTS[doom.kind])))
+    elif doom.kind == "short writes":
+        _short_writes()
+    elif doom.kind == "slow disk":
+        _at_operation(OPERATIONS["any"], lambda: time.sleep(0.003))
+
+
+def count_operations(counts: Counts) -> None:
+    """Count the operations of this process's disk, by what they are for."""
+    for name, operations in OPERATIONS.items():
+        _at_operation(operations, lambda name=name: counts.count(name))  # type: ignore[misc]
+
+
+def _refuse(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+def _at_operation(operations: frozenset[str], call: Callable[[], None]) -> None:
+    original = Files.before
+
+    def before(self: Files, operation: str, path: Path) -> None:
+        original(self, operation, path)
+        if operation in operations:
+            call()
+
+    Files.before = before  # type: ignore[method-assign]
+
+
+def _torn_writes() -> None:
+    """A piece reaches the file in two halves, between which the process may be killed."""
+    original = Files.write_some
+
+    def write_some(self: Files, descriptor: int, piece: memoryview) -> int:
+        half = original(self, descriptor, piece[: (len(piece) + 1) // 2])
+        self.before("write", Path("second half"))
+        return half + (original(self, descriptor, piece[half:]) if half < len(piece) else 0)
+
+    Files.write_some = write_some  # type: ignore[method-assign]
+
+
+def _short_writes() -> None:
+    original = Files.write_some
+
+    def write_some(self: Files, descriptor: int, piece: memoryview) -> int:
+        return original(self, descriptor, piece[:1000])
+
+    Files.write_some = write_some  # type: ignore[method-assign]

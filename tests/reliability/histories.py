@@ -1,0 +1,272 @@
+"""Histories of runs: attempts that are killed or whose disks fail, until one reaches the end; and what must hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.reliability.attempts import Ended, attempt
+from tests.reliability.cases import TRIALS, Trial, trial
+from tests.reliability.dooms import FAULTS, KILLS, Doom
+from tests.trainer.resume_cases import rows
+
+from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.store import Store
+
+KILLS_OF_A_HISTORY = 5
+CLEAN = "clean.json"
+
+
+@dataclass
+class Told:
+    """What came of a history; everything in it goes through JSON.
+
+    Attributes:
+        struck: kind of each kill that struck, and of each fault that was there.
+        problems: what did not hold, each in one line.
+    """
+
+    number: int
+    trial: str
+    struck: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    lost: bool = False
+    differs: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What befalls the attempts of a history, one after another; the attempt after the last is left alone."""
+
+    number: int
+    trial: Trial
+    dooms: tuple[Doom, ...]
+    worlds: tuple[int, ...]
+
+
+def plan(seed: int, number: int, fault: bool = False) -> Plan:
+    """The `number`-th history of kills, or of faults: the same for the same seed."""
+    chance = random.Random(f"{seed} {number} {fault}")
+    chosen = TRIALS[number % len(TRIALS)]
+    kinds = [kind for kind in (FAULTS if fault else KILLS) if kind not in chosen.unfit]
+    chance.shuffle(kinds)
+    count = 1 if fault else KILLS_OF_A_HISTORY
+    worlds = tuple(chance.choice(chosen.worlds) for _ in range(count + 1))
+    dooms = tuple(
+        Doom(
+            kinds[(number // len(TRIALS) + i) % len(kinds)],
+            share=chance.random(),
+            victim=chance.randrange(world),
+            everyone=chance.random() < 0.5,
+        )
+        for i, world in enumerate(worlds[:-1])
+    )
+    return Plan(number, chosen, dooms, worlds)
+
+
+def clean_run(name: str, place: Path) -> None:
+    """Train the case without disturbance in `place`; leaves the figures that histories need."""
+    chosen = trial(name)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    started = time.monotonic()
+    ended = attempt(chosen, place, max(chosen.worlds), resume=False)
+    took = time.monotonic() - started
+    assert ended.finished, f"{name}: the undisturbed run failed: {ended.codes}\n{_last_words(place)}"
+    (place / CLEAN).write_text(json.dumps({"seconds": took}))
+
+
+class History:
+    """Makes a plan true in `place`, and compares its end with the undisturbed run in `clean`."""
+
+    def __init__(self, plan: Plan, place: Path, clean: Path) -> None:
+        self._plan, self._place, self._clean = plan, place, clean
+        self._told = Told(plan.number, plan.trial.name)
+        self._newest = 0  # step of the newest whole checkpoint that was seen
+        self._seconds = json.loads((clean / CLEAN).read_text())["seconds"]
+        self._ends = _ends(clean)
+
+    def run(self) -> dict[str, Any]:
+        """Gives a `Told` as plain values. The folder stays where something did not hold."""
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._place.mkdir(parents=True)
+        started = time.monotonic()
+        finished = False
+        for doom, world in zip((*self._plan.dooms, None), self._plan.worlds, strict=True):
+            finished = self._attempt(doom, world)
+            if finished or self._told.problems:
+                break
+        if finished and not self._told.problems:
+            self._compare()
+        self._told.seconds = round(time.monotonic() - started, 2)
+        if not self._told.problems:
+            shutil.rmtree(self._place)
+        return asdict(self._told)
+
+    def _problem(self, text: str) -> None:
+        self._told.problems.append(text)
+
+    def _attempt(self, doom: Doom | None, world: int) -> bool:
+        """Gives whether the run has come to its end."""
+        if doom is not None and doom.kind == "damage":
+            doom = self._damage(doom, world)
+        newest = self._whole()
+        left = 1 - (newest.step if newest else 0) / self._ends[0]["step"]
+        counts = self._ends[min(doom.victim, len(self._ends) - 1)]["counts"] if doom else {}
+        ended = attempt(
+            self._plan.trial,
+            self._place,
+            world,
+            resume=newest is not None,
+            doom=doom,
+            place=doom.place(counts, left) if doom else 1,
+            instant=doom.share * self._seconds if doom and doom.kind == "at a random instant" else None,
+        )
+        self._judge(ended, doom)
+        return ended.finished
+
+    def _judge(self, ended: Ended, doom: Doom | None) -> None:
+        if ended.hung:
+            self._problem(f"an attempt hung: {ended.codes}")
+        elif not ended.finished and not (doom is not None and doom.kills and ended.killed):
+            self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
+        if doom is not None and (ended.killed or (not doom.kills and ended.finished)):
+            self._told.struck.append(doom.kind)
+        self._check_store()
+
+    def _whole(self) -> CheckpointInfo | None:
+        store = Store(self._place / "run")
+        path, _ = store.newest_verified()
+        return None if path is None else store.verify(path)
+
+    def _check_store(self) -> None:
+        """Once a checkpoint was committed there is always a whole one, and never an older one than before."""
+        newest = self._whole()
+        step = 0 if newest is None else newest.step
+        committed = self._place / "committed.txt"
+        announced = int(committed.read_text().split()[-1]) if committed.exists() else 0
+        if step < max(self._newest, announced):
+            self._told.lost = True
+            self._problem(
+                f"the newest whole checkpoint is {step}, after {max(self._newest, announced)} stood"
+            )
+        self._newest = step
+
+    # --- damage between two attempts
+
+    def _damage(self, doom: Doom, world: int) -> Doom | None:
+        """Kill an attempt late, and damage what it left, where an older checkpoint can take its place."""
+        late = Doom("between updates", 0.8, doom.victim, True)
+        self._attempt(late, world)
+        store = Store(self._place / "run")
+        whole = store.list()
+        if len(whole) < 2 or self._told.problems:
+            return None
+        _harm(whole[-1].path, random.Random(doom.share))
+        self._told.struck.append("damage")
+        (self._place / "committed.txt").unlink(missing_ok=True)
+        self._newest = 0
+        self._check_store()
+        if self._newest != whole[-2].step:
+            self._problem(
+                f"of {whole[-1].path.name}, damaged, and {whole[-2].path.name} {self._newest} was taken"
+            )
+        return None
+
+    # --- the end
+
+    def _compare(self) -> None:
+        try:
+            if self._plan.trial.exact:
+                assert _without_counts(_ends(self._place)) == _without_counts(self._ends)
+                assert rows(self._place / "run") == rows(self._clean / "run")
+            else:
+                self._compare_nearly()
+        except AssertionError as difference:
+            self._told.differs = True
+            lines = str(difference).strip().splitlines()
+            self._problem(
+                "the end differs: " + (" ".join(lines)[:600] or _difference(self._place, self._clean))
+            )
+
+    def _compare_nearly(self) -> None:
+        assert _samples_by_step(self._place) == _samples_by_step(self._clean), "other samples"
+        ours, theirs = (
+            [row for row in rows(at / "run") if "loss" in row] for at in (self._place, self._clean)
+        )
+        assert [row["step"] for row in ours] == [row["step"] for row in theirs], "other steps were logged"
+        assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
+            "losses"
+        )
+
+
+def _ends(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(place.glob("end-*.json"))]
+
+
+def _without_counts(ends: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**end, "counts": None} for end in ends]
+
+
+def _difference(place: Path, clean: Path) -> str:
+    """The first thing in which two ends differ."""
+    for ours, theirs in zip(_ends(place), _ends(clean), strict=False):
+        for name in ours.keys() - {"counts"}:
+            if ours[name] != theirs[name]:
+                return f"{name} is {ours[name]} instead of {theirs[name]}"
+    pairs = zip(rows(place / "run"), rows(clean / "run"), strict=False)
+    found = next((f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs), None)
+    return "metrics.jsonl: " + (
+        found or f"{len(rows(place / 'run'))} rows instead of {len(rows(clean / 'run'))}"
+    )
+
+
+def _samples_by_step(place: Path) -> dict[int, list[int]]:
+    """The samples of each update over all ranks, as the last attempt at it saw them.
+
+    Several ranks look at their first batch more than once before they train on it.
+    """
+    seen: dict[int, tuple[int, list[int]]] = {}
+    for path in place.glob("seen-*.txt"):
+        for line in path.read_text().splitlines():
+            attempt, step, *samples = map(int, line.split())
+            last, known = seen.get(step, (-1, []))
+            if attempt >= last:
+                seen[step] = attempt, samples + (known if attempt == last else [])
+    return {step: sorted(set(samples)) for step, (_, samples) in sorted(seen.items())}
+
+
+def _last_words(place: Path) -> str:
+    """The last errors that the ranks of the last attempt told of."""
+    said = sorted(place.glob("said-*.txt"), key=lambda path: path.stat().st_mtime)
+    errors = ([line for line in path.read_text().splitlines() if "Error" in line] for path in said[-3:])
+    return " | ".join(lines[-1][:300] for lines in errors if lines)
+
+
+def _harm(folder: Path, chance: random.Random) -> None:
+    """One of the things that happen to a file."""
+    victim = chance.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    content = victim.read_bytes()
+    place = chance.randrange(len(content))
+    match chance.choice(["flip", "cut", "remove", "link"]):
+        case "flip":
+            victim.write_bytes(
+                content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :]
+            )
+        case "cut":
+            victim.write_bytes(content[:place])
+        case "remove":
+            victim.unlink()
+        case "link":
+            aside = folder.parent / "linked"
+            os.replace(victim, aside)
+            victim.symlink_to(aside)

@@ -1,0 +1,47 @@
+"""The table of cases and kinds of kills that stands in docs/reliability.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import caption, facts, rewrite, table
+from tests.reliability.cases import TRIALS
+from tests.reliability.dooms import FAULTS, KILLS
+
+SECTION = "kill matrix"
+_Results = Iterable[dict[str, Any]]
+
+
+def write(results: _Results, command: str, page: Path | None) -> None:
+    """Print the tables, and put them into the page's section where one is given."""
+    told = list(results)
+    text = "\n\n".join([by_case(told), by_kind(told), caption(facts(), command)])
+    print(text)
+    if page is not None:
+        rewrite(page, SECTION, text)
+
+
+def by_case(results: _Results) -> str:
+    """For each case: kills, faults, ends reached, checkpoints lost, ends that differ, other problems."""
+    told = list(results)
+    rows = [_row(trial.name, [one for one in told if one["trial"] == trial.name]) for trial in TRIALS]
+    return table(_HEAD, [*rows, _row("**all**", told)])
+
+
+_HEAD = ("case", "kills", "faults", "runs", "came to their end", "lost a checkpoint", "end differs")
+
+
+def _row(name: str, told: list[dict[str, Any]]) -> tuple[object, ...]:
+    struck = [sum(len(one["struck"]) for one in told if one["fault"] == fault) for fault in (False, True)]
+    reached = sum(not one["problems"] or one["differs"] for one in told)
+    return (
+        name, *struck, len(told), reached, sum(one["lost"] for one in told), sum(one["differs"] for one in told)
+    )  # fmt: skip
+
+
+def by_kind(results: _Results) -> str:
+    """How often each kind of kill and fault struck."""
+    struck = [kind for one in results for kind in one["struck"]]
+    return table(("what happened", "times"), [(kind, struck.count(kind)) for kind in (*KILLS, *FAULTS)])
