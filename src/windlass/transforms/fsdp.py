@@ -166,6 +166,8 @@ class FullyShardedModel:
                 "`prepare` returned), and call it as `model(...)`: `model.forward(...)` gathers no parameters"
             )
         self._seen = self._forwards
+        if self._same is not None:
+            self._same.ask()
 
     def check_used(self) -> None:
         if self._same is not None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from windlass.core.errors import ModelError
-from windlass.dist.gang import Gang
+from windlass.dist.gang import Gang, Pending
 
 _SHOWN = 10
 
@@ -68,12 +68,21 @@ class SameOnAllRanks:
 
     The gradients of a unit travel in one message that does not say whose they are: where ranks reached different
     parameters, those of one would be added to those of another, and nothing would fail. Costs one exchange of four
-    numbers between hosts for each update, while devices are at work.
+    numbers between hosts for each update, while devices are at work and the norm is summed.
     """
 
     def __init__(self, module: nn.Module, gang: Gang) -> None:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._gang = gang
+        self._asked: tuple[list[bool], Pending] | None = None
+
+    def ask(self) -> None:
+        """Begin the exchange, when the update's gradients are there; what `check` then waits for is under way."""
+        reached = [p.grad is not None for p in self._trained.values()]
+        code = zlib.crc32(bytes(reached))
+        # Ranks have the same number exactly where its variance is zero. In halves, so that squares stay exact.
+        halves = [float(code & 0xFFFF), float(code >> 16)]
+        self._asked = reached, self._gang.start_sum([*halves, *(half * half for half in halves)])
 
     def check(self) -> None:
         """Collective.
@@ -81,11 +90,11 @@ class SameOnAllRanks:
         Raises:
             ModelError: names parameters that only some ranks reached.
         """
-        reached = [p.grad is not None for p in self._trained.values()]
-        code = zlib.crc32(bytes(reached))
-        # Ranks have the same number exactly where its variance is zero. In halves, so that squares stay exact.
-        halves = [float(code & 0xFFFF), float(code >> 16)]
-        sums = self._gang.start_sum([*halves, *(half * half for half in halves)]).wait()
+        if self._asked is None:
+            self.ask()
+        assert self._asked is not None
+        (reached, pending), self._asked = self._asked, None
+        sums = pending.wait()
         if any(
             square * self._gang.size != total * total
             for total, square in zip(sums[:2], sums[2:], strict=True)
