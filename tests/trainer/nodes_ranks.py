@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.trainer.resume_cases import KILLED, Case, bits, in_a_child, kill, run
 
 from windlass.checkpoint.files import Files
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, ConfigError
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
@@ -166,6 +166,29 @@ def other_machines(place: Place) -> None:
     assert place.together(resume_joined) == 0
 
 
+def sharded(place: Place) -> None:
+    """Each disk has the rows of its own rank; whole tensors would lie on the first disk alone."""
+    assert place.run("sharded", **SHARDED) == 0
+    held = {path.name for path in (place.disk() / "sharded" / "checkpoint-9").iterdir()}
+    assert {"model.parts.json", f"model-rank-0000{RANK}.safetensors"} <= held
+    assert f"model-rank-0000{1 - RANK}.safetensors" not in held
+    weights = place.disk() / "sharded" / "checkpoint-9" / f"model-rank-0000{RANK}.safetensors"
+    trained = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    assert place.run("sharded", resume=True, **SHARDED) == 0
+    assert weights.read_bytes() == trained, "gone on from step 8"
+    if RANK == 0:
+        for disk in (0, 1):
+            shutil.copytree(place.disk(disk) / "sharded", place.root / "joined_sharded", dirs_exist_ok=True)
+
+    def gathered() -> None:
+        whole = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
+        with pytest.raises(ConfigError, match=r"output_dir lies on 2 disks.*use SHARDED_STATE_DICT"):
+            run(place.disk() / "gathered", CASE, **{**SHARDED, **whole})
+
+    assert place.together(gathered) == 0
+
+
 def main() -> None:
     place = Place(Path(sys.argv[1]))
     place.disk().mkdir()
@@ -173,6 +196,7 @@ def main() -> None:
     torn_between_commits(place)
     nothing_whole(place)
     other_machines(place)
+    sharded(place)
 
 
 if __name__ == "__main__":

@@ -16,5 +16,6 @@ def test_two_disks(tmp_path: Path) -> None:
     launch(2, HERE / "nodes_ranks.py", tmp_path)
     # Put together, they are a checkpoint like any other: one process reads it too.
     changed = {"gradient_accumulation_steps": 1, "num_train_epochs": 1, "save_strategy": "no"}
-    trainer = run(tmp_path / "joined", Case(changed), resume=True)
-    assert trainer.state.global_step == 9
+    for name in ("joined", "joined_sharded"):
+        trainer = run(tmp_path / name, Case(changed), resume=True)
+        assert trainer.state.global_step == 9

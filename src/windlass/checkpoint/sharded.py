@@ -9,13 +9,14 @@ Writing moves no tensor between ranks, and reading one opens only the files that
         "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
 
 where a part is [rank, first row, rows] along dimension `dim`. Copies (of replicated tensors, of hybrid sharding) are
-written once, by the first rank that holds them; tied tensors once, under the first of their names.
+written once on each disk, by the first of its ranks that holds them; tied tensors once, under the first of their names.
+Where there are several disks, each has an index, which names ranks of its own wherever they hold a part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class RankParts:
 
     Attributes:
         tensors: its parts, by canonical name: plain tensors, which a snapshot may replace by copies.
-        index: where the rows of every tensor are; on rank 0 alone, which writes it.
+        index: where the rows of every tensor are; on the first rank of the folder alone, which writes it.
     """
 
     stem: str
@@ -82,12 +83,15 @@ def write_parts(
     return parts_of_rank(stem, tensors, world).write(folder, files or Files())
 
 
-def parts_of_rank(stem: str, tensors: Mapping[str, Tensor], world: World) -> RankParts:
-    """This rank's parts of `tensors`; rank 0 also has the index. Ranks do not talk to each other.
+def parts_of_rank(
+    stem: str, tensors: Mapping[str, Tensor], world: World, members: Sequence[int] | None = None
+) -> RankParts:
+    """This rank's parts of `tensors`; the first rank also has the index. Ranks do not talk to each other.
 
     Args:
-        tensors: the same names in the same order on every rank; plain tensors are rank 0's. They are stored under
-            canonical names (no wrapper prefixes).
+        tensors: the same names in the same order on every rank; plain tensors are the first rank's. They are
+            stored under canonical names (no wrapper prefixes).
+        members: the ranks that write into the same folder, where these are not all.
 
     Raises:
         CheckpointError: a tensor cannot be saved (see `tensor_file.check_tensor`), or is split otherwise than along
@@ -95,18 +99,19 @@ def parts_of_rank(stem: str, tensors: Mapping[str, Tensor], world: World) -> Ran
     """
     names = canonical_names(tensors)
     stored, aliases = split_aliases({names[name]: tensor for name, tensor in tensors.items()})
-    index = {name: _entry(name, tensor) for name, tensor in stored.items()}
+    here = range(world.size) if members is None else members
+    index = {name: _entry(name, tensor, here) for name, tensor in stored.items()}
     mine = {
         name: local(stored[name])
         for name, entry in index.items()
         if any(rank == world.rank for rank, _, _ in entry["parts"])
     }
     tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
-    return RankParts(stem, world.rank, mine, tree if world.is_main else None)
+    return RankParts(stem, world.rank, mine, tree if world.rank == here[0] else None)
 
 
-def _entry(name: str, tensor: Tensor) -> dict[str, Any]:
-    held = holders(tensor)
+def _entry(name: str, tensor: Tensor, here: Sequence[int]) -> dict[str, Any]:
+    held = holders(tensor, here)
     cut = {dim for _, found in held for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]}
     if len(cut) > 1:
         raise CheckpointError(f"{name} is split along dimensions {sorted(cut)}; only one can be saved")

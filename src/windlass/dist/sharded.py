@@ -96,22 +96,27 @@ def part(tensor: Tensor) -> Part:
     return _part_at(tensor, coordinate)
 
 
-def holders(tensor: Tensor) -> list[tuple[int, Part]]:
-    """Every part of a sharded tensor with the first of the ranks that hold it, parts without elements left out; of a
-    plain tensor, rank 0 and all of it.
+def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, Part]]:
+    """Every part of a sharded tensor with one of the ranks that hold it, parts without elements left out; of a plain
+    tensor, which all hold, all of it.
 
-    The same on every rank, without communication.
+    The same on every rank that prefers the same, without communication.
+
+    Args:
+        preferred: ranks to name where they hold a part; else it is the first rank that does. Of a plain tensor, the
+            first of them.
     """
     if not is_sharded(tensor):
-        return [(0, part(tensor))]
+        return [(preferred[0], part(tensor))]
     _check_placements(tensor)
     mesh = tensor.device_mesh
-    axes = [
-        range(mesh.size(axis)) if placement.is_shard() else range(1)
-        for axis, placement in enumerate(tensor.placements)
-    ]
-    found = [(int(mesh.mesh[place]), _part_at(tensor, place)) for place in itertools.product(*axes)]
-    return [(rank, held) for rank, held in found if all(held.sizes)]
+    found: dict[Part, list[int]] = {}
+    for place in itertools.product(*(range(size) for size in mesh.shape)):
+        found.setdefault(_part_at(tensor, place), []).append(int(mesh.mesh[place]))
+    chosen = {
+        held: next((rank for rank in ranks if rank in preferred), ranks[0]) for held, ranks in found.items()
+    }
+    return [(rank, held) for held, rank in chosen.items() if all(held.sizes)]
 
 
 def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:

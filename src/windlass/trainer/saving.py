@@ -157,9 +157,10 @@ class SavingMixin(TrainerBase):
         gathered = {} if parts else self._gathered_weights()
         self.state.stateful_callbacks = self.callback_handler.state_dict()
         shared |= self._shared_state()
+        world, members = self._gang.world, self._output_disks().members
         own = Content(
             per_rank=self._rank_state(),
-            parts=[parts_of_rank(stem, tensors, self._gang.world) for stem, tensors in parts.items()],
+            parts=[parts_of_rank(stem, tensors, world, members) for stem, tensors in parts.items()],
         )
         own_weights = self._weights_of_first_rank() if gathered is None else {}
         if not keeps:
