@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
 from windlass.core.types import State
+from windlass.data.bookmark import plain_copy
 from windlass.data.group import Group
+from windlass.data.nested import checksum, tensors_of
 from windlass.data.seeding import Sandbox, first_seed, rewind
+from windlass.data.skip import skips_unread, with_batch_sampler
 
 logger = get_logger(__name__)
 _END = object()
+
+
+class _Place(NamedTuple):
+    """Where a loader can be entered: its own state, or why there is none; and a checksum of the batch that follows."""
+
+    state: Any
+    reason: str
+    mark: int | None
+
+
+_NOWHERE = _Place(None, "", None)
 
 
 class ForeignLoader:
@@ -22,9 +37,10 @@ class ForeignLoader:
 
     Each rank iterates its own loader, so ranks may have different numbers of batches, and which samples they
     hold is unknown. What the loader draws from the default generators (a `RandomSampler` does) is seeded by
-    (seed, epoch, batch number), so that the same batches come again on resume. The position is the loader's
-    own state where it has `state_dict`, else the number of batches taken, which a resumed run reads again and
-    throws away.
+    (seed, epoch, batch number), so that the same batches come again on resume. The position is the number of
+    batches taken, and the loader's own state where it has `state_dict`. A `DataLoader` over a map-style dataset,
+    read in this process, needs none: the batches before are not fetched. Any other loader is read again up to the
+    position, and that is said. Whichever way, the batch that follows is compared with the one that followed then.
 
     Args:
         loader: yields batches; must begin anew each time it is iterated.
@@ -40,7 +56,7 @@ class ForeignLoader:
             )
         self.loader, self.batch, self.seed, self._longest = loader, batch, seed, longest
         self.epoch, self.taken = 0, 0
-        self._restored: Any = None
+        self._here, self._restored = _NOWHERE, False
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._sandbox = Sandbox()
         self._generators = [(g, first_seed(g)) for g in (_generator(loader), _generator(_sampler(loader)))]
@@ -72,7 +88,7 @@ class ForeignLoader:
     def groups_left(self, position: State, accumulation: int) -> int | None:
         """Updates from `position` (a `state_dict`) to the end of its epoch, on this rank."""
         whole = self.groups_per_epoch(1)
-        return None if whole is None else max(-(-(whole - int(position["batches"])) // accumulation), 0)
+        return None if whole is None else max(-(-(whole - self._taken_by(position)) // accumulation), 0)
 
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """Groups from the current position to the end of its epoch; the next call goes on with the next epoch."""
@@ -86,27 +102,49 @@ class ForeignLoader:
             while coming is not _END and len(taken) < size:
                 taken.append(coming)
                 if len(taken) == size:
-                    state = self._own_state()  # before the look ahead, which would move it on
+                    state, reason = self._own_state()  # before the look ahead, which would move it on
                 coming = next(batches, _END)
             if coming is _END:
-                self.epoch, self.taken, state = epoch + 1, 0, None
+                self.epoch, self.taken, self._here = epoch + 1, 0, self._behind_a_pass()
             else:
                 self.taken += size
-            self._restored = state
+                self._here = _Place(state, reason, _mark(coming))
             yield self._group(taken, epoch, last=coming is _END)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; a no-op where it is the current one."""
         if epoch != self.epoch:
-            self.epoch, self.taken, self._restored = epoch, 0, None
+            self.epoch, self.taken, self._here = epoch, 0, _NOWHERE
 
     def state_dict(self) -> State:
         """Where the group after the last one taken begins."""
-        return {"seed": self.seed, "epoch": self.epoch, "batches": self.taken, "loader": self._restored}
+        here = self._here
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "batches": self.taken,
+            "world": self.batch.world,
+            "loader": here.state,
+            "reason": here.reason,
+            "mark": here.mark,
+        }
 
     def load_state_dict(self, state: State) -> None:
-        self.seed, self.epoch, self.taken = int(state["seed"]), int(state["epoch"]), int(state["batches"])
-        self._restored = state.get("loader")
+        self.seed, self.epoch, self.taken = int(state["seed"]), int(state["epoch"]), self._taken_by(state)
+        self._here = _Place(state.get("loader"), state.get("reason", ""), state.get("mark"))
+        self._restored = True
+        then = state.get("world", self.batch.world)
+        if then != self.batch.world:
+            self._here = _Place(None, "its state is that of one process among others", None)
+        if then != self.batch.world and state["batches"]:
+            logger.warning(
+                f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.world} "
+                f"now: each goes on behind its own first {self.taken}. Only the loader knows which samples those are"
+            )
+
+    def _taken_by(self, position: State) -> int:
+        """Batches that a rank has taken at `position`; under another number of ranks, as many over all of them."""
+        return int(position["batches"]) * int(position.get("world", self.batch.world)) // self.batch.world
 
     def _group(self, batches: list[Any], epoch: int, last: bool) -> Group:
         return Group(
@@ -118,24 +156,95 @@ class ForeignLoader:
             position=self.state_dict(),
         )
 
-    def _own_state(self) -> Any:
-        return self.loader.state_dict() if self._stateful else None
+    def _behind_a_pass(self) -> _Place:
+        """What the next pass begins by: `_begin` makes one around a dataset new; any other may count passes itself."""
+        return _NOWHERE if hasattr(self.loader, "dataset") else _Place(*self._own_state(), None)
+
+    def _own_state(self) -> tuple[Any, str]:
+        """The loader's state, or else None and the reason."""
+        if not self._stateful:
+            return None, "it has no state_dict and load_state_dict"
+        state, refusal = plain_copy(self.loader.state_dict())
+        return state, f"its state cannot be saved: {refusal}" if refusal else ""
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         """Batches of `epoch` from the current position on."""
-        skip = self.taken
-        if skip and self._stateful and self._restored is not None:
-            self.loader.load_state_dict(self._restored)
+        skip, restored, self._restored = self.taken, self._restored, False
+        if not skip:
+            return self._from_beginning(epoch, restored)
+        entered = self._entered(epoch, skip)
+        if entered is not None:
+            return entered
+        again = self._again(epoch, skip)
+        first = next(again, _END)
+        if first is _END:
+            return again
+        if self._here.mark not in (None, _mark(first)):
+            logger.warning(
+                f"behind batch {skip}, {type(self.loader).__name__} gives other batches than it gave to the run that "
+                "is continued: the data has changed, or its order is none that can be repeated"
+            )
+        return chain([first], again)
+
+    def _from_beginning(self, epoch: int, restored: bool) -> Iterator[Any]:
+        if restored and self._here.state is not None:
+            batches = self._by_own_state(epoch, 0)
+            first = next(batches, _END)
+            if first is not _END:  # a loader may take its state at the end of a pass for that end
+                return chain([first], batches)
+        self._begin(epoch)
+        return self._numbered(self.loader, epoch, 0)
+
+    def _entered(self, epoch: int, skip: int) -> Iterator[Any] | None:
+        """The batches behind the first `skip`, without reading those; None where that cannot be had, which is said."""
+        mark = self._here.mark
+        if self._here.state is not None:
+            way = self._by_own_state
+        elif mark is not None and skips_unread(self.loader):
+            way = self._by_sampler
         else:
-            self._begin(epoch)
-            if skip:
-                logger.warning(
-                    f"reading {skip} batches of {type(self.loader).__name__} again, to continue behind them"
-                )
-        number = skip if self._restored is not None else 0
+            self._say_again(skip, self._here.reason or "no state of it was saved at this place")
+            return None
+        try:
+            batches = way(epoch, skip)
+            first = next(batches, _END)
+        except Exception as error:
+            self._say_again(skip, f"the attempt failed: {type(error).__name__}: {error}")
+            return None
+        if first is _END or mark not in (None, _mark(first)):
+            self._say_again(skip, "another batch follows when it is entered there")
+            return None
+        return chain([first], batches)
+
+    def _say_again(self, skip: int, reason: str) -> None:
+        name = type(self.loader).__name__
+        logger.warning(f"reading {skip} batches of {name} again, to continue behind them: {reason}")
+
+    def _by_own_state(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._begin(epoch)
+        self.loader.load_state_dict(self._here.state)
+        return self._numbered(self.loader, epoch, skip)
+
+    def _by_sampler(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._begin(epoch)
+        with (
+            self._sandbox
+        ):  # everything is drawn as in a pass from the beginning, where only the first batch draws
+            self._sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
+            iter(self.loader)
+            self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, 0))
+            left = list(islice(self.loader.batch_sampler, skip, None))
+        return self._numbered(with_batch_sampler(self.loader, left), epoch, skip)
+
+    def _again(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._begin(epoch)
+        return islice(self._numbered(self.loader, epoch, 0), skip, None)
+
+    def _numbered(self, loader: Any, epoch: int, number: int) -> Iterator[Any]:
+        """The batches of `loader`, the first under the seed of batch `number`."""
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
-            batches = iter(self.loader)
+            batches = iter(loader)
         while True:
             with self._sandbox:
                 self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, number))
@@ -143,8 +252,7 @@ class ForeignLoader:
             if batch is _END:
                 return
             number += 1
-            if number > skip:
-                yield batch
+            yield batch
 
     def _begin(self, epoch: int) -> None:
         for generator, first in self._generators:
@@ -180,3 +288,8 @@ def _sampler(loader: Any) -> Any:
 
 def _generator(part: Any) -> Any:
     return getattr(part, "generator", None)
+
+
+def _mark(batch: Any) -> int | None:
+    """A checksum; None for a batch on an accelerator, whose queue must not be waited for."""
+    return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_of(batch)) else None

@@ -65,10 +65,20 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return SkippingLoader(dataloader, num_batches)
     if dataloader.batch_sampler is None:
         return SkippingLoader(dataloader, num_batches)
-    return _with_batch_sampler(dataloader, SkipBatchSampler(dataloader.batch_sampler, num_batches))
+    return with_batch_sampler(dataloader, SkipBatchSampler(dataloader.batch_sampler, num_batches))
 
 
-def _with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+def skips_unread(loader: Any) -> bool:
+    """Whether a pass over `loader` may begin at any batch without another one changing by it.
+
+    In worker processes, what a batch draws at random depends on how many the worker has read before.
+    """
+    plain = type(loader) is DataLoader and not loader.num_workers and loader.batch_sampler is not None
+    return plain and not isinstance(loader.dataset, IterableDataset)
+
+
+def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    """The same loader with other batches: lists of positions."""
     workers: dict[str, Any] = {}
     if loader.num_workers:
         workers = {
