@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,28 @@ from windlass.checkpoint.store import Store
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 _TICK = 0.004
 KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A doom, and what it needs to know of the run to find its place in it.
+
+    Attributes:
+        counts: how often each thing happens to the victim in an undisturbed run.
+        left: the share of the run that is to be made.
+        seconds: how long an undisturbed run takes.
+    """
+
+    doom: Doom
+    counts: Mapping[str, int]
+    left: float
+    seconds: float
+
+    @property
+    def instant(self) -> float | None:
+        """Seconds after which it strikes, where it does so by the clock. Starting takes time too."""
+        by_clock = self.doom.kind == "at a random instant"
+        return self.doom.share * self.seconds * max(self.left, 0.3) if by_clock else None
 
 
 @dataclass
@@ -73,21 +95,18 @@ def attempt(
     world: int,
     *,
     resume: bool,
-    doom: Doom | None = None,
-    place: int = 1,
-    instant: float | None = None,
+    strike: Strike | None = None,
 ) -> Ended:
     """Train in `folder`/run, from its newest checkpoint where `resume` is set.
 
     Args:
-        place: at which occurrence the doom strikes.
-        instant: seconds after which the doom strikes, for one that strikes at an instant.
+        strike: what befalls it; nothing where there is none.
     """
     number = len(list(folder.glob("meeting-*")))
     (folder / f"meeting-{number}").touch()
     pids = [
         _fork(
-            lambda rank=rank: _rank(trial, folder, number, rank, world, resume, doom, place),  # type: ignore[misc]
+            lambda rank=rank: _rank(trial, folder, number, rank, world, resume, strike),  # type: ignore[misc]
             rank,
             world,
             folder / f"said-{number}-{rank}.txt",
@@ -95,7 +114,7 @@ def attempt(
         for rank in range(world)
     ]
     try:
-        return _wait(pids, doom, instant, lambda: len(list(folder.glob(f"met-{number}-*"))) == world)
+        return _wait(pids, strike, lambda: len(list(folder.glob(f"met-{number}-*"))) == world)
     finally:
         for pid in pids:  # each leads a group: its workers end with it
             with contextlib.suppress(ProcessLookupError):
@@ -133,8 +152,7 @@ def _rank(
     rank: int,
     world: int,
     resume: bool,
-    doom: Doom | None,
-    place: int,
+    strike: Strike | None,
 ) -> None:
     if world > 1:
         dist.init_process_group(
@@ -148,13 +166,13 @@ def _rank(
     _note_commits(folder)
     callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
     counts = None
-    if doom is None and not resume:
+    if strike is None and not resume:
         counts = Counts()
         count_operations(counts)
         callbacks.append(counts)
-    elif doom is not None and rank == doom.victim:
-        arm(doom, place)
-        callbacks += callbacks_of(doom, place)
+    elif strike is not None and rank == strike.doom.victim:
+        arm(strike.doom, strike.doom.place(strike.counts, strike.left))
+        callbacks += callbacks_of(strike.doom, strike.counts, strike.left)
     trainer = run(folder / "run", trial.case, *callbacks, resume=resume or None)
     state = trainer.state
     end = {
@@ -180,19 +198,21 @@ def _note_commits(folder: Path) -> None:
     Store.commit = commit  # type: ignore[method-assign]
 
 
-def _wait(pids: Sequence[int], doom: Doom | None, instant: float | None, met: Callable[[], bool]) -> Ended:
+def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -> Ended:
     """Wait for all ranks. Where one dies before they have met, the others are ended, as a launcher does."""
     started, codes = time.monotonic(), dict[int, int]()
     alive, hung = list(pids), False
+    instant = None if strike is None else strike.instant
+    together = strike is not None and strike.doom.everyone
     while alive:
         time.sleep(_TICK)
         codes |= _reaped(alive)
         alive = [pid for pid in alive if pid not in codes]
         passed = time.monotonic() - started
-        if doom is not None and instant is not None and passed >= instant:
-            _kill([pid for pid in alive if pid == pids[doom.victim]])
+        if strike is not None and instant is not None and passed >= instant:
+            _kill([pid for pid in alive if pid == pids[strike.doom.victim]])
             instant = None
-        if KILLED in codes.values() and ((doom is not None and doom.everyone) or not met()):
+        if KILLED in codes.values() and (together or not met()):
             _kill(alive)
         if passed > PATIENCE and alive:
             hung = True

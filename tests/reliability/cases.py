@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tests.trainer.resume_cases import SAMPLES, Case, Samples, Stream, sample
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from windlass import TrainerCallback
 
@@ -69,6 +70,25 @@ class LongStream(Stream):
         return (sample(index) for index in range(2 * SAMPLES))
 
 
+class StatefulStream(IterableDataset[dict[str, Any]]):
+    """A stream that is entered where it was left."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self._next < 2 * SAMPLES:
+            self._next += 1
+            yield sample(self._next - 1)
+        self._next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]
+
+
 class Plain(nn.Module):
     """In float64 and without draws, so that the number of ranks changes a sum's last bits only."""
 
@@ -112,6 +132,13 @@ def of_ranks(**changes: Any) -> dict[str, Any]:
 
 
 _SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+_ELASTIC = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "global_batch_size": 12,
+    "num_train_epochs": 3,
+    "logging_steps": 1,
+}
 # A disk that costs a run its best checkpoint costs it the best weights too, so that its end may differ.
 _NO_LOSS = frozenset({"full disk", "failing disk"})
 
@@ -129,6 +156,7 @@ TRIALS = [
     Trial("saved while training waits", Case({"save_in_background": False, **BY_STEPS})),
     Trial("workers read ahead", Case({"dataloader_num_workers": 2, **BY_EPOCHS})),
     Trial("a stream", Case({"max_steps": 9, "save_steps": 2, **BY_STEPS}, dataset=LongStream)),
+    Trial("a stream with a state", Case({"max_steps": 9, "save_steps": 2, **BY_STEPS}, dataset=StatefulStream)),
     Trial("a stream read by workers", Case({"max_steps": 9, "dataloader_num_workers": 2}, dataset=LongStream)),
     Trial(
         "rolled back",
@@ -136,6 +164,11 @@ TRIALS = [
         unfit=frozenset({"full disk", "failing disk", "damage"}),  # another checkpoint to go back to
     ),
     Trial("saved by the clock", Case({"save_every": 0.02, "save_steps": 4, "num_train_epochs": 4, **BY_EPOCHS})),
+    Trial(
+        "fp16, led by a metric",
+        Case({**BEST, **BY_STEPS, "fp16": True, "lr_scheduler_type": "reduce_lr_on_plateau"}),
+        unfit=_NO_LOSS | {"damage"},
+    ),
     Trial("two ranks", Case(of_ranks(**BY_STEPS), callbacks=own_callbacks), (2,)),
     Trial("three ranks", Case(of_ranks(**BY_EPOCHS, save_steps=2)), (3,)),
     Trial(
@@ -146,15 +179,13 @@ TRIALS = [
     ),
     Trial("two ranks, sharded", Case(of_ranks(**_SHARDED, **BY_EPOCHS)), (2,)),
     Trial(
-        "one, two and three ranks in turn",
-        Case(
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 12,
-             "num_train_epochs": 3, "logging_steps": 1},
-            model=Plain,
-        ),
-        (1, 2, 3),
-        exact=False,
+        "three ranks, sharded, the best",
+        Case(of_ranks(**_SHARDED, **BEST, **BY_STEPS, save_total_limit=1), callbacks=own_callbacks),
+        (3,),
+        unfit=_NO_LOSS | {"damage"},
     ),
+    Trial("one, two and three ranks in turn", Case(_ELASTIC, model=Plain), (1, 2, 3), exact=False),
+    Trial("the same, sharded", Case({**_ELASTIC, **_SHARDED}, model=Plain), (1, 2, 3), exact=False),
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ WRITES = frozenset({"ensure_folder", "make_folder", "create", "write", "fsync"})
 RENAMES = frozenset({"rename", "fsync_folder"})
 REMOVALS = frozenset({"remove", "remove_folder"})
 OPERATIONS = {"write": WRITES, "rename": RENAMES, "removal": REMOVALS, "any": WRITES | RENAMES | REMOVALS}
+_COUNTED = {"full disk": "write"}  # faults that do not befall every operation
 EVENTS = {
     "between updates": ("on_step_end",),
     "in an update": ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"),
@@ -33,13 +34,8 @@ KILLS = {
     "in retention": "removal",
     "at a random instant": "",
 }
-FAULTS = {
-    "full disk": errno.ENOSPC,
-    "failing disk": errno.EIO,
-    "short writes": 0,
-    "slow disk": 0,
-    "damage": 0,
-}
+FAULTS = ("full disk", "failing disk", "short writes", "slow disk", "stale folders", "damage")
+_FULL_FOR = 30  # operations, of about 25 that a save takes
 
 
 @dataclass(frozen=True)
@@ -51,20 +47,29 @@ class Doom:
         share: how far into what is left of the run, in [0, 1).
         victim: the rank it befalls.
         everyone: whether all ranks are killed with it, as when a machine loses its power.
+        then: of a fault: how far into the run it is killed as well; None where it is not.
     """
 
     kind: str
     share: float
     victim: int = 0
     everyone: bool = True
+    then: float | None = None
 
     @property
     def kills(self) -> bool:
-        return self.kind in KILLS
+        return self.kind in KILLS or self.then is not None
+
+    @property
+    def killer(self) -> Doom | None:
+        """The kill in it."""
+        if self.then is None:
+            return self if self.kills else None
+        return Doom("between updates", self.then, self.victim, self.everyone)
 
     def place(self, counts: Mapping[str, int], left: float) -> int:
         """Which occurrence of its kind it strikes at, from 1; `left` is the share of the run that is to be made."""
-        names = EVENTS.get(self.kind) or (KILLS.get(self.kind) or "any",)
+        names = EVENTS.get(self.kind) or (KILLS.get(self.kind) or _COUNTED.get(self.kind, "any"),)
         total = sum(counts.get(name, 0) for name in names)
         return 1 + int(self.share * max(1.0, total * left))
 
@@ -105,27 +110,29 @@ class Counts(TrainerCallback):
 
 
 class Countdown:
-    """Calls `strike` at its n-th call, from whichever thread that comes."""
+    """Calls `strike` at its n-th call and those that follow, `times` in all, from whichever thread they come."""
 
-    def __init__(self, calls: int, strike: Callable[[], None]) -> None:
-        self._left, self._strike, self._lock = calls, strike, threading.Lock()
+    def __init__(self, calls: int, strike: Callable[[], None], times: int = 1) -> None:
+        self._left, self._strike, self._times, self._lock = calls, strike, times, threading.Lock()
 
     def __call__(self) -> None:
         with self._lock:
             self._left -= 1
-            if self._left != 0:
-                return
-        self._strike()
+            strikes = -self._times < self._left <= 0
+        if strikes:
+            self._strike()
 
 
-def callbacks_of(doom: Doom, place: int) -> list[TrainerCallback]:
-    """The callback that kills at an event, for a doom of that kind."""
-    countdown = Countdown(place, die)
+def callbacks_of(doom: Doom, counts: Mapping[str, int], left: float) -> list[TrainerCallback]:
+    """The callback that kills at an event, for a doom that does; see `Doom.place`."""
+    if doom.killer is None:
+        return []
+    countdown = Countdown(doom.killer.place(counts, left), die)
 
     def event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         countdown()
 
-    names = EVENTS.get(doom.kind, ())
+    names = EVENTS.get(doom.killer.kind, ())
     return [type("Killer", (TrainerCallback,), dict.fromkeys(names, event))()] if names else []
 
 
@@ -135,8 +142,10 @@ def arm(doom: Doom, place: int) -> None:
         _at_operation(OPERATIONS[KILLS[doom.kind]], Countdown(place, die))
         if doom.kind == "while a file is written":
             _torn_writes()
-    elif FAULTS.get(doom.kind):
-        _at_operation(OPERATIONS["any"], Countdown(place, lambda: _refuse(FAULTS[doom.kind])))
+    elif doom.kind == "failing disk":
+        _at_operation(OPERATIONS["any"], Countdown(place, lambda: _refuse(errno.EIO)))
+    elif doom.kind == "full disk":
+        _at_operation(WRITES, Countdown(place, lambda: _refuse(errno.ENOSPC), times=_FULL_FOR))
     elif doom.kind == "short writes":
         _short_writes()
     elif doom.kind == "slow disk":

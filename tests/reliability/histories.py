@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reliability.attempts import Ended, attempt
+from tests.reliability.attempts import Ended, Strike, attempt
 from tests.reliability.cases import TRIALS, Trial, trial
 from tests.reliability.dooms import FAULTS, KILLS, Doom
 from tests.trainer.resume_cases import rows
@@ -67,6 +67,7 @@ def plan(seed: int, number: int, fault: bool = False) -> Plan:
             share=chance.random(),
             victim=chance.randrange(world),
             everyone=chance.random() < 0.5,
+            then=chance.choice([None, chance.random()]) if fault else None,
         )
         for i, world in enumerate(worlds[:-1])
     )
@@ -82,6 +83,7 @@ def clean_run(name: str, place: Path) -> None:
     ended = attempt(chosen, place, max(chosen.worlds), resume=False)
     took = time.monotonic() - started
     assert ended.finished, f"{name}: the undisturbed run failed: {ended.codes}\n{_last_words(place)}"
+    assert (place / "committed.txt").exists(), "commits go unnoticed"
     (place / CLEAN).write_text(json.dumps({"seconds": took}))
 
 
@@ -119,18 +121,15 @@ class History:
         """Gives whether the run has come to its end."""
         if doom is not None and doom.kind == "damage":
             doom = self._damage(doom, world)
+        if doom is not None and doom.kind == "stale folders":
+            _plant(self._place / "run", random.Random(doom.share))
         newest = self._whole()
         left = 1 - (newest.step if newest else 0) / self._ends[0]["step"]
-        counts = self._ends[min(doom.victim, len(self._ends) - 1)]["counts"] if doom else {}
-        ended = attempt(
-            self._plan.trial,
-            self._place,
-            world,
-            resume=newest is not None,
-            doom=doom,
-            place=doom.place(counts, left) if doom else 1,
-            instant=doom.share * self._seconds if doom and doom.kind == "at a random instant" else None,
-        )
+        strike = None
+        if doom is not None:
+            counts = self._ends[min(doom.victim, len(self._ends) - 1)]["counts"]
+            strike = Strike(doom, counts, left, self._seconds)
+        ended = attempt(self._plan.trial, self._place, world, resume=newest is not None, strike=strike)
         self._judge(ended, doom)
         return ended.finished
 
@@ -139,7 +138,7 @@ class History:
             self._problem(f"an attempt hung: {ended.codes}")
         elif not ended.finished and not (doom is not None and doom.kills and ended.killed):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
-        if doom is not None and (ended.killed or (not doom.kills and ended.finished)):
+        if doom is not None and (ended.killed or (doom.kind in FAULTS and ended.finished)):
             self._told.struck.append(doom.kind)
         self._check_store()
 
@@ -250,6 +249,16 @@ def _last_words(place: Path) -> str:
     said = sorted(place.glob("said-*.txt"), key=lambda path: path.stat().st_mtime)
     errors = ([line for line in path.read_text().splitlines() if "Error" in line] for path in said[-3:])
     return " | ".join(lines[-1][:300] for lines in errors if lines)
+
+
+def _plant(run: Path, chance: random.Random) -> None:
+    """What cut-off saves and other programs leave behind: drafts, removals, a folder in the way."""
+    step = chance.randrange(2, 6)
+    for name in (f"tmp-checkpoint-{step}", f"tmp-removed-checkpoint-{step}", f"checkpoint-{step + 1}"):
+        folder = run / name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "model.safetensors").write_bytes(chance.randbytes(500))
 
 
 def _harm(folder: Path, chance: random.Random) -> None:
