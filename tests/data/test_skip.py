@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import skip_first_batches as peer_skip
-from tests.data.cases import Augmented, Numbers, Stream
+from tests.data.cases import Augmented, Counted, Numbers, Stream
 from tests.data.test_prepared import Bucketed, prepare
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.data.choice import Choice
+from windlass.data.dispatch import Dispatched
 from windlass.data.skip import SkipBatchSampler, skip_first_batches
+from windlass.dist.gang import Gang
 
 
 def values(loader: Any) -> list[list[int]]:
@@ -141,3 +144,41 @@ def test_a_stream_restored_behind_its_end_is_over() -> None:
     loader.load_state_dict({**loader.state_dict(), "consumed": 10})
     assert values(loader) == []
     assert values(loader) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch", [6, 3, 2])
+@pytest.mark.parametrize("by", ["restoring", "skipping"])
+def test_a_stream_with_a_state_is_entered_where_the_state_was_taken(
+    workers: int, batch: int, by: str, said: pytest.LogCaptureFixture
+) -> None:
+    def make(size: int, dataset: Any) -> Any:
+        loader = DataLoader(dataset, batch_size=size, num_workers=workers)
+        return prepare(loader, use_stateful_dataloader=by == "restoring")
+
+    first = make(6, Counted(40))
+    batches = iter(first)
+    seen = [i for _ in range(4) for i in next(batches).tolist()]
+    dataset = Counted(40)
+    other = make(batch, dataset)
+    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rest = other if by == "restoring" else skip_first_batches(other, 24 // batch)
+    seen += [i for batch in rest for i in batch.tolist()]
+    assert seen == [*range(40)]
+    assert "again" not in said.text
+    assert workers or dataset.given == 16
+    assert [i for batch in other for i in batch.tolist()] == [*range(40)], "the next pass is a whole one"
+
+
+def test_readers_on_top_of_a_stream_hand_its_bookmarks_on(said: pytest.LogCaptureFixture) -> None:
+    def reader(dataset: Any) -> Any:
+        items = DataLoader(dataset, batch_size=None)
+        alone = Choice(items, seed=1, split=False, seedable=False, gang=Gang()).reader(1, 0)
+        return Dispatched(alone, Gang(), split=False)
+
+    portions = list(reader(Counted(20)).portions(0, 0))
+    dataset = Counted(20)
+    rest = reader(dataset).portions(0, 7, portions[6].bookmark)
+    assert [int(portion.batch) for portion in rest] == [*range(7, 20)]
+    assert dataset.given == 13
+    assert "again" not in said.text

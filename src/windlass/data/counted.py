@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from windlass.core.errors import DataError
+from windlass.data.bookmark import Bookmark
 from windlass.data.nested import batch_size_of
 from windlass.data.portion import Portion, Reader
 from windlass.dist.gang import Gang, Pending
@@ -55,8 +56,8 @@ class Counted:
         """Unknown: batches may differ in size."""
         return None
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
-        mine = self._reader.portions(epoch, self._reader.position(epoch, start))
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+        mine = self._reader.portions(epoch, self._reader.position(epoch, start), bookmark)
         under_way = deque(self._send(mine) for _ in range(_AHEAD))
         done, stand_in = start, None
         try:
@@ -69,7 +70,8 @@ class Counted:
                 following = self._shares(under_way[0])
                 under_way.append(self._send(mine))
                 done, stand_in = done + 1, portion
-                yield Portion(portion.batch, shares, done, last=not sum(following))
+                last = not sum(following)
+                yield Portion(portion.batch, shares, done, last, portion.bookmark)
                 shares = following
         finally:
             for sent in under_way:  # every rank has begun these exchanges, so every rank can end them

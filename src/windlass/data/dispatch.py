@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.core.errors import DataError
+from windlass.data.bookmark import Bookmark
 from windlass.data.cut import share
 from windlass.data.nested import batch_size_of, tensors_of
 from windlass.data.parcel import pack, unpack
@@ -50,8 +52,8 @@ class Dispatched:
         size = reader.total_batch_size
         self.total_batch_size = None if size is None else size * self._per_row
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
-        portions = self._read(epoch, start) if self._gang.rank == _MAIN else self._receive()
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+        portions = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
         while (portion := next(portions, None)) is not None:
             yield portion
 
@@ -67,15 +69,15 @@ class Dispatched:
     def reseed(self, seed: int) -> None:
         self._reader.reseed(seed)
 
-    def _read(self, epoch: int, start: int) -> Iterator[Portion]:
-        rows = self._rows(self._reader.portions(epoch, start))
+    def _read(self, epoch: int, start: int, bookmark: Bookmark | None) -> Iterator[Portion]:
+        rows = self._rows(self._reader.portions(epoch, start, bookmark))
         last = False
         try:
             while not last:
                 row, last, parcels = self._next(rows)
                 self._send_to_all(parcels)
                 if row:
-                    yield _portion(*unpack(parcels[_MAIN]))
+                    yield replace(_portion(*unpack(parcels[_MAIN])), bookmark=row[-1].bookmark)
         finally:
             self._settle()
 

@@ -5,6 +5,7 @@ resumable.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,6 +122,13 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return (batch for _, batch in self.batches_with_ids())
+
+    def resize(self, micro: int, accumulation: int) -> None:
+        """Cut into micro-batches of `micro` samples from the next group on: the order of samples does not change.
+
+        Not under `drop_last`, which would drop other samples.
+        """
+        self.batch = replace(self.batch, micro=micro, accumulation=accumulation)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; a no-op where it is the current one, so that a restored position is kept."""

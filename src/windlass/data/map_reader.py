@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from windlass.data.bookmark import Bookmark
 from windlass.data.portion import Portion
 from windlass.data.rows import Row, Rows
 from windlass.data.source import Source
@@ -28,7 +29,7 @@ class MapReader:
         self._passes = 0
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
         tasks = (self._task(row) for row in self._rows.rows(epoch, start))
         # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
         private = self._passes > 0

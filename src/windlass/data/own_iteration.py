@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.core.logs import get_logger
+from windlass.data.bookmark import Bookmark
 from windlass.data.foreign import loader_length
 from windlass.data.nested import batch_size_of
 from windlass.data.portion import Portion
+
+logger = get_logger(__name__)
 
 
 class OwnIteration:
@@ -22,7 +26,10 @@ class OwnIteration:
     def total_batch_size(self) -> int | None:
         return getattr(self._loader, "batch_size", None)
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+        if start:
+            name = type(self._loader).__name__
+            logger.warning(f"reading {start} batches of {name} again, to continue behind them")
         for part in (self._loader, getattr(self._loader, "sampler", None)):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from windlass.data.bookmark import Bookmark
 from windlass.data.cut import share
 
 
@@ -19,12 +20,15 @@ class Portion:
         shares: samples of each rank in this batch, in rank order.
         end: position of the pass once this batch is done, in the reader's unit.
         last: no batch follows in this pass, on any rank.
+        bookmark: by which a later pass can begin at `end` without reading what lies before; None where none is needed,
+            or none is to be had.
     """
 
     batch: Any
     shares: tuple[int, ...]
     end: int
     last: bool
+    bookmark: Bookmark | None = None
 
 
 class Reader(Protocol):
@@ -40,8 +44,8 @@ class Reader(Protocol):
         """Samples that a whole batch of all ranks holds; None where that varies."""
         ...
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
-        """The batches of a pass from position `start` on."""
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+        """The batches of a pass from position `start` on; a bookmark of another place does nothing."""
         ...
 
     def batches(self, epoch: int) -> int | None:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from windlass.core.logs import get_logger
 from windlass.core.types import State
+from windlass.data.bookmark import Bookmark
 from windlass.data.nested import move
 from windlass.data.portion import Portion, Reader
 from windlass.dist.beacon import beacon
@@ -45,12 +46,14 @@ class _Place:
         epoch: the pass that runs, or the coming one.
         consumed: position in it, in the reader's unit.
         resume: where the coming pass begins, once; 0 after that.
+        bookmark: by which a stream can be entered at `consumed`, or where the state that was loaded was taken.
     """
 
     seed: int
     epoch: int = 0
     consumed: int = 0
     resume: int = 0
+    bookmark: Bookmark | None = None
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -154,7 +157,7 @@ class PreparedLoader(DataLoader[Any]):
         self._enter()
         self.follower.begin(self)
         try:
-            for portion in self._reader.portions(epoch, start):
+            for portion in self._reader.portions(epoch, start, place.bookmark):
                 self._take(portion, epoch)
                 beacon().call("the loop's own work on a batch")
                 yield portion.batch if self.device is None else self._moved(portion.batch)
@@ -189,6 +192,7 @@ class PreparedLoader(DataLoader[Any]):
         self.shares, self.end_of_dataloader = portion.shares, portion.last
         place = self._place
         place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
+        place.bookmark = portion.bookmark
         if portion.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
 
@@ -212,6 +216,7 @@ class PreparedLoader(DataLoader[Any]):
             "epoch": place.epoch,
             "consumed": place.consumed,
             "unit": self._reader.unit,
+            "bookmark": place.bookmark,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -220,7 +225,7 @@ class PreparedLoader(DataLoader[Any]):
         if int(state["seed"]) != place.seed:
             place.seed = int(state["seed"])
             self._reader.reseed(place.seed)
-        place.epoch = int(state["epoch"])
+        place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
         place.resume = place.consumed = self._position_to_resume(consumed, state["unit"])
 
     def _position_to_resume(self, consumed: int, unit: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.config.plan import DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
+from windlass.data.bookmark import Bookmark
 from windlass.data.portion import Portion, shares_of
 from windlass.data.stream import StreamReader, StreamRows, can_be_read_once
 from windlass.dist.gang import Gang
@@ -45,14 +46,15 @@ class SharedStream:
         self._gang, self._compared = gang, gang.size == 1
         self._passes, self._had_samples = 0, False
 
-    def portions(self, epoch: int, start: int) -> Iterator[Portion]:
+    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
         private, before = self._passes > 0, start
         self._passes += 1
         try:
-            for row in self._stream.rows(epoch, start, private):
+            for row in self._stream.rows(epoch, start, private, bookmark):
                 self._had_samples = True
                 self._compare(row.mark)
-                yield Portion(row.batch, shares_of(row.end - before, self._world), row.end, row.last)
+                shares = shares_of(row.end - before, self._world)
+                yield Portion(row.batch, shares, row.end, row.last, row.bookmark)
                 before = row.end
             self._compare(None)  # of a rank that had no sample the others must hear too
             if before == 0 and self._had_samples:

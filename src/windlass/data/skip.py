@@ -53,7 +53,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """`dataloader` for one pass without its first `num_batches`, counted from the beginning of the pass.
 
     A prepared loader gives a view of itself: at once for map-style data, and with the epochs counted together, so that
-    the next pass over the loader itself is the next epoch. Streams are read up to the position.
+    the next pass over the loader itself is the next epoch. Streams are read up to the position, except where a state
+    was loaded that was taken there (`PreparedLoader.load_state_dict`, `Accelerator.load_state`) and leads back to it.
 
     Args:
         dataloader: a prepared loader, a `DataLoader`, or any iterable of batches.

@@ -83,11 +83,25 @@ class StreamLoader(Loader):
                 "to ranks itself, so most of them would be lost. Pass the whole dataset on every rank."
             )
         super().__init__(dataset, batch, plan, collate)
-        reader = StreamReader(
-            dataset, collate, plan, row=batch.micro * batch.world, world=batch.world, rank=batch.rank
-        )
-        self._stream = StreamRows(reader, plan)
+        self._stream = self._rows()
         self._bookmark: Bookmark | None = None
+
+    def _rows(self) -> StreamRows:
+        batch = self.batch
+        reader = StreamReader(
+            self.dataset,
+            self.collate_fn,
+            self.plan,
+            row=self.total_batch_size,
+            world=batch.world,
+            rank=batch.rank,
+        )
+        return StreamRows(reader, self.plan)
+
+    def resize(self, micro: int, accumulation: int) -> None:
+        super().resize(micro, accumulation)
+        self._stream = self._rows()
+        self._reseed(self.seed)
 
     def state_dict(self) -> State:
         here = belongs(self._bookmark, self.epoch, self.consumed)
@@ -145,10 +159,10 @@ class StreamRows:
 
         A `private` pass leaves the lasting workers alone, and makes no bookmarks.
         """
-        if private:
-            bookmark = None
-        else:
+        if not private:
             self._say_cost(epoch, start, bookmark)
+        if private or not belongs(bookmark, epoch, start):
+            bookmark = None
         if self._plan.workers == 0:
             pinned = wants_pinning(self._plan.pin_memory)
             for _, row in self._reader.rows(epoch, start, 0, 1, bookmark, keep=not private):
