@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.trainer.resume_cases import SAMPLES, Case, Samples, Stream, sample
+from tests.trainer.resume_cases import SAMPLES, Case, Drawing, Net, Quiet, Samples, Stream, sample
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -89,6 +89,14 @@ class StatefulStream(IterableDataset[dict[str, Any]]):
         self._next = state["next"]
 
 
+class Steep(Net):
+    """Its gradients overflow in half precision until the loss scale has come down."""
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(x, index, labels)
+        return 30 * loss, logits
+
+
 class Plain(nn.Module):
     """In float64 and without draws, so that the number of ranks changes a sum's last bits only."""
 
@@ -132,6 +140,10 @@ def of_ranks(**changes: Any) -> dict[str, Any]:
 
 
 _SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+_ON_PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+}
 _ELASTIC = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
@@ -164,9 +176,10 @@ TRIALS = [
         unfit=frozenset({"full disk", "failing disk", "damage"}),  # another checkpoint to go back to
     ),
     Trial("saved by the clock", Case({"save_every": 0.02, "save_steps": 4, "num_train_epochs": 4, **BY_EPOCHS})),
+    Trial("a step that draws", Case({**BY_EPOCHS, "save_steps": 2}, dataset=Quiet, trainer=Drawing)),
     Trial(
         "fp16, led by a metric",
-        Case({**BEST, **BY_STEPS, "fp16": True, "lr_scheduler_type": "reduce_lr_on_plateau"}),
+        Case({**BEST, **BY_STEPS, **_ON_PLATEAU, "fp16": True}, model=Steep),
         unfit=_NO_LOSS | {"damage"},
     ),
     Trial("two ranks", Case(of_ranks(**BY_STEPS), callbacks=own_callbacks), (2,)),

@@ -59,9 +59,26 @@ class Samples:
         return sample(index)
 
 
+class Quiet(Samples):
+    """Reading draws nothing."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": int(x.sum() > 0), "index": index}
+
+
 class Stream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (sample(index) for index in range(SAMPLES))
+
+
+class Drawing(Trainer):
+    """A step that draws from Python's and NumPy's generators, which nobody seeds at each update."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss, logits = model(**inputs)
+        loss = loss * (random.random() + float(np.random.rand()))
+        return (loss, (loss, logits)) if return_outputs else loss
 
 
 @dataclass(frozen=True)

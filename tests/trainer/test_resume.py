@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer.resume_cases import (
     KILLED,
     Case,
+    Drawing,
     Net,
+    Quiet,
     Recorder,
     Samples,
     Stream,
@@ -70,23 +71,6 @@ class WithParts(Trainer):
         count = len(inputs["labels"])
         terms = LossTerms(loss * count, count, {"size": logits.square().mean()})
         return (terms, (loss, logits)) if return_outputs else terms
-
-
-class Drawing(Trainer):
-    """A step that draws from Python's and NumPy's generators, which nobody seeds at each update."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        loss, logits = model(**inputs)
-        loss = loss * (random.random() + float(np.random.rand()))
-        return (loss, (loss, logits)) if return_outputs else loss
-
-
-class Quiet(Samples):
-    """Reading draws nothing."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        x = torch.randn(6, generator=torch.Generator().manual_seed(index))
-        return {"x": x, "labels": int(x.sum() > 0), "index": index}
 
 
 class NowAndThen(Quiet):
