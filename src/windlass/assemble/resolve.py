@@ -169,6 +169,17 @@ def _divides_the_update(args: Any, facts: Facts) -> Iterator[Problem]:
     yield from batch.objections(args, facts.world.size)
 
 
+def _can_cut_smaller(args: Any, facts: Facts) -> Iterator[Problem]:
+    if not args.auto_find_batch_size:
+        return
+    if "get_train_dataloader" in facts.overridden:
+        fix = "a loader of your own cuts its batches itself, so no smaller ones can be made: give a train_dataset"
+        yield Problem("auto_find_batch_size", True, fix)
+    if args.dataloader_drop_last:
+        fix = "which samples are dropped would depend on the size found: set dataloader_drop_last=False"
+        yield Problem("auto_find_batch_size", True, fix)
+
+
 def _agrees_with_the_launcher(args: Any, facts: Facts) -> Iterator[Problem]:
     try:
         resolve_parallel(args, facts.world)
@@ -185,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     _keeps_the_weights,
     _uses_one_graph,
     _divides_the_update,
+    _can_cut_smaller,
     _agrees_with_the_launcher,
 )
 
@@ -193,9 +205,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
+    size = update_size(args, facts.world.size, facts.saved_size, facts.fits)[0]
     return BatchPlan(
-        micro=args.per_device_train_batch_size,
-        accumulation=update_size(args, facts.world.size, facts.saved_size)[0].accumulation,
+        micro=size.micro,
+        accumulation=size.accumulation,
         world=facts.world.size,
         rank=facts.world.rank,
         eval=args.per_device_eval_batch_size,

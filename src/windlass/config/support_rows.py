@@ -32,7 +32,7 @@ fsdp fsdp_config
 ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 skip_memory_metrics do_train do_eval do_predict
 report_to run_name project trackio_space_id trackio_bucket_id
-nonfinite_policy global_batch_size
+nonfinite_policy global_batch_size auto_find_batch_size
 """
 
 MAPPED = {
@@ -49,7 +49,6 @@ REFUSED = {
     "use_liger_kernel": "is not built yet; torch_compile=True fuses much of the same",
     "liger_kernel_config": "needs use_liger_kernel, which is not built yet",
     "neftune_noise_alpha": "is not built yet",
-    "auto_find_batch_size": "is not built yet; lower per_device_train_batch_size and raise gradient_accumulation_steps",
     "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
     "save_on_each_node": "is not built: a checkpoint is one folder that all machines share",

@@ -48,5 +48,9 @@ class NonFiniteError(WindlassError, FloatingPointError):
     """The loss or the gradient norm became NaN or infinite, and the policy is to stop."""
 
 
+class MemoryShortError(WindlassError, MemoryError):
+    """Memory does not hold a batch, and this process cannot go on with a smaller one by itself."""
+
+
 class MissingDependencyError(WindlassError, ImportError):
     """An optional package is needed and not installed."""

@@ -49,12 +49,14 @@ class StepResult:
         norm: scalar, global gradient norm before clipping.
         applied: False where the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
         parts: named auxiliary losses, this rank's share.
+        overflowed: fp16 gradients did not fit the loss scale, which is lower now.
     """
 
     loss: Tensor
     norm: Tensor
     applied: bool
     parts: dict[str, Tensor]
+    overflowed: bool = False
 
 
 class StepHooks(Protocol):
@@ -118,6 +120,12 @@ class Executor(Protocol):
         ...
 
     def zero_grad(self) -> None: ...
+
+    def abandon(self) -> bool:
+        """Forget the gradients of an update that was broken off by an error. Gives whether the model and the optimizer
+        are as they were before it.
+        """
+        ...
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Discarded work that must precede the first update, for resumed runs to repeat its bits."""

@@ -62,14 +62,15 @@ class Portion:
 class Counts:
     """How batches are counted, all on the host.
 
-    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it.
+    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. Where it
+    gives a number, it wants to see the same samples in so many micro-batches instead.
     `signals` are numbers that this rank tells the others; they travel with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
     tokens: Callable[[Any], int]
     positions: Callable[[Any], int]
-    inspect: Callable[[Group], None]
+    inspect: Callable[[Group], int | None]
     signals: Callable[[], Sequence[float]] = tuple
 
 
@@ -90,6 +91,11 @@ class Feed:
         self._in_step = in_step
         self._inspected = False
         self._position: State = {}
+        self._groups: Iterator[Group] = iter(())
+        self._ahead: _Fetched | None = None
+        # The source's position before and behind the portion that was given last.
+        self._before: State = {}
+        self._behind: State = {}
 
     @property
     def groups_per_epoch(self) -> int | None:
@@ -109,39 +115,65 @@ class Feed:
 
     def epoch(self, number: int) -> Iterator[Portion]:
         """The updates that are left of epoch `number`."""
-        groups, spare = self._open(number)
-        ahead = self._fetch(groups, spare)
+        self._ahead = self._fetch(self._open(number))
         try:
-            while ahead is not None:
-                current = self._portion(*ahead)
-                ahead = None  # should fetching fail, nothing is under way
-                ahead = self._fetch(groups, None if current.last else current.group)
-                yield current
+            while self._ahead is not None:
+                yield self._take(self._ahead)
         finally:
-            if ahead is not None:
-                # The epoch is left early, on all ranks: an exchange left under way could outlive the process group.
-                ahead[-1].wait()
+            # The epoch may be left early, on all ranks: an exchange left under way could outlive the process group.
+            self._let_go()
+            self._groups = iter(())  # workers that read for this epoch alone end with it
 
-    def _open(self, number: int) -> tuple[Iterator[Group], Group | None]:
-        """This rank's groups of the epoch, and one to fill in with where the position restored lies behind them."""
+    def again(self, accumulation: int) -> Portion:
+        """What was given last, read anew in so many micro-batches, as the source cuts them now. In a world of one."""
+        self._let_go()
+        self._behind = self._before
+        self._reopen(accumulation)
+        ahead = self._fetch(None)
+        assert ahead is not None, "it was there before"
+        return self._take(ahead)
+
+    def _take(self, ahead: _Fetched) -> Portion:
+        """The portion that was fetched ahead; the one behind it is fetched now."""
+        self._ahead = None  # should fetching fail, nothing is under way
+        current = self._portion(*ahead)
+        self._before, self._behind = self._behind, current.group.position
+        self._ahead = self._fetch(None if current.last else current.group)
+        return current
+
+    def _let_go(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[-1].wait()
+
+    def _open(self, number: int) -> Group | None:
+        """Begin the epoch; gives a group to fill in with where the position restored lies behind this rank's."""
         position, self._position = self._position, {}
         if position.get("epoch", number) <= number:
             self._source.set_epoch(number)
-            return self._source.groups(self._accumulation), None
+            self._behind = self._source.state_dict()
+            self._groups = self._source.groups(self._accumulation)
+            return None
         spare = next(self._source.groups(self._accumulation))
         self._source.load_state_dict(position)
-        return iter(()), replace(spare, position=position)
+        self._groups = iter(())
+        return replace(spare, position=position)
 
-    def _fetch(self, groups: Iterator[Group], spare: Group | None) -> _Fetched | None:
+    def _reopen(self, accumulation: int) -> None:
+        """Go back to behind what was given last, with other micro-batches."""
+        self._accumulation = accumulation
+        self._source.load_state_dict(self._behind)
+        self._groups = self._source.groups(accumulation)
+
+    def _fetch(self, spare: Group | None) -> _Fetched | None:
         """The next group; where this rank has none left, `spare` as a filler."""
-        group = next(groups, None)
+        group = next(self._groups, None)
         if group is None:
             if spare is None:
                 return None
             group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
         if not self._inspected:
-            self._inspected = True
-            self._counts.inspect(group)
+            group = self._inspect(group)
         counts = self._counts
         if group.filler:
             targets, samples, tokens, positions = [0.0] * len(group.batches), [0] * len(group.batches), 0, 0
@@ -156,6 +188,14 @@ class Feed:
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
         totals = [sum(targets), sum(samples), tokens, positions, float(not group.last_in_epoch)]
         return group, targets, samples, self._gang.start_sum([*totals, *present, *signals])
+
+    def _inspect(self, group: Group) -> Group:
+        """The first group, in the micro-batches in which whoever looks at it can."""
+        while (accumulation := self._counts.inspect(group)) is not None:
+            self._reopen(accumulation)
+            group = next(self._groups)
+        self._inspected = True
+        return group
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
         weight, total, tokens, positions, going_on, *more = totals.wait()

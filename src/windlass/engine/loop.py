@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,23 @@ class LoopHooks(StepHooks, Protocol):
 
     def epoch_begin(self) -> None: ...
 
+    def data_ahead(self) -> None:
+        """The data of the next update is about to be asked for."""
+        ...
+
     def step_begin(self) -> None: ...
+
+    def too_large(self, error: Exception) -> bool:
+        """An update broke off with `error`. Gives whether it shall be tried again in smaller micro-batches; may raise a
+        better error instead.
+        """
+        ...
+
+    def shrink(self) -> int:
+        """Put back what that update changed, and cut the data smaller; gives the number of micro-batches of an update
+        from now on.
+        """
+        ...
 
     def step_end(self) -> None: ...
 
@@ -43,7 +59,7 @@ class LoopHooks(StepHooks, Protocol):
         """One update was made from this data, or skipped."""
         ...
 
-    def update_refused(self, what: str) -> bool:
+    def update_refused(self, what: str, result: StepResult) -> bool:
         """An update was not made, because its gradients were not finite (`what` says where).
 
         Gives whether the run went back to a checkpoint: its progress is then that of the checkpoint.
@@ -114,7 +130,7 @@ class Loop:
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
-        for portion in () if self._ends_at_once else self._feed.epoch(self._epoch):
+        for portion in () if self._ends_at_once else self._portions():
             self._update(portion)
             if self._leaves_epoch():
                 break
@@ -122,6 +138,16 @@ class Loop:
             self._hooks.control.should_training_stop = True
             logger.warning("the data gave no update in epoch %d: training stops here", self._epoch)
         self._close_epoch()
+
+    def _portions(self) -> Iterator[Portion]:
+        """The data that is left of the epoch."""
+        portions = self._feed.epoch(self._epoch)
+        while True:
+            self._hooks.data_ahead()
+            portion = next(portions, None)
+            if portion is None:
+                return
+            yield portion
 
     def _close_epoch(self) -> None:
         if self._hooks.control.should_epoch_stop:
@@ -143,7 +169,7 @@ class Loop:
         self._beacon.step(state.global_step)
         hooks.set_learning_rate(state.global_step)
         hooks.step_begin()
-        result = self._executor.run_step(portion.group, self._request(portion), hooks)
+        portion, result = self._made(portion)
         self._advance(portion)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         hooks.signals_agreed(portion.signals)
@@ -152,6 +178,18 @@ class Loop:
         hooks.update_applied(portion, result.applied)
         hooks.step_end()
         hooks.due()
+
+    def _made(self, portion: Portion) -> tuple[Portion, StepResult]:
+        """The update; where memory does not hold its micro-batches, that of the same samples in smaller ones."""
+        while True:
+            try:
+                return portion, self._executor.run_step(portion.group, self._request(portion), self._hooks)
+            except Exception as error:
+                if not self._hooks.too_large(error):
+                    raise
+            # Outside the handler, whose traceback holds on to all that did not fit.
+            portion = self._feed.again(self._hooks.shrink())
+            self._seed_step(self._state.global_step)
 
     def _request(self, portion: Portion) -> StepRequest:
         options = self._options
@@ -217,7 +255,7 @@ class Loop:
             )
             return False
         if self._options.guard:
-            if result.applied or not self._hooks.update_refused(self._describe(tag)):
+            if result.applied or not self._hooks.update_refused(self._describe(tag), result):
                 return False
             # The data goes on behind what was refused, so the updates that were undone need other data at the end.
             self._extra_epochs += 1

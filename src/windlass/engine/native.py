@@ -49,6 +49,7 @@ class NativeExecutor:
         self._apart: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
+        self._overflowed = self._applying = False
         self._beacon = beacon()
 
     @property
@@ -143,18 +144,29 @@ class NativeExecutor:
         self.strategy.check_used()
         skip, self._skip = self._skip, False
         overflow, self._overflow = self._overflow, None
+        self._overflowed = overflow is not None and self._scaler.overflowed(overflow)
         if overflow is not None:
-            skip = self._scaler.overflowed(overflow) or skip
             self._scaler.update(overflow)
-        if skip:
+        if skip or self._overflowed:
             return False
+        self._applying = True
         self.optimizer.step()
+        self._applying = False
         return True
 
     def zero_grad(self) -> None:
         self._apart = {}
         for parameter in self._parameters:
             parameter.grad = None
+
+    def abandon(self) -> bool:
+        """Forget the gradients of an update that was broken off by an error. Gives whether the model and the optimizer
+        are as they were before it: an optimizer that stopped half way has changed some weights and not others.
+        """
+        self.zero_grad()
+        self._overflow, self._skip = None, False
+        applying, self._applying = self._applying, False
+        return not applying
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -200,7 +212,7 @@ class NativeExecutor:
         applied = self.step()
         hooks.optimizer_step()
         self.zero_grad()
-        return StepResult(loss, norm, applied, hooks.parts())
+        return StepResult(loss, norm, applied, hooks.parts(), self._overflowed)
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Discarded work that must precede the first update, for resumed runs to repeat its bits."""

@@ -68,6 +68,16 @@ class TrainerBase:
     _update_size: UpdateSize
     _signature_columns: list[str] | None
 
+    # The largest batches that memory may hold, where `auto_find_batch_size` has found out; None: those asked for.
+    _fits: int | None = None
+    _eval_fits: int | None = None
+
+    def _adopt_update_size(self, size: UpdateSize) -> None:
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        raise NotImplementedError
+
     @property
     def model_accepts_loss_kwargs(self) -> bool:
         """Whether the model's own loss divides by `num_items_in_batch`: by signature until it is measured."""

@@ -27,12 +27,13 @@ from windlass.metrics.nested import nested_detach
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.inputs import InputsMixin
 from windlass.trainer.losses import LossMixin, call_model
+from windlass.trainer.memory import MemoryMixin
 from windlass.trainer.reports import ReportsMixin
 
 logger = get_logger(__name__)
 
 
-class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
+class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
     """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
 
     def evaluate(
@@ -107,8 +108,11 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
         request = self._eval_request(loss_only, metric_key_prefix, predicting=description == "Prediction")
         self.callback_handler.eval_dataloader = dataloader
         logger.info("***** Running %s *****", description)
-        return self._evaluate_batches(
-            self._with_ids(dataloader), request, ignore_keys, self._prediction_step_event
+        return self._in_batches_that_fit(
+            dataloader,
+            lambda: self._evaluate_batches(
+                self._with_ids(dataloader), request, ignore_keys, self._prediction_step_event
+            ),
         )
 
     def _evaluate_batches(
@@ -148,9 +152,14 @@ class EvaluationMixin(LossMixin, InputsMixin, ReportsMixin):
             request = self._eval_request(loss_only, prefix, predicting=False)
             if request.compute_metrics is not None:
                 request = replace(request, compute_metrics=_lenient(request.compute_metrics, wanted))
-            first = itertools.islice(self._with_ids(loader), 1)
-            metrics.update(self._evaluate_batches(first, request, None, lambda: None).metrics)
+            output = self._in_batches_that_fit(loader, functools.partial(self._first_batch, loader, request))
+            metrics.update(output.metrics)
         return metrics
+
+    def _first_batch(self, loader: Any, request: EvalRequest) -> EvalLoopOutput:
+        return self._evaluate_batches(
+            itertools.islice(self._with_ids(loader), 1), request, None, lambda: None
+        )
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

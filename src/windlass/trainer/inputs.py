@@ -109,13 +109,16 @@ class InputsMixin(TrainerBase):
         dataset, collate = self._with_used_columns(dataset, what)
         sampler = self._get_eval_sampler(dataset) if "_get_eval_sampler" in self._overridden else None
         facts = Facts(self._world, None)
-        return build_eval_loader(
+        loader = build_eval_loader(
             dataset,
             plan=resolve_data(self.args),
             batch=resolve_batch(self.args, facts),
             collate=collate,
             sampler=sampler,
         )
+        if self._eval_fits is not None and self._eval_fits < loader.batch.micro:
+            loader.resize(self._eval_fits, 1)
+        return loader
 
     def _group_source(self, loader: Any) -> GroupSource:
         """The loader as the engine takes it: ours as it is, a user's own behind an adapter. Collective."""

@@ -19,7 +19,7 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import StepSeeder
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
-from windlass.engine.executor import StepRequest
+from windlass.engine.executor import StepRequest, StepResult
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -27,6 +27,7 @@ from windlass.metrics.tokens import InputCounter
 from windlass.trainer.agreement import Signals
 from windlass.trainer.companions import Companions
 from windlass.trainer.losses import as_count
+from windlass.trainer.memory import Fitting
 from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.rollback import roll_back
@@ -45,6 +46,7 @@ class TrainingRun:
 
     def __init__(self, trainer: TrainerParts, plan: RunPlan, built: Built, source: GroupSource) -> None:
         self._trainer, self._plan = trainer, plan
+        self._fitting = Fitting(trainer, source, built.executor)
         self.executor, self.schedule = built.executor, built.schedule
         device = trainer._device
         self.saver = RunSaver(
@@ -59,9 +61,7 @@ class TrainingRun:
         self._beacon = beacon()
         self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
         accumulation = plan.batch.accumulation
-        self._division_watch = (
-            DivisionWatch(trainer, accumulation, self.backward) if may_divide(trainer, accumulation) else None
-        )
+        self._division_watch = self._watch_of_division(accumulation)
         self.seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
         self.seed_step.start(0)
         self.loop = Loop(
@@ -78,6 +78,11 @@ class TrainingRun:
                 guard=plan.stability.nonfinite != "raise",
             ),
         )
+
+    def _watch_of_division(self, accumulation: int) -> DivisionWatch | None:
+        if not may_divide(self._trainer, accumulation):
+            return None
+        return DivisionWatch(self._trainer, accumulation, self.backward)
 
     def _counts(self) -> Counts:
         trainer = self._trainer
@@ -101,7 +106,17 @@ class TrainingRun:
 
     # --- before the first update ------------------------------------------------------------------------------------
 
-    def _inspect_first(self, group: Group) -> None:
+    def _inspect_first(self, group: Group) -> int | None:
+        try:
+            self._inspect(group)
+        except Exception as error:
+            if not self.too_large(error):
+                raise
+        else:
+            return None
+        return self.shrink()  # outside the handler, whose traceback holds on to all that did not fit
+
+    def _inspect(self, group: Group) -> None:
         self._trainer._probe_loss(group.batches[0], training=True)
         needed = self._trainer.loss_takes_denominator
         self._count_for_hooks = as_count if needed else _no_count
@@ -188,6 +203,17 @@ class TrainingRun:
     def epoch_begin(self) -> None:
         self._fire("on_epoch_begin")
 
+    def data_ahead(self) -> None:
+        self._fitting.remember()
+
+    def too_large(self, error: Exception) -> bool:
+        return self._fitting.too_large(error)
+
+    def shrink(self) -> int:
+        accumulation = self._fitting.shrink()
+        self._division_watch = self._division_watch or self._watch_of_division(accumulation)
+        return accumulation
+
     def step_begin(self) -> None:
         self._fire("on_step_begin")
 
@@ -242,12 +268,23 @@ class TrainingRun:
         if applied:
             self.schedule.advance()
 
-    def update_refused(self, what: str) -> bool:
+    def update_refused(self, what: str, result: StepResult) -> bool:
+        if self._overflow_alone(result):
+            return False
         if self._plan.stability.nonfinite == "rollback":
             roll_back(self._trainer, what)
             return True
         logger.warning("%s; this update is skipped", what)
         return False
+
+    def _overflow_alone(self, result: StepResult) -> bool:
+        """Whether fp16's gradients were too large for the loss scale, and nothing is wrong with the loss: an ordinary
+        skip, after which the scale is lower. Collective.
+        """
+        if not result.overflowed:
+            return False
+        broken = (~torch.isfinite(result.loss)).to(torch.float32).cpu()
+        return float(self._trainer._gang.sum(broken)) == 0
 
     def _signals(self) -> Signals:
         saver = self.saver

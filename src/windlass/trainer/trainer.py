@@ -30,6 +30,7 @@ from windlass.core.logs import get_logger, set_verbosity
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.types import TrainOutput
 from windlass.core.world import world_from_environment
+from windlass.data.loader import Loader
 from windlass.dist.gang import join
 from windlass.engine.normalise import Normaliser
 from windlass.metrics.speed import speed_metrics
@@ -305,11 +306,14 @@ class Trainer(TrainerParts):
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         self._newest_checkpoint, self._rollbacks = None, 0
+        self._read_memory_note()
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
         self._source_samples = getattr(source, "num_samples", None)
         saved_size = None if checkpoint is None else saved_update_size(checkpoint)
-        self._update_size, note = update_size(self.args, self._gang.size, saved_size)
+        self._update_size, note = update_size(self.args, self._gang.size, saved_size, self._fits)
+        if self._update_size.asked_micro is not None and isinstance(source, Loader):
+            source.resize(self._update_size.micro, self._update_size.accumulation)
         per_epoch = source.groups_per_epoch(self._update_size.accumulation)
         resumed = self._resumed_progress(checkpoint, source)
         plan = resolve(self.args, self._facts(per_epoch, resumed, saved_size))
@@ -342,6 +346,7 @@ class Trainer(TrainerParts):
             overridden=self._overridden,
             resumed=resumed,
             saved_size=saved_size,
+            fits=self._fits,
         )
 
     def _fill_state(self, plan: RunPlan) -> None:
@@ -349,6 +354,12 @@ class Trainer(TrainerParts):
         state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
         state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
         state.save_steps, state.train_batch_size = plan.save.cadence.steps, plan.batch.micro
+
+    def _adopt_update_size(self, size: UpdateSize) -> None:
+        """Updates have other micro-batches from here on, and as many samples."""
+        self._update_size = size
+        self.state.train_batch_size = size.micro
+        self.accelerator.gradient_accumulation_steps = size.accumulation
 
     def _build(self, plan: RunPlan, source: Any) -> None:
         align_special_tokens(self.model, self.processing_class)

@@ -61,4 +61,6 @@ class MemorySection:
     torch_empty_cache_steps: int | None = setting(
         None, "Empty the device's memory cache every so many updates."
     )
-    auto_find_batch_size: bool = setting(False, "Halve the batch size until it fits in memory.")
+    auto_find_batch_size: bool = setting(
+        False, "Make micro-batches smaller until memory holds them; updates keep their samples."
+    )
