@@ -1,0 +1,104 @@
+"""A resumed run goes on in its data at once: by position, by the stream's own state, by the loader's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from tests.trainer.resume_cases import (
+    SAMPLES,
+    Case,
+    Samples,
+    Stream,
+    build,
+    killed_at_every_step,
+    run,
+    same_run,
+    sample,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from windlass import Trainer
+
+UPDATE = 8
+
+
+class CountingSamples(Samples):
+    reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+class StatefulStream(Stream):
+    def __init__(self) -> None:
+        self.at = self.reads = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self.at = self.at, 0
+        for index in range(start, SAMPLES):
+            self.reads += 1
+            self.at = index + 1
+            yield sample(index)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def hub_stream() -> Any:
+    """Random transforms behind a batched map and a filter; another order of the shards in each epoch."""
+    indices = datasets.Dataset.from_dict({"index": list(range(SAMPLES))}).to_iterable_dataset(num_shards=3)
+    doubled = indices.map(
+        lambda rows: {"index": [i for i in rows["index"] for _ in (0, 1)]}, batched=True, batch_size=5
+    )
+    return doubled.filter(lambda row: row["index"] % 3 != 0).map(lambda row: sample(row["index"]))
+
+
+class OwnStatefulLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return StatefulDataLoader(self.train_dataset, batch_size=4, shuffle=True)
+
+
+CASES = {
+    "a stream of datasets": Case({"max_steps": 8}, dataset=hub_stream),
+    "a stream of datasets, read by workers": Case(
+        {"max_steps": 8, "dataloader_num_workers": 2}, dataset=hub_stream
+    ),
+    "a loader with a state": Case(trainer=OwnStatefulLoader),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_killed_at_every_step_ends_with_the_same_bits(name: str, folder: Path) -> None:
+    whole = run(folder / "whole", CASES[name])
+    killed = killed_at_every_step(folder / "killed", CASES[name], whole.state.global_step)
+    same_run(folder / "killed", killed, folder / "whole", whole)
+
+
+@pytest.mark.parametrize("make", [CountingSamples, StatefulStream])
+@pytest.mark.parametrize("step", [1, 4])
+def test_no_sample_before_the_position_is_read(make: Any, step: int, folder: Path) -> None:
+    case = Case({"max_steps": 5, "save_total_limit": None}, dataset=make)
+    run(folder, case)
+    resumed = build(folder, case)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    assert resumed.state.global_step == 5
+    assert resumed.train_dataset.reads == SAMPLES - step * UPDATE
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(8, 1), (2, 4)])
+def test_a_stream_goes_on_under_another_split(micro: int, accumulation: int, folder: Path) -> None:
+    case = Case({"max_steps": 5, "save_total_limit": None}, dataset=StatefulStream)
+    run(folder, case)
+    resumed = build(folder, case, per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert resumed.model.seen == list(range(2 * UPDATE, SAMPLES))
+    assert resumed.train_dataset.reads == SAMPLES - 2 * UPDATE
