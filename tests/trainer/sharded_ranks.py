@@ -19,8 +19,8 @@ from windlass import Trainer, TrainerCallback
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import is_sharded, whole
 
-SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
-IN_PARTS: dict[str, Any] = {**SHARDED, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+IN_PARTS: dict[str, Any] = {"fsdp": "full_shard"}  # what a sharded run writes unless it is told otherwise
+SHARDED: dict[str, Any] = {**IN_PARTS, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 RANK = int(os.environ.get("RANK", 0))
 
 

@@ -153,7 +153,7 @@ class ShardPlan:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     recompute: bool = False
-    state: Literal["full", "sharded"] = "full"
+    state: Literal["full", "sharded"] = "sharded"
     ram_efficient: bool = False
     ignored: str | tuple[str, ...] | None = None
 

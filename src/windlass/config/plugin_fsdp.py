@@ -44,7 +44,8 @@ class FullyShardedDataParallelPlugin:
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or PyTorch's functions of those.
         cpu_offload: parameters, gradients and optimizer state stay in host memory; True, or PyTorch's object.
         ignored_modules: what is not sharded: modules, or a regular expression of their names.
-        state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT": how checkpoints hold it.
+        state_dict_type: "SHARDED_STATE_DICT" (the default: every rank writes its shards) or "FULL_STATE_DICT": how
+            checkpoints hold it.
         state_dict_config, optim_state_dict_config: PyTorch's objects. Checkpoints are written from the host by the
             process that owns the data, so only that may be said.
         limit_all_gathers, use_orig_params, sync_module_states: without meaning in the second version.

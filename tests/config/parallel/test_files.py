@@ -110,8 +110,9 @@ def test_the_guides_words_for_several_machines() -> None:
 def test_the_guides_words_for_sharding() -> None:
     plan = plan_parallel(from_document(yaml.safe_load(SHARDED), "guide.yaml"), World(0, 2, 0, 2))
     assert plan.dist.shard == ShardPlan(
-        wrap="transformer", layers=("BertLayer",), forward_prefetch=1, param_dtype="bf16", reduce_dtype="fp32"
-    )
+        wrap="transformer", layers=("BertLayer",), forward_prefetch=1, param_dtype="bf16", reduce_dtype="fp32",
+        state="full",
+    )  # fmt: skip
 
 
 def test_a_file_that_accelerate_config_wrote_is_read_whole(tmp_path: Path) -> None:

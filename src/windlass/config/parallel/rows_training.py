@@ -190,7 +190,7 @@ FSDP_STATE = Key(
         refused=dict.fromkeys(("local_state_dict", "2"),
                               "is FSDP1's raw layout, which FSDP2 does not have; use SHARDED_STATE_DICT"),
     ),
-    "full",
+    "sharded",
     "How checkpoints hold the model: whole tensors, or every rank's shards.",
     "fsdp",
     ("state_dict_type", "state"),
