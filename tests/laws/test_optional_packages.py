@@ -24,10 +24,11 @@ HOMES: dict[str, set[str]] = {
     "pyarrow": {"data", "cli"},
     "submitit": {"cli"},
     "ray": {"cli"},
+    "fsspec": {"checkpoint"},
     "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
-ONE_FILE = {"submitit", "ray", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
+ONE_FILE = {"submitit", "ray", "fsspec", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
 
 
 def _top(name: str) -> str:

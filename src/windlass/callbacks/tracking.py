@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row, RowCallback, revived
 from windlass.callbacks.tracker import GeneralTracker, RunFacts
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 
@@ -84,7 +84,7 @@ class TrackingCallback(RowCallback):
         facts = RunFacts(
             project=args.project,
             name=state.trial_name or args.run_name,
-            folder=Path(args.output_dir).expanduser(),
+            folder=local_folder(args.output_dir),
             step=state.global_step,
             run_id=self._run_ids.get(name),
             options={option: getattr(args, option) for option in _OPTIONS},

@@ -55,7 +55,7 @@ def _at(store: Store, path: Path) -> CheckpointInfo | None:
 
 
 def _newest_on_all(store: Store) -> CheckpointInfo | None:
-    paths = {info.order: info.path for info in store.list()} if store.keeps else {}
+    paths = {info.order: info.path for info in store.standing()} if store.keeps else {}
     told = [orders for orders in store.gather(list(paths) if store.keeps else None) if orders is not None]
     of_nodes = [{(serial, step) for serial, step in orders} for orders in told]
     reasons = []

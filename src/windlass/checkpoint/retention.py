@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from windlass.checkpoint.manifest import CheckpointInfo, check_sizes
+from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.store import Store
-from windlass.core.errors import CheckpointError
 
 
 def surplus(
@@ -42,17 +41,9 @@ def prune(store: Store, limit: int | None, protected: Iterable[Path]) -> list[Pa
     Raises:
         OSError: the disk refused.
     """
-    whole = [info for info in store.list() if _is_whole(info)]
+    whole = store.whole()
     removed = []
     for info in surplus(whole, limit, protected):
         store.remove(info.path)
         removed.append(info.path)
     return removed
-
-
-def _is_whole(info: CheckpointInfo) -> bool:
-    try:
-        check_sizes(info)
-    except (CheckpointError, OSError):
-        return False
-    return True

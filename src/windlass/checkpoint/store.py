@@ -20,7 +20,13 @@ from typing import Any, Literal
 
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_content, read_manifest
+from windlass.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    check_content,
+    check_sizes,
+    read_manifest,
+)
 from windlass.checkpoint.nodes import Disks
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -38,6 +44,15 @@ def is_checkpoint(path: Path) -> bool:
     """Whether `Store.verify` would find a checkpoint at `path`; its content is not looked at."""
     places = (path, path.with_name("replaced-" + path.name))
     return any((place / MANIFEST_NAME).is_file() for place in places)
+
+
+def has_all_files(info: CheckpointInfo) -> bool:
+    """Whether every file is there in its size."""
+    try:
+        check_sizes(info)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
@@ -92,6 +107,22 @@ class Store:
             with contextlib.suppress(CheckpointError, OSError):
                 found.append(self._read(path))
         return sorted(found, key=lambda info: info.order)
+
+    def standing(self) -> _Infos:
+        """The committed checkpoints, wherever they lie, in order of their commits."""
+        return self.list()
+
+    def whole(self) -> _Infos:
+        """Those that have all their files, each of its size: what retention counts."""
+        return [info for info in self.list() if has_all_files(info)]
+
+    def folders(self) -> _Paths:
+        """The folders that are checkpoints by their names, whole or not, in order of their steps."""
+        return self._candidates()
+
+    def stands(self, path: Path) -> bool:
+        """Whether `verify` would find a checkpoint at `path`."""
+        return is_checkpoint(path)
 
     def _candidates(self) -> _Paths:
         """Folders that may be checkpoints, in order of the step in their names."""
@@ -153,12 +184,15 @@ class Store:
 
     def _newest(self) -> tuple[CheckpointInfo | None, _Skipped]:
         skipped: _Skipped = []
-        for path in sorted(self._candidates(), key=self._age_rank, reverse=True):
+        for path in self._newest_first():
             try:
                 return self.verify(path), skipped
             except CheckpointError as error:
                 skipped.append((path, str(error)))
         return None, skipped
+
+    def _newest_first(self) -> _Paths:
+        return sorted(self._candidates(), key=self._age_rank, reverse=True)
 
     def _age_rank(self, path: Path) -> tuple[bool, tuple[int, int]]:
         """Later for a later commit, and latest of all, by the step in its name, where that is unknown."""
@@ -228,7 +262,7 @@ class Store:
 
     def _agree_on_serial(self) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
-        told = self.gather([info.order for info in self.list()] if self.keeps else None)
+        told = self.gather([info.order for info in self.standing()] if self.keeps else None)
         of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
@@ -290,7 +324,7 @@ class Store:
             )
 
     def _next_serial(self) -> int:
-        return max((info.serial for info in self.list()), default=0) + 1
+        return max((info.serial for info in self.standing()), default=0) + 1
 
     def _recover(self) -> None:
         """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from windlass.callbacks.printer import PrinterCallback
+from windlass.checkpoint.remote import check_remote
 from windlass.cli.build import Parts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
 from windlass.trainer.defaults import check_writable
 
@@ -66,6 +68,8 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
     say("Dry run: building everything ...")
     if world_from_environment().is_main:
         _try_output_folder(run_folder(args))
+        if is_url(str(args.output_dir)):
+            check_remote(str(args.output_dir))
     parts = build_parts(recipe, args)
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
         findings = _rehearse(recipe, parts, folder, say)

@@ -6,11 +6,11 @@ import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from windlass.cli.build import Parts
 from windlass.cli.samples import Blocks
+from windlass.core.locations import local_folder
 
 WIDTH = 100
 MARGIN = 15
@@ -128,7 +128,7 @@ def _speed(outcome: Outcome) -> str:
 
 def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
     args, state = outcome.trainer.args, outcome.trainer.state
-    folder = Path(args.output_dir)
+    folder = local_folder(args.output_dir)
     checkpoint = folder / f"checkpoint-{state.global_step}"
     if args.load_best_model_at_end and state.best_model_checkpoint:
         yield (

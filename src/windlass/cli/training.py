@@ -11,6 +11,7 @@ from windlass.cli.draft import Draft
 from windlass.config.arguments import TrainingArguments
 from windlass.config.codec import coerce
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import local_folder
 
 
 def training_fields() -> list[str]:
@@ -31,7 +32,7 @@ def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
 def run_folder(args: TrainingArguments) -> Path:
     """Where the run keeps everything. A recipe always has one: it is named after its file."""
     assert args.output_dir is not None
-    return Path(args.output_dir).expanduser()
+    return local_folder(args.output_dir)
 
 
 def training_problems(values: Mapping[str, Any], draft: Draft) -> list[Problem]:

@@ -19,6 +19,7 @@ EXTRAS = {
     "pyarrow": "parquet",
     "submitit": "slurm",
     "ray": "ray",
+    "fsspec": "remote",
 }
 
 

@@ -15,6 +15,7 @@ from windlass.assemble.batch import UpdateSize
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 from windlass.core.world import World
 from windlass.dist.gang import Gang
 from windlass.engine.normalise import Normaliser
@@ -97,8 +98,8 @@ class TrainerBase:
 
     @property
     def output_folder(self) -> Path:
-        """Where this run's files go."""
-        return Path(str(self.args.output_dir))
+        """Where this run's files go on this machine: a staging folder where `output_dir` is a URL."""
+        return local_folder(str(self.args.output_dir))
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""

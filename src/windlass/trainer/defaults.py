@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from windlass.checkpoint.nodes import Disks
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.opening import open_store
+from windlass.checkpoint.remote import RemoteFolder, check_remote
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
@@ -144,6 +145,16 @@ def agree_on_output(gang: Gang, output_dir: str, resuming: bool) -> None:
         raise ConfigError(Problem("output_dir", output_dir, fix))
 
 
+def remote_problems(output_dir: str) -> list[Problem]:
+    """What keeps a URL from being opened at all: an unknown kind of folder, or a package that is not installed."""
+    try:
+        if is_url(output_dir):
+            RemoteFolder(output_dir)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def check_disks(disks: Disks, strategy: Strategy) -> None:
     """Refuse to bring whole weights to one process where the others' machines could not read them again.
 
@@ -164,8 +175,13 @@ def prepare_output(output_dir: str, resuming: bool) -> None:
     Raises:
         ConfigError: it can't be written.
     """
-    check_writable(output_dir)
-    earlier = [] if resuming else Store(Path(output_dir)).list()
+    check_writable(str(local_folder(output_dir)))
+    if is_url(output_dir):
+        check_remote(output_dir)
+        logger.info(
+            "%s: the run works in %s, which WINDLASS_STAGING moves", output_dir, local_folder(output_dir)
+        )
+    earlier = [] if resuming else open_store(output_dir).standing()
     if earlier:
         newest, others = earlier[-1].path.name, len(earlier) - 1
         logger.warning(

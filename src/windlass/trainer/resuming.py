@@ -11,12 +11,13 @@ from torch import nn
 
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
-from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
-from windlass.checkpoint.store import is_checkpoint
+from windlass.checkpoint.opening import store_of_checkpoint
 from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.rng import load_rng_state
 from windlass.core.types import State
@@ -50,6 +51,10 @@ class ResumingMixin(SavingMixin):
         are several disks, one process of each does.
         """
         manager = self._checkpoint_manager()
+        if which is not True and is_url(which):
+            # It may be another run's: the folder that stands for that one is not this run's.
+            store, which = store_of_checkpoint(which, self._gang, self._output_disks())
+            manager = CheckpointManager(store)
         if manager.store.disks.nodes > 1:
             return manager.receive(choose_on_all(manager.store, which))
         chosen, problem = None, None
@@ -164,7 +169,8 @@ class ResumingMixin(SavingMixin):
             return
         name = Path(noted).name
         places = [Path(noted), self.output_folder / name, checkpoint.folder.parent / name]
-        found = next((place for place in places if is_checkpoint(place)), None)
+        store = self._checkpoint_manager().store
+        found = next((place for place in places if store.stands(place)), None)
         if found is not None:
             self.state.best_model_checkpoint = str(found)
         elif self.args.load_best_model_at_end:

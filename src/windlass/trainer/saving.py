@@ -16,12 +16,16 @@ from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.sharded import parts_of_rank
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.opening import open_store, upload_files
 from windlass.checkpoint.weights import save_weights, weights_bytes
 from windlass.core.events import TrainerState
+from windlass.core.locations import local_folder
+from windlass.core.logs import get_logger
 from windlass.core.rng import rng_state
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
+
+logger = get_logger(__name__)
 
 
 class SavingMixin(TrainerBase):
@@ -39,14 +43,24 @@ class SavingMixin(TrainerBase):
         process.
 
         Args:
-            output_dir: where to; the run's output folder by default.
+            output_dir: where to, a folder or a URL; the run's output folder by default.
         """
-        state = self._gathered_weights()
+        state, place = self._gathered_weights(), str(output_dir or self.args.output_dir)
         try:
             if self.is_world_process_zero():
-                self._save_gathered(str(output_dir or self.output_folder), state)
+                self._save_gathered(str(local_folder(place)), state)
+                upload_files(place)
         finally:
             self._gang.barrier()
+
+    def _upload_files(self) -> None:
+        """Send what the run wrote beside its checkpoints to where a URL says; a failure is said, and the files stay."""
+        if not self.is_world_process_zero():
+            return
+        try:
+            upload_files(str(self.args.output_dir))
+        except OSError as error:
+            logger.error("%s. The run's files are in %s", error.strerror or error, self.output_folder)
 
     def _gathered_weights(self) -> Mapping[str, Any] | None:
         """Whole tensors (on the main process) where ranks hold parts of them; None where the model has them itself.
@@ -242,15 +256,7 @@ class SavingMixin(TrainerBase):
 
     def _checkpoint_manager(self) -> CheckpointManager:
         """Every rank calls it."""
-        store = Store(
-            self.output_folder,
-            rank=self._gang.rank,
-            world=self._gang.size,
-            vote=self._gang.vote,
-            barrier=self._gang.barrier,
-            gather=self._gang.gather_objects,
-            disks=self._output_disks(),
-        )
+        store = open_store(str(self.args.output_dir), self._gang, self._output_disks())
         return CheckpointManager(store, self.args.save_total_limit)
 
 

@@ -48,6 +48,7 @@ from windlass.trainer.defaults import (
     is_placed,
     multiplied_parameters,
     one_of,
+    remote_problems,
 )
 from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
@@ -202,7 +203,7 @@ class Trainer(TrainerParts):
         self._signature_columns = None
 
     def _validate_arguments(self) -> None:
-        problems = []
+        problems = remote_problems(str(self.args.output_dir))
         if self._user_optimizer and self.optimizer_cls_and_kwargs is not None:
             problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
         if self.model_init is not None and (self._user_optimizer or self.lr_scheduler is not None):
@@ -302,7 +303,7 @@ class Trainer(TrainerParts):
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
-        agree_on_output(self._gang, str(self.output_folder), resuming=checkpoint is not None)
+        agree_on_output(self._gang, str(self.args.output_dir), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         self._newest_checkpoint, self._rollbacks = None, 0
@@ -439,6 +440,7 @@ class Trainer(TrainerParts):
         if plan.save.load_best_at_end:
             self._load_best_model()
         self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
+        self._upload_files()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def set_initial_training_values(

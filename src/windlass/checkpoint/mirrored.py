@@ -1,0 +1,128 @@
+"""A store whose checkpoints also lie in a remote folder: written there by the commit, and fetched from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.remote import Mirror, Uploaded
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
+
+_logger = get_logger(__name__)
+_METRICS = "metrics.jsonl"
+_Infos = list[CheckpointInfo]
+_Paths = list[Path]
+
+
+class MirroredStore(Store):
+    """Saves are committed on this machine as ever, then uploaded: one that did not arrive has failed, though it
+    stands here. Nothing here talks to other ranks.
+
+    Args:
+        mirror: the remote folder. Only keepers write to it.
+        options: those of `Store`.
+    """
+
+    def __init__(self, mirror: Mirror, **options: Any) -> None:
+        super().__init__(mirror.root, **options)
+        self.mirror = mirror
+
+    def commit(self, draft: Draft) -> None:
+        super().commit(draft)
+        if self.keeps:
+            self.mirror.upload(self._read(draft.target))
+            self.mirror.upload_loose()
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Upload what stands on this machine alone: an upload failed, or the process ended before it."""
+        try:
+            there = {one.info.order for one in self.mirror.list()}
+            for info in super().whole():
+                if info.order not in there:
+                    self.mirror.upload(info)
+        except OSError as error:
+            _logger.warning(
+                "an earlier checkpoint still stands on this machine alone: %s", error.strerror or error
+            )
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint on this machine and in the remote folder. What a replacement or a cut-off save left goes
+        from this machine alone: the remote one of its step may be all that stands there.
+        """
+        if path == self.path_for(self._step_in(path) or 0):
+            self.mirror.remove(path)
+        if path.exists():
+            super().remove(path)
+
+    def standing(self) -> _Infos:
+        here = {info.order: info for info in super().standing()}
+        try:
+            there = {one.info.order: one.info for one in self.mirror.list()}
+        except OSError as error:  # saves go on, and each tries for itself
+            _logger.warning("%s; going by what was seen there before", error.strerror or error)
+            there = {info.order: info for info in self.mirror.seen}
+        return [info for _, info in sorted({**there, **here}.items())]
+
+    def whole(self) -> _Infos:
+        """Those in the remote folder: one that stands here alone is no reason to remove another there."""
+        return [one.info for one in self.mirror.list()]
+
+    def stands(self, path: Path) -> bool:
+        return super().stands(path) or self._uploaded_at(path) is not None
+
+    def verify(self, path: Path | str) -> CheckpointInfo:
+        """Check every byte of the checkpoint at `path`, which is fetched where this machine has none or an older one.
+
+        Raises:
+            CheckpointError: neither here nor there is a whole one.
+        """
+        path = Path(path)
+        uploaded = self._uploaded_at(path)
+        if uploaded is None:
+            return super().verify(path)
+        try:
+            info = super().verify(path)
+            if info.order >= uploaded.info.order:
+                return info
+        except CheckpointError as error:
+            _logger.info("fetching %s/%s: %s", self.mirror.remote.url, uploaded.name, error)
+        try:
+            self.mirror.fetch(uploaded, self.files)
+            self.mirror.fetch_loose(_METRICS, self.files)
+        except OSError as error:
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {path}: {error.strerror or error}"
+            ) from error
+        return super().verify(path)
+
+    def _newest_first(self) -> _Paths:
+        ages = {path: self._age_rank(path) for path in self._candidates()}
+        for one in self._uploaded():
+            unreadable, order = ages.get(one.info.path, (True, (0, 0)))
+            if unreadable or order < one.info.order:
+                ages[one.info.path] = False, one.info.order
+        if not ages and self.mirror.of_other_nodes():
+            raise CheckpointError(
+                f"{self.mirror.remote.url} was written by machines with disks of their own: start as many, or copy "
+                "checkpoint-N of all its node-* folders into one folder and resume from that"
+            )
+        return sorted(ages, key=ages.__getitem__, reverse=True)
+
+    def _uploaded_at(self, path: Path) -> Uploaded | None:
+        return next((one for one in reversed(self._uploaded()) if one.info.path == path), None)
+
+    def _uploaded(self) -> list[Uploaded]:
+        """What stands in the remote folder.
+
+        Raises:
+            CheckpointError: it cannot be reached: what was newest there is not known then.
+        """
+        try:
+            return list(self.mirror.list())
+        except OSError as error:
+            raise CheckpointError(f"the remote folder cannot be read: {error.strerror or error}") from error

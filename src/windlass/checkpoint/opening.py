@@ -1,0 +1,67 @@
+"""The store of a run, by where it writes: a folder of this machine or a URL, one disk or several."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.mirrored import MirroredStore
+from windlass.checkpoint.nodes import Disks
+from windlass.checkpoint.remote import Mirror, RemoteFolder
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
+from windlass.core.locations import is_url, local_folder, parent_of
+from windlass.dist.gang import Gang
+
+
+def open_store(output_dir: str, gang: Gang | None = None, disks: Disks | None = None) -> Store:
+    """The checkpoints in `output_dir` as this rank of `gang` sees them. Nothing is read or written yet.
+
+    Raises:
+        ConfigError: a URL that cannot be opened.
+    """
+    gang = gang or Gang()
+    disks = disks or Disks.shared(gang.size)
+    options: dict[str, Any] = {
+        "rank": gang.rank,
+        "world": gang.size,
+        "vote": gang.vote,
+        "barrier": gang.barrier,
+        "gather": gang.gather_objects,
+        "disks": disks,
+    }
+    folder = local_folder(output_dir)
+    if not is_url(output_dir):
+        return Store(folder, **options)
+    return MirroredStore(_mirror(output_dir, folder, disks), **options)
+
+
+def _mirror(url: str, folder: Path, disks: Disks) -> Mirror:
+    """Machines with staging folders of their own upload into folders of their own."""
+    remote = RemoteFolder(url)
+    own = remote if disks.nodes == 1 else remote.child(f"node-{disks.node:05d}")
+    return Mirror(folder, own, loose=remote if disks.node == 0 else None)
+
+
+def store_of_checkpoint(url: str, gang: Gang, disks: Disks) -> tuple[Store, str]:
+    """The store that the checkpoint at `url` belongs to, and the checkpoint's path on this machine.
+
+    Raises:
+        CheckpointError: the URL does not end in the name of a checkpoint.
+    """
+    parent, name = parent_of(url)
+    if re.fullmatch(r"checkpoint-\d+", name) is None:
+        raise CheckpointError(f"Can't find a valid checkpoint at {url}: its last part is not checkpoint-N")
+    store = open_store(parent, gang, disks)
+    return store, str(store.root / name)
+
+
+def upload_files(output_dir: str) -> None:
+    """Where `output_dir` is a URL: upload what lies in its staging folder beside checkpoints.
+
+    Raises:
+        OSError: something did not arrive.
+    """
+    if is_url(output_dir):
+        _mirror(output_dir, local_folder(output_dir), Disks.shared(1)).upload_loose()

@@ -1,0 +1,351 @@
+"""Checkpoints in a remote folder (`s3://`, `gs://`, ...), through fsspec.
+
+An object store has no rename. So the data files of a checkpoint are uploaded first and its manifest last: that upload
+is the commit. A checkpoint is removed in the other order. A step that is saved again gets a folder of another name
+(`checkpoint-20-again-1`), and the older one goes once the new manifest stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.draft import set_aside
+from windlass.checkpoint.files import CHUNK, Files
+from windlass.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    CheckpointInfo,
+    node_manifest_name,
+    parse_manifest,
+)
+from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
+from windlass.core.locations import scheme_of
+from windlass.core.logs import get_logger
+from windlass.core.optional import require
+
+_logger = get_logger(__name__)
+_CHECKPOINT = re.compile(r"(checkpoint-\d{1,18})(?:-again-\d{1,9})?")
+# What lies in a run's folder and is uploaded as a checkpoint or not at all.
+_NOT_LOOSE = re.compile(r"(?:tmp-|replaced-)?checkpoint-\d+.*|tmp-.*|\.windlass-.*")
+_NODE = re.compile(r"node-\d{5,}")
+# Loose files up to this size (bytes) are read at once: a log that grows while it is sent keeps to what it was.
+_SMALL = 1 << 24
+
+
+class RemoteFolder:
+    """One remote folder; names in it are relative, with `/`. Whatever goes wrong there is an `OSError`.
+
+    Raises:
+        ConfigError: nothing is installed that speaks the URL's scheme; with what to install.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._system, self._root = _open(self.url)
+
+    def before(self, operation: str, name: str) -> None:
+        """Called before each operation: the seam where tests put faults."""
+
+    def child(self, name: str) -> RemoteFolder:
+        """A folder in this one."""
+        return type(self)(f"{self.url}/{name}")
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies in a folder; none where it does not exist."""
+        with self._doing("list", folder):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found} - {""})
+
+    def has(self, name: str) -> bool:
+        with self._doing("look for", name):
+            self._system.invalidate_cache()
+            return bool(self._system.isfile(self._at(name)))
+
+    def put(self, source: Path, name: str) -> None:
+        """Upload a file, and see that it arrived in its length."""
+        with self._doing("upload", name):
+            self._system.put_file(str(source), self._at(name))
+            self._system.invalidate_cache()
+            size, expected = self._system.size(self._at(name)), source.stat().st_size
+            if size != expected:
+                raise OSError(errno.EIO, f"{size} of {expected} bytes arrived")
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, at once."""
+        with self._doing("upload", name):
+            self._system.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+            self._system.pipe_file(self._at(name), data)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A whole file of at most `limit` bytes.
+
+        Raises:
+            CheckpointError: it is larger.
+        """
+        with self._doing("read", name), self._system.open(self._at(name), "rb") as file:
+            data = bytes(file.read(limit + 1))
+        if len(data) > limit:
+            raise CheckpointError(f"{self.url}/{name} has more than {limit:,} bytes")
+        return data
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The content of a file, in pieces."""
+        with self._doing("download", name), self._system.open(self._at(name), "rb") as file:
+            while piece := file.read(CHUNK):
+                yield piece
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all in it."""
+        with self._doing("remove", name), contextlib.suppress(FileNotFoundError):
+            self._system.rm(self._at(name), recursive=True)
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextlib.contextmanager
+    def _doing(self, what: str, name: str) -> Iterator[None]:
+        try:
+            self.before(what, name)
+            yield
+        except (CheckpointError, GeneratorExit):
+            raise
+        except Exception as error:  # every service has errors of its own
+            problem = f"cannot {what} {self.url}/{name} ({type(error).__name__}: {error})"
+            raise OSError(errno.EIO, problem) from error
+
+
+def _open(url: str) -> tuple[Any, str]:
+    scheme = scheme_of(url)
+    try:
+        fsspec: Any = require("fsspec", f"write to {scheme}:// folders")
+        registry: Any = require("fsspec.registry", f"write to {scheme}:// folders")
+        known = registry.known_implementations.get(scheme)
+        if known is None and scheme not in registry.available_protocols():
+            raise ConfigError(Problem("output_dir", url, f"no such kind of folder is known as {scheme}://"))
+        system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    except MissingDependencyError as error:
+        raise ConfigError(Problem("output_dir", url, str(error))) from error
+    except ImportError as error:
+        package = known["class"].split(".")[0] if known else scheme
+        fix = f"{scheme}:// needs the package {package}. Install it with: pip install {package}"
+        raise ConfigError(Problem("output_dir", url, fix)) from error
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(Problem("output_dir", url, f"it can't be opened: {error}")) from error
+    if hasattr(system, "auto_mkdir"):
+        system.auto_mkdir = True  # the one kind that has folders apart from the files in them
+    return system, str(root).rstrip("/")
+
+
+def check_remote(url: str) -> None:
+    """Write a small file to `url`, read it and remove it.
+
+    Raises:
+        ConfigError: that does not work.
+    """
+    remote, probe = RemoteFolder(url), ".windlass-write-test"
+    try:
+        remote.write(probe, b"windlass")
+        arrived = remote.read(probe, 100)
+        remote.remove(probe)
+    except OSError as error:
+        fix = f"it can't be written: {error.strerror}. Check the address and the credentials of this machine"
+        raise ConfigError(Problem("output_dir", url, fix)) from error
+    if arrived != b"windlass":
+        raise ConfigError(Problem("output_dir", url, "what is written there does not read back"))
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """A checkpoint that stands in the remote folder `name`; the path of `info` is its place on this machine."""
+
+    name: str
+    info: CheckpointInfo
+
+
+class Mirror:
+    """The checkpoints of a run in a remote folder.
+
+    Args:
+        root: the folder of this machine that it mirrors.
+        remote: where the checkpoints lie.
+        loose: where other files of the run go; None where another process uploads them.
+    """
+
+    def __init__(self, root: Path, remote: RemoteFolder, loose: RemoteFolder | None = None) -> None:
+        self.root, self.remote, self._loose = root, remote, loose
+        self._known: dict[str, CheckpointInfo] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def list(self) -> Sequence[Uploaded]:
+        """Those whose manifest stands and can be read, in order of their commits.
+
+        Raises:
+            OSError: the folder cannot be reached.
+        """
+        found = []
+        for name in self._names():
+            info = self._info(name)
+            if info is not None:
+                found.append(Uploaded(name, info))
+        return sorted(found, key=lambda one: one.info.order)
+
+    def _names(self) -> Sequence[str]:
+        return [name for name in self.remote.names() if _CHECKPOINT.fullmatch(name)]
+
+    def _info(self, name: str) -> CheckpointInfo | None:
+        if name not in self._known:
+            if not self.remote.has(f"{name}/{MANIFEST_NAME}"):
+                return None
+            match = _CHECKPOINT.fullmatch(name)
+            assert match is not None
+            try:
+                data = self.remote.read(f"{name}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+                self._known[name] = parse_manifest(self.root / match[1], data)
+            except CheckpointError as error:
+                _logger.warning("%s/%s is not whole: %s", self.remote.url, name, error)
+                return None
+        return self._known[name]
+
+    @property
+    def seen(self) -> Sequence[CheckpointInfo]:
+        """What stood there when it was last looked at."""
+        return list(self._known.values())
+
+    def of_other_nodes(self) -> bool:
+        """Whether machines with disks of their own wrote here."""
+        return any(_NODE.fullmatch(name) for name in self.remote.names())
+
+    def upload(self, info: CheckpointInfo) -> None:
+        """Upload a checkpoint: its manifest last.
+
+        Raises:
+            OSError: it did not arrive; what stood before still stands.
+        """
+        name = self._free_name(info.path.name)
+        for file in info.files:
+            self.remote.put(info.path / file, f"{name}/{file}")
+        if info.nodes > 1:
+            for node in info.held:
+                own = node_manifest_name(node)
+                self.remote.put(info.path / own, f"{name}/{own}")
+        self.remote.put(info.path / MANIFEST_NAME, f"{name}/{MANIFEST_NAME}")
+        self._known[name] = info
+        for older in self.list():
+            if older.info.path == info.path and older.name != name:
+                self._remove(older.name)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what cut-off uploads and removals left. It matters to nobody, so a failure is no failure."""
+        with contextlib.suppress(OSError):
+            for name in self._names():
+                if name not in self._known and not self.remote.has(f"{name}/{MANIFEST_NAME}"):
+                    self._remove(name)
+
+    def _free_name(self, stem: str) -> str:
+        """A name under which nothing stands; what a cut-off upload left there is removed."""
+        taken = set(self._names())
+        for number in range(len(taken) + 1):
+            name = f"{stem}-again-{number}" if number else stem
+            if name not in taken:
+                return name
+            if not self.remote.has(f"{name}/{MANIFEST_NAME}"):
+                self._remove(name)
+                return name
+        raise AssertionError("as many names as there are folders, and one more")
+
+    def remove(self, path: Path) -> None:
+        """Remove what stands for the local folder `path`.
+
+        Raises:
+            OSError: the service refused.
+        """
+        for one in self.list():
+            if one.info.path == path:
+                self._remove(one.name)
+
+    def _remove(self, name: str) -> None:
+        self._known.pop(name, None)
+        if self.remote.has(f"{name}/{MANIFEST_NAME}"):
+            self.remote.remove(f"{name}/{MANIFEST_NAME}")
+        self.remote.remove(name)
+
+    def fetch(self, one: Uploaded, files: Files) -> None:
+        """Download a checkpoint to its place on this machine, every byte checked against its manifest.
+
+        Raises:
+            CheckpointError: it is damaged. OSError: the service or the disk failed.
+        """
+        target = one.info.path
+        draft = target.with_name("tmp-" + target.name)
+        if draft.exists() or draft.is_symlink():
+            files.remove_tree(draft)
+        files.ensure_folder(target.parent)
+        files.make_folder(draft)
+        for name, entry in one.info.files.items():
+            files.ensure_folder((draft / name).parent)
+            arrived = files.write(draft / name, self.remote.chunks(f"{one.name}/{name}"))
+            if arrived != entry:
+                raise CheckpointError(
+                    f"{self.remote.url}/{one.name}/{name} is damaged: it does not match the manifest"
+                )
+        manifests = [MANIFEST_NAME]
+        if one.info.nodes > 1:
+            manifests += [node_manifest_name(node) for node in one.info.held]
+        for name in manifests:
+            files.write(draft / name, [self.remote.read(f"{one.name}/{name}", MAX_MANIFEST_BYTES)])
+        files.sync_folder(draft)
+        replaced = set_aside(target, files)
+        files.rename(draft, target)
+        files.sync_folder(target.parent)
+        if replaced is not None and replaced.name.startswith("replaced-"):
+            files.remove_tree(replaced)
+
+    # --- other files of the run: logs, reports, the final model
+
+    def upload_loose(self) -> None:
+        """Upload what changed since the last time, checkpoints aside.
+
+        Raises:
+            OSError: something did not arrive.
+        """
+        if self._loose is None or not self.root.is_dir():
+            return
+        for top in sorted(self.root.iterdir()):
+            if _NOT_LOOSE.fullmatch(top.name) or top.is_symlink():
+                continue
+            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+                if path.is_file() and not path.is_symlink():
+                    self._send(self._loose, path)
+
+    def _send(self, loose: RemoteFolder, path: Path) -> None:
+        name, status = path.relative_to(self.root).as_posix(), path.stat()
+        stands = status.st_size, status.st_mtime_ns
+        if self._sent.get(name) == stands:
+            return
+        if status.st_size <= _SMALL:
+            loose.write(name, path.read_bytes())
+        else:
+            loose.put(path, name)
+        self._sent[name] = stands
+
+    def fetch_loose(self, name: str, files: Files) -> None:
+        """Take the remote copy of a file of the run, where there is one."""
+        if self._loose is None or not self._loose.has(name):
+            return
+        target = self.root / name
+        draft = target.with_name("tmp-" + target.name)
+        if draft.exists():
+            files.remove_file(draft)
+        files.write(draft, self._loose.chunks(name))
+        files.rename(draft, target)

@@ -1,0 +1,50 @@
+"""Where an output folder is: a path of this machine, or the URL of a remote folder with a local one beside it.
+
+The one place where a path is looked at for a scheme.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+STAGING = "WINDLASS_STAGING"
+# A scheme has two letters at least: `C:\\runs` is a path.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)", re.DOTALL)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it names a remote folder (`s3://bucket/run`), not one of this machine."""
+    return _URL.fullmatch(os.fspath(path)) is not None
+
+
+def scheme_of(url: str) -> str:
+    """`s3` of `s3://bucket/run`."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ValueError(f"{url} is no URL")
+    return match[1].lower()
+
+
+def parent_of(url: str) -> tuple[str, str]:
+    """The folder that a URL's last part lies in, and that part."""
+    parent, _, name = url.rstrip("/").rpartition("/")
+    return parent, name
+
+
+def local_folder(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of this machine in which a run works: the path itself, or the staging folder of a URL.
+
+    Staging folders lie in `$WINDLASS_STAGING`, else in the cache folder; each URL has its own.
+    """
+    text = os.fspath(path)
+    if not is_url(text):
+        return Path(text).expanduser()
+    env = os.environ if environ is None else environ
+    url = text.rstrip("/")
+    root = env.get(STAGING) or Path(env.get("XDG_CACHE_HOME") or "~/.cache", "windlass", "staging")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
+    return Path(root).expanduser() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
