@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,9 +61,6 @@ def move(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     return map_leaves(batch, to_device, "to")
 
 
-_PLAIN = {str, bytes, int, float, bool, complex, type(None)}
-
-
 def checksum(sample: Any, begun: int = 0) -> int:
     """A 32-bit number that differs between samples that differ, and is the same in any process."""
     if isinstance(sample, Mapping):
@@ -70,8 +68,12 @@ def checksum(sample: Any, begun: int = 0) -> int:
             begun = checksum(value, checksum(name, begun))
         return begun
     if isinstance(sample, (list, tuple)):
-        if _PLAIN.issuperset(map(type, sample)):  # a list of token ids in a twentieth of the time
-            return zlib.crc32(repr(list(sample)).encode(), begun)
+        try:
+            return zlib.crc32(
+                array("q", sample), begun
+            )  # token ids, at a thirtieth of the cost of one by one
+        except (TypeError, OverflowError):
+            pass
         for value in sample:
             begun = checksum(value, begun)
         return begun
