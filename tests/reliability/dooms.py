@@ -33,9 +33,10 @@ KILLS = {
     "around a rename": "rename",
     "in retention": "removal",
     "at a random instant": "",
+    "at a file operation": "any",
 }
 FAULTS = ("full disk", "failing disk", "short writes", "slow disk", "stale folders", "damage")
-_FULL_FOR = 30  # operations, of about 25 that a save takes
+_FULL_FOR = 100  # writing operations; a save makes about 65
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Doom:
         victim: the rank it befalls.
         everyone: whether all ranks are killed with it, as when a machine loses its power.
         then: of a fault: how far into the run it is killed as well; None where it is not.
+        at: the place itself, from 1, instead of a share.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Doom:
     victim: int = 0
     everyone: bool = True
     then: float | None = None
+    at: int | None = None
 
     @property
     def kills(self) -> bool:
@@ -69,6 +72,8 @@ class Doom:
 
     def place(self, counts: Mapping[str, int], left: float) -> int:
         """Which occurrence of its kind it strikes at, from 1; `left` is the share of the run that is to be made."""
+        if self.at is not None:
+            return self.at
         names = EVENTS.get(self.kind) or (KILLS.get(self.kind) or _COUNTED.get(self.kind, "any"),)
         total = sum(counts.get(name, 0) for name in names)
         return 1 + int(self.share * max(1.0, total * left))

@@ -34,7 +34,7 @@ class Told:
         problems: what did not hold, each in one line.
     """
 
-    number: int
+    name: str
     trial: str
     struck: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -47,15 +47,29 @@ class Told:
 class Plan:
     """What befalls the attempts of a history, one after another; the attempt after the last is left alone."""
 
-    number: int
+    name: str
     trial: Trial
     dooms: tuple[Doom, ...]
     worlds: tuple[int, ...]
 
 
-def plan(seed: int, number: int, fault: bool = False) -> Plan:
-    """The `number`-th history of kills, or of faults: the same for the same seed."""
-    chance = random.Random(f"{seed} {number} {fault}")
+def plan(seed: int, name: str) -> Plan:
+    """The history of a name: the same for the same seed.
+
+    `kill-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at its N-th file operation,
+    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
+    """
+    group, *numbers = name.split("-")
+    if group in ("kill", "fault"):
+        return _random_plan(seed, name, int(numbers[0]), fault=group == "fault")
+    chosen, rank, number = TRIALS[int(numbers[0])], int(numbers[1]), int(numbers[2])
+    kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
+    world = max(chosen.worlds)
+    return Plan(name, chosen, (Doom(kind, 0.0, rank, number % 2 == 0, at=number),), (world, world))
+
+
+def _random_plan(seed: int, name: str, number: int, fault: bool) -> Plan:
+    chance = random.Random(f"{seed} {name}")
     chosen = TRIALS[number % len(TRIALS)]
     kinds = [kind for kind in (FAULTS if fault else KILLS) if kind not in chosen.unfit]
     chance.shuffle(kinds)
@@ -71,18 +85,34 @@ def plan(seed: int, number: int, fault: bool = False) -> Plan:
         )
         for i, world in enumerate(worlds[:-1])
     )
-    return Plan(number, chosen, dooms, worlds)
+    return Plan(name, chosen, dooms, worlds)
+
+
+def exhaustive(number: int, clean: Path) -> list[str]:
+    """Names of histories that together strike case `number` of TRIALS at every update and every file operation."""
+    case, names = TRIALS[number], list[str]()
+    for rank, end in enumerate(_ends(clean)):
+        operations = range(1, end["counts"]["any"] + 1)
+        names += [f"step-{number}-{rank}-{step}" for step in range(1, end["step"] + 1)]
+        names += [f"operation-{number}-{rank}-{n}" for n in operations]
+        if "failing disk" not in case.unfit:
+            names += [f"refused-{number}-{rank}-{n}" for n in operations]
+    return names
 
 
 def clean_run(name: str, place: Path) -> None:
+    """Make the undisturbed run of a case by its name; see `make_clean`."""
+    make_clean(trial(name), place)
+
+
+def make_clean(chosen: Trial, place: Path) -> None:
     """Train the case without disturbance in `place`; leaves the figures that histories need."""
-    chosen = trial(name)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     started = time.monotonic()
     ended = attempt(chosen, place, max(chosen.worlds), resume=False)
     took = time.monotonic() - started
-    assert ended.finished, f"{name}: the undisturbed run failed: {ended.codes}\n{_last_words(place)}"
+    assert ended.finished, f"{chosen.name}: the undisturbed run failed: {ended.codes}\n{_last_words(place)}"
     assert (place / "committed.txt").exists(), "commits go unnoticed"
     (place / CLEAN).write_text(json.dumps({"seconds": took}))
 
@@ -92,7 +122,7 @@ class History:
 
     def __init__(self, plan: Plan, place: Path, clean: Path) -> None:
         self._plan, self._place, self._clean = plan, place, clean
-        self._told = Told(plan.number, plan.trial.name)
+        self._told = Told(plan.name, plan.trial.name)
         self._newest = 0  # step of the newest whole checkpoint that was seen
         self._seconds = json.loads((clean / CLEAN).read_text())["seconds"]
         self._ends = _ends(clean)

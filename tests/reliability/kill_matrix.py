@@ -2,8 +2,8 @@
 
     python -m tests.reliability.kill_matrix --kills 500 --seed 0 --write docs/reliability.md
 
-Called again it goes on where it was interrupted, as long as the code is the same. `--only 17` repeats one history and
-keeps its folder, `--only fault-17` one of the faults.
+Called again it goes on where it was interrupted, as long as the code is the same. `--only kill-17` repeats one history
+and keeps its folder. `--every "one process"` strikes a case at every update and every single file operation instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 from tests.reliability.attempts import preload
 from tests.reliability.cases import TRIALS
-from tests.reliability.histories import CLEAN, KILLS_OF_A_HISTORY, History, clean_run, plan
+from tests.reliability.histories import CLEAN, KILLS_OF_A_HISTORY, History, clean_run, exhaustive, plan
 from tests.reliability.table import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,41 +64,45 @@ class Matrix:
 
     def until(self, kills: int, say: Any = print) -> None:
         """Make histories of kills until so many kills have struck."""
-        number = 1 + max((told["number"] for told in self.results if not told["fault"]), default=-1)
+        number = 0
         while (missing := kills - self.kills()) > 0:
             wave = range(number, number + max(2, -(-missing // (KILLS_OF_A_HISTORY - 1))))
             number = wave.stop
-            self.make([(n, False) for n in wave], say)
+            self.make([f"kill-{n}" for n in wave], say)
 
     def kills(self) -> int:
-        return sum(len(told["struck"]) for told in self.results if not told["fault"])
+        return sum(len(told["struck"]) for told in self.results if told["name"].startswith("kill-"))
 
-    def make(self, wanted: Iterable[tuple[int, bool]], say: Any = print) -> None:
-        """Make histories, given by number and whether they are of faults; those that are done are not made again."""
-        done = {(told["number"], told["fault"]) for told in self.results}
-        plans = [key for key in wanted if key not in done]
-        self.prepare({plan(self.seed, *key).trial.name for key in plans})
-        for told in self._told(plans):
+    def every(self, case: str) -> None:
+        """Strike a case at every update and every file operation."""
+        self.prepare([case])
+        number = [one.name for one in TRIALS].index(case)
+        self.make(exhaustive(number, self._clean(case)))
+
+    def make(self, names: Iterable[str], say: Any = print) -> None:
+        """Make histories, given by their names; those that are done are not made again."""
+        missing = sorted(set(names) - {told["name"] for told in self.results}, key=_natural)
+        self.prepare({plan(self.seed, name).trial.name for name in missing})
+        futures = [self._pool.submit(make_history, self.place, self.seed, name) for name in missing]
+        for future in as_completed(futures):
+            told = future.result()
             self.results.append(told)
             with self._results.open("a") as file:
                 file.write(json.dumps(told) + "\n")
             for problem in told["problems"]:
-                name = f"fault-{told['number']}" if told["fault"] else str(told["number"])
-                say(f"{told['trial']}: {problem}; again: --seed {self.seed} --only {name}")
-
-    def _told(self, keys: list[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
-        futures = {self._pool.submit(make_history, self.place, self.seed, *key): key for key in keys}
-        for future in as_completed(futures):
-            yield {**future.result(), "fault": futures[future][1]}
+                say(f"{told['trial']}: {problem}; again: --seed {self.seed} --only {told['name']}")
 
     def _clean(self, name: str) -> Path:
         return self.place / "clean" / name.replace(" ", "-")
 
 
-def make_history(place: Path, seed: int, number: int, fault: bool) -> dict[str, Any]:
-    chosen = plan(seed, number, fault)
-    folder = place / f"{'fault' if fault else 'history'}-{number}"
-    return History(chosen, folder, place / "clean" / chosen.trial.name.replace(" ", "-")).run()
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (0, part) for part in name.split("-")]
+
+
+def make_history(place: Path, seed: int, name: str) -> dict[str, Any]:
+    chosen = plan(seed, name)
+    return History(chosen, place / name, place / "clean" / chosen.trial.name.replace(" ", "-")).run()
 
 
 def code_hash() -> str:
@@ -133,7 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="page whose section 'kill matrix' gets the table")
-    parser.add_argument("--only", help="one history, by its number (fault-N for one of faults)")
+    parser.add_argument("--only", help="one history, by its name")
+    parser.add_argument("--every", choices=[one.name for one in TRIALS], metavar="CASE")
     parser.add_argument("--folder", type=Path, help="where the runs lie")
     given = parser.parse_args(arguments)
     base = given.folder or Path(memory() or tempfile.gettempdir())
@@ -145,11 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def repeat(matrix: Matrix, name: str) -> int:
-    number, fault = int(name.removeprefix("fault-")), name.startswith("fault-")
-    chosen = plan(matrix.seed, number, fault)
+    chosen = plan(matrix.seed, name)
     print(chosen)
     matrix.prepare([chosen.trial.name])
-    told = make_history(matrix.place, matrix.seed, number, fault)
+    told = make_history(matrix.place, matrix.seed, name)
     print(json.dumps(told, indent=1))
     print(f"its folder: {matrix.place}")
     return bool(told["problems"])
@@ -157,15 +161,19 @@ def repeat(matrix: Matrix, name: str) -> int:
 
 def everything(matrix: Matrix, given: argparse.Namespace) -> int:
     started = time.monotonic()
-    matrix.prepare([one.name for one in TRIALS])
-    faults = given.kills // 5 if given.faults is None else given.faults
-    matrix.make([(number, True) for number in range(faults)])
-    matrix.until(given.kills)
-    command = f"python -m tests.reliability.kill_matrix --kills {given.kills} --seed {given.seed}"
-    write(matrix.results, command, given.write)
+    if given.every:
+        matrix.every(given.every)
+    else:
+        matrix.prepare([one.name for one in TRIALS])
+        faults = given.kills // 5 if given.faults is None else given.faults
+        matrix.make([f"fault-{number}" for number in range(faults)])
+        matrix.until(given.kills)
+    chosen = f'--every "{given.every}"' if given.every else f"--kills {given.kills}"
+    write(
+        matrix.results, f"python -m tests.reliability.kill_matrix {chosen} --seed {given.seed}", given.write
+    )
     failed = [told for told in matrix.results if told["problems"]]
-    print(f"{len(matrix.results)} histories, {matrix.kills()} kills, {len(failed)} with problems, "
-          f"{time.monotonic() - started:.0f} s")  # fmt: skip
+    print(f"{len(matrix.results)} histories, {len(failed)} with problems, {time.monotonic() - started:.0f} s")
     if failed:
         print(f"folders of those with problems: {matrix.place}")
     else:

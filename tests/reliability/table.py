@@ -34,7 +34,8 @@ _HEAD = ("case", "kills", "faults", "runs", "came to their end", "lost a checkpo
 
 
 def _row(name: str, told: list[dict[str, Any]]) -> tuple[object, ...]:
-    struck = [sum(len(one["struck"]) for one in told if one["fault"] == fault) for fault in (False, True)]
+    kinds = [kind for one in told for kind in one["struck"]]
+    struck = [sum(kind in group for kind in kinds) for group in (KILLS, FAULTS)]
     reached = sum(not one["problems"] or one["differs"] for one in told)
     return (
         name, *struck, len(told), reached, sum(one["lost"] for one in told), sum(one["differs"] for one in told)
