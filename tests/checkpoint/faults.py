@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights
 
@@ -67,17 +68,17 @@ def write_model_of(step: int, files: Files) -> Callable[[Path], None]:
 
 
 def save(
-    root: Path, step: int, files: Files | None = None, limit: int | None = 1, **options: Any
+    root: Path, step: int, files: Files | None = None, limit: int | None = 1, protected: Iterable[Path] = ()
 ) -> Path | None:
     """Save a checkpoint of `step` as a run of one process does."""
     files = files or Files()
-    manager = CheckpointManager(Store(root, files=files), limit)
+    manager = CheckpointManager(Store(root, files=files), Retention(limit))
     state = state_of(step)
     return manager.save(
         step,
         Content({"optimizer": state}, {"rng": state}, write_model=write_model_of(step, files)),
         meta={"best_metric": float(step)},
-        **options,
+        protected=protected,
     )
 
 

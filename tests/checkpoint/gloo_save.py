@@ -17,6 +17,7 @@ from tests.checkpoint.faults import CountingFiles, failing, state_of, write_mode
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 
 
@@ -29,7 +30,7 @@ def vote(ok: bool) -> bool:
 def save(root: Path, step: int, files: Files) -> str | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     store = Store(root, rank=rank, world=world, vote=vote, barrier=dist.barrier, files=files)
-    path = CheckpointManager(store, 1).save(
+    path = CheckpointManager(store, Retention(1)).save(
         step,
         Content(
             {"optimizer": state_of(step)},

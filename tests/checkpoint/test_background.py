@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from windlass.checkpoint.background import BackgroundSaver, Counters, Outcome
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 
@@ -36,7 +38,7 @@ def begin(saver: BackgroundSaver, step: int, arrived: Callable[[], None] = nothi
 
 
 def saver_of(root: Path, files: Files | None = None) -> BackgroundSaver:
-    return BackgroundSaver(CheckpointManager(Store(root, files=files), 1))
+    return BackgroundSaver(CheckpointManager(Store(root, files=files), Retention(1)))
 
 
 def until_it_ends(saver: BackgroundSaver) -> Outcome:
@@ -147,17 +149,17 @@ class Packets:
 
 
 def run_of_ranks(
-    root: Path, steps: list[int], files_of: Callable[[int], Files], finish: bool = False, updates: int = 400
+    root: Path, steps: list[int], files_of: Callable[[int], Files], finish: bool = False
 ) -> list[Any]:
     """Every rank's outcomes, with the update at which it learned of each."""
     ranks = Ranks(3)
     packets = Packets(ranks)
 
     def body(rank: int) -> list[tuple[int, Outcome | None]]:
-        saver = BackgroundSaver(CheckpointManager(ranks.store(rank, root, files_of(rank)), 2))
+        saver = BackgroundSaver(CheckpointManager(ranks.store(rank, root, files_of(rank)), Retention(2)))
         told, known = saver.counters(), []
         due = list(steps)
-        for update in range(updates):
+        for update in itertools.count():
             ahead = packets.exchange(rank, saver.counters())
             outcome = saver.agreed(told)
             told = ahead  # one update late, as a feed that fetches ahead delivers them
@@ -171,8 +173,6 @@ def run_of_ranks(
                 known.append((update, saver.finish()))
             if not due and not saver.busy:
                 break
-        else:
-            known.append((updates, saver.finish()))
         return known
 
     return ranks.run(body)

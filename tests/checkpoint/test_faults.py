@@ -183,7 +183,7 @@ def _current(path: Path) -> Path:
 
 def _attempt(root: Path, step: int, event: str, at: int, limit: int | None, best: Path | None) -> bool:
     if event == "killed":
-        in_child(lambda: save(root, step, CountingFiles(at, vanish), limit, best=best))
+        in_child(lambda: save(root, step, CountingFiles(at, vanish), limit, protected=[best] if best else []))
         return newest(root) is not None
     faults = {
         "well": lambda: None,
@@ -192,7 +192,10 @@ def _attempt(root: Path, step: int, event: str, at: int, limit: int | None, best
         "refused": failing(errno.EACCES),
     }
     try:
-        return save(root, step, CountingFiles(at, faults[event]), limit, best=best) is not None
+        return (
+            save(root, step, CountingFiles(at, faults[event]), limit, protected=[best] if best else [])
+            is not None
+        )
     except PermissionError:
         assert event == "refused"
         return False

@@ -16,6 +16,7 @@ from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing,
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 
@@ -136,7 +137,7 @@ def test_ranks_keep_their_own_parts_and_agree(tmp_path: Path) -> None:
     ranks = Ranks(3)
 
     def body(rank: int) -> Path | None:
-        manager = CheckpointManager(ranks.store(rank, tmp_path), 1)
+        manager = CheckpointManager(ranks.store(rank, tmp_path), Retention(1))
         for step in (1, 2):
             parts = {"rng": {"rank": rank, "state": torch.tensor([rank])}}
             path = manager.save(step, Content({"a": {"rank": rank}}, parts), meta={})

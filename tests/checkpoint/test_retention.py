@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.faults import save
 
 from windlass.checkpoint.manifest import CheckpointInfo
-from windlass.checkpoint.retention import prune, surplus
+from windlass.checkpoint.retention import Retention, best_of, metric_of, prune, surplus
 from windlass.checkpoint.store import Store
 
 
@@ -26,7 +26,8 @@ def infos(steps: set[int]) -> list[CheckpointInfo]:
 def test_what_stays(steps: set[int], limit: int | None, protected: set[int]) -> None:
     whole = infos(steps)
     gone = {
-        info.step for info in surplus(whole, limit, [Path(f"run/checkpoint-{step}") for step in protected])
+        info.step
+        for info in surplus(whole, Retention(limit), [Path(f"run/checkpoint-{step}") for step in protected])
     }
     kept = steps - gone
     assert protected & steps <= kept
@@ -38,6 +39,65 @@ def test_what_stays(steps: set[int], limit: int | None, protected: set[int]) -> 
         assert len(kept) >= min(limit, len(steps))
         free = kept - protected  # the unprotected that stay are the newest of those
         assert not free or min(free) > max(gone - protected, default=-1)
+
+
+histories = st.lists(
+    st.tuples(st.none() | st.sampled_from([0.1, 0.2, 0.3, 0.4]), st.booleans()), max_size=9
+)  # of each checkpoint: its metric, and whether it is ephemeral
+
+
+@given(
+    history=histories,
+    last=st.none() | st.integers(1, 4),
+    best=st.none() | st.integers(1, 4),
+    greater=st.booleans(),
+    protected=st.sets(st.integers(0, 8), max_size=2),
+)
+def test_last_best_and_ephemeral_ones_are_told_apart(
+    history: list[tuple[float | None, bool]],
+    last: int | None,
+    best: int | None,
+    greater: bool,
+    protected: set[int],
+) -> None:
+    whole = [
+        CheckpointInfo(
+            Path(f"run/checkpoint-{step}"), step, 1, {}, {"metric": metric, "ephemeral": ephemeral}, step
+        )
+        for step, (metric, ephemeral) in enumerate(history)
+    ]
+    policy = Retention(last=last, best=best, greater_is_better=greater)
+    gone = {
+        info.step for info in surplus(whole, policy, [Path(f"run/checkpoint-{step}") for step in protected])
+    }
+    kept = set(range(len(history))) - gone
+    permanent = [step for step, (_, ephemeral) in enumerate(history) if not ephemeral]
+    assert protected & set(range(len(history))) <= kept
+    assert not history or len(history) - 1 in kept, "the newest always stays"
+    if last is None and best is None:
+        assert set(permanent) <= kept
+    else:
+        newest = set(permanent[-(last or 1) :])
+        rated = sorted(
+            (step for step in permanent if history[step][0] is not None),
+            key=lambda step: (-1 if greater else 1) * (history[step][0] or 0),
+        )
+        wanted = (
+            newest | set(rated[: best or 0]) | (protected & set(range(len(history)))) | {len(history) - 1}
+        )
+        assert not history or kept == wanted
+    for step in kept:
+        ephemeral = history[step][1]
+        assert not ephemeral or step == len(history) - 1 or step in protected
+
+
+def test_what_has_no_finite_metric_is_none_of_the_best() -> None:
+    values = [None, float("nan"), "0.1", True, 0.5, 0.25]
+    whole = [
+        CheckpointInfo(Path(f"run/checkpoint-{n}"), n, 1, {}, {"metric": v}, n) for n, v in enumerate(values)
+    ]
+    assert [metric_of(info) for info in whole] == [None, None, None, None, 0.5, 0.25]
+    assert [info.step for info in best_of(whole, 9, greater_is_better=False)] == [5, 4]
 
 
 def names(root: Path) -> list[int]:
@@ -63,7 +123,7 @@ def test_best_and_last_stay(limit: int | None, best: int | None, expected: list[
             tmp_path,
             step,
             limit=None if step < 4 else limit,
-            best=last_best and tmp_path / f"checkpoint-{last_best}",
+            protected=[tmp_path / f"checkpoint-{last_best}"] if last_best else [],
         )
     assert names(tmp_path) == expected
 
@@ -81,7 +141,7 @@ def test_order_is_that_of_commits_not_of_steps_or_file_times(tmp_path: Path) -> 
     for step in (30, 20, 9):
         save(tmp_path, step, limit=None)
         os.utime(tmp_path / f"checkpoint-{step}", (step, step))
-    prune(Store(tmp_path), 2, [])
+    prune(Store(tmp_path), Retention(2))
     assert names(tmp_path) == [9, 20]
 
 
@@ -89,7 +149,7 @@ def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, limit=None)
     (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
-    assert prune(Store(tmp_path), 1, []) == [tmp_path / "checkpoint-1"]
+    assert prune(Store(tmp_path), Retention(1)) == [tmp_path / "checkpoint-1"]
     assert names(tmp_path) == [2, 3]
 
 
@@ -111,5 +171,5 @@ def test_a_protected_one_stays_under_the_name_it_gets_back(tmp_path: Path) -> No
     """Noted while its replacement was cut off, it had its interim name; the next save gives it its own back."""
     save(tmp_path, 1)
     (tmp_path / "checkpoint-1").rename(tmp_path / "replaced-checkpoint-1")
-    save(tmp_path, 2, limit=1, best=tmp_path / "replaced-checkpoint-1")
+    save(tmp_path, 2, limit=1, protected=[tmp_path / "replaced-checkpoint-1"])
     assert names(tmp_path) == [1, 2]

@@ -175,7 +175,7 @@ def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: 
     best = tmp_path / "checkpoint-2"
     best.rename(tmp_path / "replaced-checkpoint-2")
     assert Store(tmp_path).verify(best).step == 2
-    save(tmp_path, 3, best=best)
+    save(tmp_path, 3, protected=[best])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert newest(tmp_path) == 3
 

@@ -15,6 +15,7 @@ from tests.checkpoint.test_faults import in_child
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.manifest import MANIFEST_NAME, _seal
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
 
 
@@ -44,7 +45,7 @@ def test_the_serial_goes_on_where_retention_left_it(tmp_path: Path) -> None:
 
 
 def mark(root: Path, step: int, number: int, files: CountingFiles, limit: int | None) -> Path | None:
-    manager = CheckpointManager(Store(root, files=files), limit)
+    manager = CheckpointManager(Store(root, files=files), Retention(limit))
     return manager.save(step, Content(), meta={"mark": number})
 
 

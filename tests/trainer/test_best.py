@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,65 @@ def test_a_metric_of_a_named_set(tmp_path: Path) -> None:
     trainer.train()
     losses = [entry["eval_far_loss"] for entry in trainer.state.log_history if "eval_far_loss" in entry]
     assert trainer.state.best_metric == min(losses)
+
+
+@settings(max_examples=40)
+@given(
+    scores=scores,
+    every=st.integers(1, 3),
+    save=st.integers(1, 7),
+    greater=st.booleans(),
+    best=st.integers(1, 3),
+    last=st.none() | st.integers(1, 2),
+)
+def test_the_best_evaluations_are_kept_whatever_the_strides(
+    scores: list[float], every: int, save: int, greater: bool, best: int, last: int | None
+) -> None:
+    with tempfile.TemporaryDirectory(dir=memory()) as folder:
+        trainer = scripted(
+            Path(folder),
+            scores,
+            eval_steps=every,
+            save_steps=save,
+            greater_is_better=greater,
+            keep_best=best,
+            keep_last=last,
+        )
+        trainer.train()
+        evaluated = [*range(every, 7, every), *([6] if 6 % every else [])]
+        given_scores = dict(zip(evaluated, scores, strict=False))
+        rated = sorted(
+            (step for step, score in given_scores.items() if math.isfinite(score)),
+            key=lambda step: (-1 if greater else 1) * given_scores[step],
+        )
+        there = {int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*")}
+        assert set(rated[:best]) <= there
+        assert 6 in there
+        saved = [step for step in range(1, 7) if step % save == 0 or step == 6 or step in there]
+        assert there == set(rated[:best]) | set(saved[-(last or 1) :])
+
+
+def test_the_best_evaluations_survive_a_resume(tmp_path: Path) -> None:
+    scripted(tmp_path, [0.9, 0.1, 0.2], max_steps=3, keep_best=1, greater_is_better=True).train()
+    again = scripted(tmp_path, [0.3, 0.4, 0.5], keep_best=1, greater_is_better=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.best_evaluations == [[0.9, 1]]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
+    assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"keep_last": 2, "save_total_limit": 3}, ["keep_last"]),
+        ({"keep_last": 0}, ["keep_last"]),
+        (
+            {"keep_best": 2, "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False},
+            ["keep_best", "keep_best"],
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(changes: dict[str, Any], fields: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scripted(tmp_path, [], **changes)
+    assert [problem.field for problem in caught.value.problems] == fields

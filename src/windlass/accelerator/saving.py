@@ -16,6 +16,7 @@ from windlass.accelerator.base import Core
 from windlass.checkpoint import codec
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.store import Store
@@ -182,7 +183,7 @@ class Saving(Core):
             root, name = path.parent, path.name
         gang = self._gang
         store = Store(root, rank=gang.rank, world=gang.size, vote=gang.vote, barrier=gang.barrier, name=name)
-        return CheckpointManager(store, project.total_limit)
+        return CheckpointManager(store, Retention(project.total_limit))
 
     def _write_state(self, store: Store, step: int) -> None:
         strategies = self._prepared.strategies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from windlass.checkpoint.draft import rank_stem
 from windlass.checkpoint.files import Files, is_disk_failure
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
-from windlass.checkpoint.retention import prune
+from windlass.checkpoint.retention import Retention, prune
 from windlass.checkpoint.sharded import index_name, load_parts, open_parts
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
@@ -147,22 +147,22 @@ class CheckpointManager:
     """Saves, retains and loads. Every rank calls `save` with the same step.
 
     Args:
-        total_limit: how many checkpoints stay (None: all); best and last always do.
+        retention: which checkpoints stay; all do where it is not said.
     """
 
-    def __init__(self, store: Store, total_limit: int | None = None) -> None:
+    def __init__(self, store: Store, retention: Retention | None = None) -> None:
         self.store = store
-        self.total_limit = total_limit
+        self.retention = retention or Retention()
 
     def save(
-        self, step: int, content: Content, *, meta: Mapping[str, Any], best: Path | str | None = None
+        self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
         """Save checkpoint `step` and let retention act. Gives its folder, or None where the disk was full or
         failing: that costs this checkpoint and a loud warning, earlier ones stand and training goes on.
 
         Args:
             meta: plain values for the manifest (best metric, ...).
-            best: folder of the best checkpoint so far, which retention spares.
+            protected: folders that retention spares, beside this one.
 
         Raises:
             CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the
@@ -178,7 +178,7 @@ class CheckpointManager:
             self.warn(step, error)
             return None
         path = store.path_for(step)
-        self.retain([path] if best is None else [path, Path(best)])
+        self.retain([path, *protected])
         return path
 
     def retain(self, protected: list[Path]) -> None:
@@ -203,7 +203,7 @@ class CheckpointManager:
     def prune(self, protected: list[Path]) -> None:
         """The keeper's part of `retain`; a disk that refuses is no failure."""
         try:
-            prune(self.store, self.total_limit, [*protected, *self.store.spared()])
+            prune(self.store, self.retention, [*protected, *self.store.spared()])
         except OSError as error:
             _logger.warning("An old checkpoint in %s could not be removed: %s", self.store.root, error)
 

@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.store import Store
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is kept. The newest checkpoint always is; nothing else goes where nothing is said.
+
+    Attributes:
+        limit: this many in all, the protected ones among them.
+        last: this many of the newest, whatever else is kept.
+        best: this many of the best by the `metric` in their manifests, whatever else is kept; beside the newest one
+            only where `last` is not said.
+        greater_is_better: whether a higher metric is better.
+    """
+
+    limit: int | None = None
+    last: int | None = None
+    best: int | None = None
+    greater_is_better: bool = False
+
+    @property
+    def keeps_all(self) -> bool:
+        return (self.limit or 0) <= 0 and not self.last and not self.best
+
+
 def surplus(
-    whole: list[CheckpointInfo], limit: int | None, protected: Iterable[Path]
+    whole: list[CheckpointInfo], policy: Retention, protected: Iterable[Path] = ()
 ) -> list[CheckpointInfo]:
     """Those of the whole checkpoints (in order of their commits) that may go.
 
-    `limit` counts the protected ones (the best, the one just written) too, so the newest fill what they leave;
-    the newest always stays, so with a limit of 1 best and last may both remain. None or 0: nothing goes.
+    Ephemeral ones are for a run that is cut off: only the newest checkpoint of all is of use then.
     """
-    if not limit or limit < 0 or not whole:
+    if not whole:
         return []
     names = {_lasting_name(path) for path in protected}
-    kept = {info.path for info in whole if _lasting_name(info.path) in names}
-    kept.add(whole[-1].path)
-    for info in reversed(whole):
-        if len(kept) >= limit:
-            break
-        kept.add(info.path)
+    kept = {info.path for info in whole if _lasting_name(info.path) in names} | {whole[-1].path}
+    permanent = [info for info in whole if not info.meta.get("ephemeral")]
+    if policy.keeps_all:
+        kept |= {info.path for info in permanent}
+    elif (policy.limit or 0) > 0:
+        _fill(kept, permanent, policy.limit or 0)
+    else:
+        kept |= {info.path for info in permanent[-(policy.last or 1) :]}
+        kept |= {info.path for info in best_of(permanent, policy.best or 0, policy.greater_is_better)}
     return [info for info in whole if info.path not in kept]
+
+
+def _fill(kept: set[Path], permanent: list[CheckpointInfo], limit: int) -> None:
+    """Add the newest, up to a number in all."""
+    for info in reversed(permanent):
+        if len(kept) >= limit:
+            return
+        kept.add(info.path)
+
+
+def best_of(whole: list[CheckpointInfo], count: int, greater_is_better: bool) -> list[CheckpointInfo]:
+    """The best by the `metric` in their manifests, best first; of equals the earlier one."""
+    rated = [(metric_of(info), info) for info in whole]
+    known = [(value, info) for value, info in rated if value is not None]
+    known.sort(key=lambda pair: -pair[0] if greater_is_better else pair[0])
+    return [info for _, info in known[:count]]
+
+
+def metric_of(info: CheckpointInfo) -> float | None:
+    """The metric that was evaluated at the step of this checkpoint; None where none was, or it was not finite."""
+    value = info.meta.get("metric")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def _lasting_name(path: Path) -> str:
@@ -34,16 +84,15 @@ def _lasting_name(path: Path) -> str:
     return path.name.removeprefix("replaced-")
 
 
-def prune(store: Store, limit: int | None, protected: Iterable[Path]) -> list[Path]:
+def prune(store: Store, policy: Retention, protected: Iterable[Path] = ()) -> list[Path]:
     """Remove surplus checkpoints; gives what was removed. A damaged one neither counts nor is removed: it is
     evidence.
 
     Raises:
         OSError: the disk refused.
     """
-    whole = store.whole()
     removed = []
-    for info in surplus(whole, limit, protected):
+    for info in surplus(store.whole(), policy, protected):
         store.remove(info.path)
         removed.append(info.path)
     return removed

@@ -202,7 +202,11 @@ def _derive(args: Any) -> None:
         follow("eval_steps", values["logging_steps"])
     if values["eval_strategy"] != "no" and values["do_eval"] is False:
         follow("do_eval", True)
-    wants_metric = values["load_best_model_at_end"] or values["lr_scheduler_type"] in METRIC_DRIVEN
+    wants_metric = (
+        values["load_best_model_at_end"]
+        or values["keep_best"] is not None
+        or values["lr_scheduler_type"] in METRIC_DRIVEN
+    )
     if values["metric_for_best_model"] is None and wants_metric:
         follow("metric_for_best_model", "loss")
     if values["greater_is_better"] is None and isinstance(values["metric_for_best_model"], str):

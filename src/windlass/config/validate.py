@@ -176,12 +176,22 @@ def _one_denominator(args: Any) -> Iterator[Problem]:
 
 @_rule("nonfinite_policy")
 def _nonfinite(args: Any) -> Iterator[Problem]:
-    if args.nonfinite_policy == "rollback" and args.fp16:
-        fix = "under fp16 an overflow, which is only skipped, looks the same; use bf16, or nonfinite_policy='skip'"
-        yield Problem("nonfinite_policy", "rollback", fix)
-    if args.nonfinite_policy == "rollback" and (args.save_strategy == "no" or args.save_only_model):
+    saves_none = args.save_strategy == "no" and args.save_every is None
+    if args.nonfinite_policy == "rollback" and (saves_none or args.save_only_model):
         fix = "there would be no checkpoint to go back to; set a save_strategy, and save_only_model=False"
         yield Problem("nonfinite_policy", "rollback", fix)
+
+
+@_rule("save_total_limit", "keep_last", "keep_best", "eval_strategy", "save_strategy")
+def _retention(args: Any) -> Iterator[Problem]:
+    for name in ("keep_last", "keep_best"):
+        if getattr(args, name) is not None and args.save_total_limit is not None:
+            fix = "keep_last and keep_best say how many stay of each kind: leave out save_total_limit, or these"
+            yield Problem(name, getattr(args, name), fix)
+    for name in ("eval_strategy", "save_strategy"):
+        if args.keep_best is not None and getattr(args, name) == "no":
+            fix = f"keeps what evaluations find best, and nothing would come of it with {name}='no'"
+            yield Problem("keep_best", args.keep_best, fix)
 
 
 @_rule("save_every", "save_host_memory", "save_only_model")

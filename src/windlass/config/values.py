@@ -53,6 +53,8 @@ RANGES: dict[str, Range] = {
     "eval_steps": _STRIDE,
     "save_steps": _STRIDE,
     "eval_delay": at_least(0),
+    "keep_last": at_least(1),
+    "keep_best": at_least(1),
     "eval_accumulation_steps": at_least(1),
     "dataloader_num_workers": at_least(0),
     "dataloader_prefetch_factor": at_least(1),

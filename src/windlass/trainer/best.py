@@ -25,6 +25,7 @@ class BestMixin(ResumingMixin):
         if self.args.metric_for_best_model is None:
             return False
         value = find_metric(metrics, self.args.metric_for_best_model)
+        self._last_metric = self.state.global_step, value
         best = self.state.best_metric
         better = math.isfinite(value) and (
             best is None or (value > best if self.args.greater_is_better else value < best)
@@ -33,6 +34,18 @@ class BestMixin(ResumingMixin):
             self.state.best_metric = value
             self.state.best_global_step = self.state.global_step
         return better
+
+    def _is_kept_as_best(self) -> bool:
+        """Note the last evaluation if it is among the best `keep_best` so far; gives whether it is."""
+        step, value = self._last_metric
+        if not self.args.keep_best or value is None or not math.isfinite(value):
+            return False
+        sign = -1 if self.args.greater_is_better else 1
+        # Of equals the earlier one stays; an evaluation that is made again replaces what it gave before.
+        others = [noted for noted in self.state.best_evaluations if noted[1] != step]
+        ranked = sorted([*others, [value, step]], key=lambda noted: (sign * noted[0], noted[1]))
+        self.state.best_evaluations = ranked[: self.args.keep_best]
+        return [value, step] in self.state.best_evaluations
 
     def _load_best_model(self) -> None:
         """Put the best checkpoint's weights into the model, verified."""

@@ -345,10 +345,11 @@ class TrainingRun:
         trainer = self._trainer
         metrics = trainer._evaluate_for_run()
         new_best = trainer._determine_best_metric(metrics)
+        kept = trainer._is_kept_as_best()
         save = self._plan.save
         if save.cadence.strategy == "best":
-            trainer.control.should_save = new_best
-        elif new_best and save.load_best_at_end:
+            trainer.control.should_save = new_best or kept
+        elif kept or (new_best and save.load_best_at_end):
             # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked
             # for.
             trainer.control.should_save = True

@@ -63,23 +63,25 @@ class RunSaver:
         return self._background.counters()
 
     def save(
-        self, step: int, content: Content, *, meta: Mapping[str, Any], best: str | None, ended: Ended
+        self, step: int, content: Content, *, meta: Mapping[str, Any], protected: list[Path], ended: Ended
     ) -> None:
         """Save, or start to. Collective; nothing may be under way.
 
         Args:
+            protected: folders that retention spares, beside this save's.
             ended: called with the folder once it stands, or with None where the save was given up: at once, or from
                 `agreed` or `finish`.
         """
         self._saved_at = time.monotonic()
         snapshot = self._snapshot(content) if self._plan.background and self._may_wait() else None
         if not self._gang.vote(snapshot is not None):
-            ended(self.manager.save(step, content, meta=meta, best=best))
+            ended(self.manager.save(step, content, meta=meta, protected=protected))
             return
         assert snapshot is not None
-        protected = [self.manager.store.path_for(step), *([] if best is None else [Path(best)])]
         copied, arrived = snapshot
-        if self._background.begin(step, copied, arrived, meta=meta, protected=protected):
+        if self._background.begin(
+            step, copied, arrived, meta=meta, protected=[self.manager.store.path_for(step), *protected]
+        ):
             self._ended = ended
         else:
             ended(None)

@@ -14,9 +14,11 @@ from torch import nn
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
-from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
-from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.opening import open_store, upload_files
+from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.retention import Retention
+from windlass.checkpoint.sharded import parts_of_rank
+from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights, weights_bytes
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
@@ -37,6 +39,8 @@ class SavingMixin(TrainerBase):
     _rollbacks = 0
     # What is being saved is only for a run that is cut off: the clock asked for it, not the run's plan.
     _saves_ephemeral = False
+    # The last evaluation's step, and what it gave for the metric that the run goes by.
+    _last_metric: tuple[int, float | None] = (-1, None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
@@ -125,24 +129,38 @@ class SavingMixin(TrainerBase):
             step,
             content,
             meta=self._checkpoint_meta(),
-            best=state.best_model_checkpoint,
+            protected=self._best_checkpoints(store),
             ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
         )
+
+    def _best_checkpoints(self, store: Store) -> list[Path]:
+        """Where the best model and the best evaluations that are kept lie, as far as they were saved."""
+        noted = self.state.best_model_checkpoint
+        kept = [store.path_for(int(step)) for _, step in self.state.best_evaluations]
+        return kept if noted is None else [*kept, Path(noted)]
 
     def _checkpoint_meta(self) -> dict[str, Any]:
         return {
             "windlass": "checkpoint",
             "epoch": self.state.epoch,
             "update_size": self._update_size.to_dict(),
+            "metric": _plain(self._metric_at(self.state.global_step)),
             "best_metric": _plain(self.state.best_metric),
             "ephemeral": self._saves_ephemeral,
         }
+
+    def _metric_at(self, step: int) -> float | None:
+        """The metric that the last evaluation gave, where that was at this step."""
+        noted_step, value = self._last_metric
+        return value if noted_step == step else None
 
     def _save_ended(self, folder: Path | None, as_saved: TrainerState, previous_best: str | None) -> None:
         """A save that this run began stands now, or was given up."""
         if folder is None:
             if self.state.best_model_checkpoint == as_saved.best_model_checkpoint:
                 self.state.best_model_checkpoint = previous_best  # the best of those that exist
+            kept = [noted for noted in self.state.best_evaluations if noted[1] != as_saved.global_step]
+            self.state.best_evaluations = kept
             return
         self._newest_checkpoint, self._rollbacks = folder, 0
         asked = self.control.should_save
@@ -257,7 +275,14 @@ class SavingMixin(TrainerBase):
     def _checkpoint_manager(self) -> CheckpointManager:
         """Every rank calls it."""
         store = open_store(str(self.args.output_dir), self._gang, self._output_disks())
-        return CheckpointManager(store, self.args.save_total_limit)
+        return CheckpointManager(store, retention_of(self.args))
+
+
+def retention_of(args: Any) -> Retention:
+    """Which checkpoints of a run stay; the best of it are protected one by one."""
+    if args.keep_best is not None and args.keep_last is None:
+        return Retention(last=1)
+    return Retention(limit=args.save_total_limit, last=args.keep_last)
 
 
 def _declare_architecture(config: Any, model: nn.Module) -> None:

@@ -94,6 +94,10 @@ class WindlassSection:
     global_batch_size: int | None = setting(
         None, "Samples of an update over all processes; accumulation follows from it."
     )
+    keep_last: int | None = setting(None, "Newest checkpoints to keep, whatever the best are.")
+    keep_best: int | None = setting(
+        None, "Best checkpoints to keep by metric_for_best_model; each is saved when it is evaluated."
+    )
     save_every: str | float | None = setting(
         None, "Time between further checkpoints, like '5min'; of these only the newest is kept."
     )
