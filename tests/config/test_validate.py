@@ -90,7 +90,6 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
     ({"debug": 3}, {"debug"}),
     ({"local_rank": 3}, {"local_rank"}),
     ({"nonfinite_policy": "ignore"}, {"nonfinite_policy"}),
-    ({"nonfinite_policy": "rollback", "fp16": True}, {"nonfinite_policy"}),
     ({"nonfinite_policy": "rollback", "save_strategy": "no"}, {"nonfinite_policy"}),
     ({"accelerator_config": {"split_batch": True}}, {"accelerator_config"}),
     ({"accelerator_config": TrainingArguments}, {"accelerator_config"}),

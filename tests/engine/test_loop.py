@@ -103,7 +103,7 @@ class Hooks:
 
     def update_applied(self, portion: Any, applied: bool) -> None: ...
 
-    def update_refused(self, what: str, result: Any) -> bool:
+    def update_refused(self, portion: Any, result: Any) -> bool:
         return False
 
     def signals_agreed(self, signals: Any) -> None: ...

@@ -36,14 +36,15 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
             -> text).
     """
     title = str(facts.get("title") or "Training run")
+    measured = [row for row in history if _event_of(row) is None]
     body = "".join(
         [
             f"<h1>{escape(title)}</h1>\n",
             f'<p class="sub">{escape(str(facts.get("status", "")))}</p>\n',
-            _tiles(history),
-            _charts(history),
-            _evaluations(history),
-            _tables(history, facts),
+            _tiles(measured),
+            _charts(measured),
+            _evaluations(measured),
+            _tables(measured, {**facts, "events": [*happened(history), *facts.get("events", ())]}),
         ]
     )
     return (
@@ -51,6 +52,26 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
     )
+
+
+def happened(history: History) -> list[dict[str, Any]]:
+    """What befell the run: rollbacks, skipped updates, micro-batches that memory did not hold."""
+    texts = [(row.get("step", "?"), _event_of(row)) for row in history]
+    return [{"step": step, "text": text} for step, text in texts if text is not None]
+
+
+def _event_of(row: Mapping[str, Any]) -> str | None:
+    """What a row tells that is no measurement."""
+    if "rolled_back_to" in row:
+        left_out = f" and {row['samples_left_out']} samples left out" if "samples_left_out" in row else ""
+        back = f"went back from update {row['rolled_back_from']} to the checkpoint of {row['rolled_back_to']}"
+        return f"{back}, {row.get('updates_undone')} updates undone{left_out}: {row.get('reason')}"
+    if "skipped_update" in row:
+        return f"update {row['skipped_update']} skipped: {row.get('reason')}"
+    if "micro_batch_too_large" in row:
+        size = f"{row['micro_batches']} x {row['micro_batch_size']} samples"
+        return f"memory did not hold a micro-batch of {row['micro_batch_too_large']}: {size} from here on"
+    return None
 
 
 def curve(history: History, name: str) -> list[Point]:

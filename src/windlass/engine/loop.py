@@ -59,8 +59,8 @@ class LoopHooks(StepHooks, Protocol):
         """One update was made from this data, or skipped."""
         ...
 
-    def update_refused(self, what: str, result: StepResult) -> bool:
-        """An update was not made, because its gradients were not finite (`what` says where).
+    def update_refused(self, portion: Portion, result: StepResult) -> bool:
+        """An update was not made of `portion`, because its gradients were not finite. Every rank calls it.
 
         Gives whether the run went back to a checkpoint: its progress is then that of the checkpoint.
         """
@@ -255,7 +255,7 @@ class Loop:
             )
             return False
         if self._options.guard:
-            if result.applied or not self._hooks.update_refused(self._describe(tag), result):
+            if result.applied or not self._hooks.update_refused(portion, result):
                 return False
             # The data goes on behind what was refused, so the updates that were undone need other data at the end.
             self._extra_epochs += 1
@@ -274,17 +274,10 @@ class Loop:
     def _raise(self, found: tuple[tuple[int, list[list[int]]], float, float]) -> None:
         tag, loss, norm = found
         raise NonFiniteError(
-            f"{self._describe(tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the "
+            f"{nonfinite_at(*tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the "
             "last checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy to 'skip' or "
             "'rollback'"
         )
-
-    @staticmethod
-    def _describe(tag: tuple[int, list[list[int]]]) -> str:
-        step, ids = tag
-        named = [index for batch in ids for index in batch]
-        shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
-        return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")
 
     @property
     def position(self) -> State:
@@ -318,3 +311,10 @@ class Loop:
         ):
             # Updates have another size now: what lies behind counts in theirs.
             self._updates_in_epoch = self._feed.groups_behind(self._position) or self._updates_in_epoch
+
+
+def nonfinite_at(step: int, ids: list[list[int]]) -> str:
+    """What happened, in words. `ids` are the samples of the update, by micro-batch; empty where unknown."""
+    named = [index for batch in ids for index in batch]
+    shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
+    return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")

@@ -76,7 +76,7 @@ class TrainerBase:
     def _adopt_update_size(self, size: UpdateSize) -> None:
         raise NotImplementedError
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         raise NotImplementedError
 
     @property

@@ -20,7 +20,7 @@ class ReportsMixin(TrainerBase):
 
     _initial_tokens_seen = 0
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks. Override it to add values of your own.
 
         Args:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.store import is_checkpoint
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
+from windlass.core.types import State
 from windlass.trainer.parts import TrainerParts
 
 logger = get_logger(__name__)
@@ -33,7 +38,9 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
     if trainer._rollbacks >= _PATIENCE:
         folder = trainer._newest_checkpoint.name
         raise NonFiniteError(f"{what}, again: going back to {folder} {_PATIENCE} times has not helped")
-    checkpoint = trainer._open_checkpoint(str(trainer._newest_checkpoint))
+    stands = trainer._gang.vote(is_checkpoint(trainer._newest_checkpoint))
+    # A limit that keeps the best alone may have removed the newest.
+    checkpoint = trainer._open_checkpoint(str(trainer._newest_checkpoint) if stands else True)
     checkpoint.load_weights(trainer.model)
     assert trainer.optimizer is not None, "a run that steps has an optimizer"
     checkpoint.load_optimizer(trainer.optimizer, trainer.model)
@@ -48,5 +55,31 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
             callback.roll_back(trainer.state)
     trainer._restore_rank(checkpoint)
     trainer._rollbacks += 1
-    logger.warning("%s; went back to step %d, and on behind that data", what, checkpoint.step)
-    trainer.log({"rolled_back_from": undone, "rolled_back_to": checkpoint.step})
+    _report(trainer, what, undone, checkpoint)
+
+
+def _report(trainer: TrainerParts, what: str, refused: int, checkpoint: Checkpoint) -> None:
+    event: dict[str, Any] = {
+        "rolled_back_from": refused,
+        "rolled_back_to": checkpoint.step,
+        "updates_undone": refused - checkpoint.step - 1,
+    }
+    skipped = samples_between(checkpoint.shared("loop")["position"], trainer._run.loop.position)
+    if skipped is not None:
+        event["samples_left_out"] = skipped
+    logger.warning(
+        "%s; went back to step %d and on behind that data, undoing %d updates%s",
+        what, checkpoint.step, event["updates_undone"],
+        "" if skipped is None else f" and leaving out {skipped} samples",
+    )  # fmt: skip
+    trainer.log({**event, "reason": what})
+
+
+def samples_between(start: State, end: State) -> int | None:
+    """Samples over all ranks from one position of a loader to a later one; None where they tell no samples."""
+    if not {"epoch", "consumed"} <= start.keys() & end.keys():
+        return None
+    passes = end["epoch"] - start["epoch"]
+    if passes and start.get("length") is None:
+        return None
+    return int(end["consumed"] - start["consumed"] + passes * (start.get("length") or 0))

@@ -25,6 +25,7 @@ from windlass.engine.loop import Loop, LoopOptions
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.trainer.agreement import Signals
+from windlass.trainer.blame import who_is_to_blame
 from windlass.trainer.companions import Companions
 from windlass.trainer.losses import as_count
 from windlass.trainer.memory import Fitting
@@ -268,13 +269,15 @@ class TrainingRun:
         if applied:
             self.schedule.advance()
 
-    def update_refused(self, what: str, result: StepResult) -> bool:
+    def update_refused(self, portion: Portion, result: StepResult) -> bool:
         if self._overflow_alone(result):
             return False
+        what = who_is_to_blame(portion.group, self._trainer.state.global_step, self._trainer._gang)
         if self._plan.stability.nonfinite == "rollback":
             roll_back(self._trainer, what)
             return True
         logger.warning("%s; this update is skipped", what)
+        self._trainer.log({"skipped_update": self._trainer.state.global_step, "reason": what})
         return False
 
     def _overflow_alone(self, result: StepResult) -> bool:
