@@ -1,0 +1,157 @@
+"""Which ranks share a disk, and manifests of checkpoints that lie on several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.faults import state_of
+
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.nodes import Disks, find_disks
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError, ConfigError
+from windlass.core.world import World
+from windlass.dist.gang import Gang
+
+
+class ThreadGang(Gang):
+    """One of several ranks that are threads of this process."""
+
+    def __init__(self, world: World, barrier: threading.Barrier, board: list[Any]) -> None:
+        super().__init__(world)
+        self._barrier, self._board = barrier, board
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._board[self.rank] = json.loads(json.dumps(value))
+        self._barrier.wait()
+        values = list(self._board)
+        self._barrier.wait()
+        return values
+
+
+def on_ranks(worlds: list[World], body: Callable[[Gang], Any]) -> list[Any]:
+    """`body(gang)` on every rank at once; gives results, an exception in place of one that was raised."""
+    barrier, board = threading.Barrier(len(worlds), timeout=60), [None] * len(worlds)
+    results: list[Any] = [None] * len(worlds)
+
+    def work(world: World) -> None:
+        try:
+            results[world.rank] = body(ThreadGang(world, barrier, board))
+        except Exception as error:
+            results[world.rank] = error
+
+    threads = [threading.Thread(target=work, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def machines(count: int, ranks: int) -> list[World]:
+    """`count` machines of `ranks` ranks each."""
+    return [World(rank, count * ranks, rank % ranks, ranks) for rank in range(count * ranks)]
+
+
+def test_one_folder_is_one_node(tmp_path: Path) -> None:
+    found = on_ranks(machines(2, 2), lambda gang: find_disks(gang, tmp_path / "run"))
+    assert found == [Disks(0, 1, (0, 1, 2, 3))] * 4
+    assert list((tmp_path / "run").iterdir()) == [], "nothing stays behind"
+
+
+def test_a_folder_on_each_machine(tmp_path: Path) -> None:
+    found = on_ranks(machines(2, 2), lambda gang: find_disks(gang, tmp_path / str(gang.rank // 2)))
+    assert found == [Disks(0, 2, (0, 1))] * 2 + [Disks(1, 2, (2, 3))] * 2
+    assert [(disks.keeper, disks.others) for disks in found[1:3]] == [(0, (1,)), (2, (3,))]
+
+
+def test_two_machines_share_and_a_third_does_not(tmp_path: Path) -> None:
+    found = on_ranks(machines(3, 1), lambda gang: find_disks(gang, tmp_path / str(gang.rank % 2)))
+    assert found == [Disks(0, 2, (0, 2)), Disks(1, 2, (1,)), Disks(0, 2, (0, 2))]
+
+
+def test_a_launcher_that_says_nothing_of_machines(tmp_path: Path) -> None:
+    """All ranks but the first are nobody's first: what they see decides."""
+    found = on_ranks(machines(1, 4), lambda gang: find_disks(gang, tmp_path / str(gang.rank // 2)))
+    assert found == [Disks(0, 2, (0, 1))] * 2 + [Disks(1, 2, (2, 3))] * 2
+
+
+def test_a_machine_that_cannot_write_stops_all(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("a file where the folder must go")
+    for error in on_ranks(machines(2, 1), lambda gang: find_disks(gang, tmp_path / str(gang.rank))):
+        assert isinstance(error, ConfigError)
+        assert "rank 1: File exists" in str(error)
+
+
+# --- the files of several disks
+
+
+def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
+    """Checkpoint 1 of two ranks with a disk each."""
+
+    def save(gang: Gang) -> None:
+        disks = Disks(gang.rank, 2, (gang.rank,))
+        root = tmp_path / str(gang.rank)
+        store = Store(
+            root,
+            rank=gang.rank,
+            world=2,
+            vote=lambda ok: all(gang.gather_objects(ok)),
+            gather=gang.gather_objects,
+            disks=disks,
+        )
+        with store.writing(1, {}) as draft:
+            draft.write_state("optimizer", state_of(gang.rank))
+            draft.write_rank_state({"rng": state_of(gang.rank)})
+
+    assert on_ranks(machines(2, 1), save) == [None, None]
+    return tmp_path / "0" / "checkpoint-1", tmp_path / "1" / "checkpoint-1"
+
+
+def test_each_disk_lists_its_own(tmp_path: Path) -> None:
+    first, second = save_on_two(tmp_path)
+    for node, path in enumerate((first, second)):
+        info = Store(path.parent).verify(path)
+        assert (info.nodes, info.held, info.complete, info.world_size) == (2, (node,), False, 2)
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert (manifest["node"], manifest["nodes"]) == (node, 2)
+    checkpoint = CheckpointManager(Store(first.parent)).load(first)
+    assert checkpoint.per_rank("rng", 0)["step"] == 0
+    with pytest.raises(CheckpointError, match=r"rank-00001.json is not in its manifest"):
+        checkpoint.per_rank("rng", 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_folders_put_into_one_are_whole(tmp_path: Path, order: tuple[int, int]) -> None:
+    paths = save_on_two(tmp_path)
+    joined = tmp_path / "joined" / "checkpoint-1"
+    for node in order:
+        shutil.copytree(paths[node], joined, dirs_exist_ok=True)
+    checkpoint = CheckpointManager(Store(joined.parent)).load(joined)
+    assert (checkpoint.info.held, checkpoint.info.complete) == ((0, 1), True)
+    assert [checkpoint.per_rank("rng", rank)["step"] for rank in (0, 1)] == [0, 1]
+    assert checkpoint.shared("optimizer")["step"] == order[1], (
+        "as copied last, with the manifest that says so"
+    )
+    (joined / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is missing"):
+        Store(joined.parent).verify(joined)
+
+
+def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
+    first, _ = save_on_two(tmp_path / "a")
+    _, second = save_on_two(tmp_path / "b")
+    again = tmp_path / "b" / "1"
+    with Store(again, rank=1, world=2, disks=Disks(1, 2, (1,)), gather=lambda value: [None, value]).writing(
+        1, {}
+    ):
+        pass
+    shutil.copy(second / "node-00001.manifest.json", first)
+    with pytest.raises(CheckpointError, match=r"node-00001.manifest.json is of another save"):
+        Store(first.parent).verify(first)

@@ -1,0 +1,167 @@
+"""Checkpoints in a remote folder that fails, and processes that end while they write to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+from tests.checkpoint.faults import state_of
+
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.mirrored import MirroredStore
+from windlass.checkpoint.remote import Mirror, RemoteFolder
+from windlass.checkpoint.retention import Retention
+from windlass.core.errors import CheckpointError
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it happens."""
+
+
+class Faulty(RemoteFolder):
+    """Fails at the operation of number `at` (from 1), and says which there were."""
+
+    at, fault = 0, ConnectionError
+    operations: list[str] = []
+
+    def before(self, operation: str, name: str) -> None:
+        Faulty.operations.append(f"{operation} {name}")
+        if len(Faulty.operations) == Faulty.at:
+            raise Faulty.fault("the line is dead")
+
+    @classmethod
+    def arm(cls, at: int = 0, fault: type[BaseException] = ConnectionError) -> None:
+        cls.at, cls.fault, cls.operations = at, fault, []
+
+
+def store_at(root: Path, url: str) -> MirroredStore:
+    remote = Faulty(url)
+    return MirroredStore(Mirror(root, remote, loose=remote))
+
+
+def save(root: Path, url: str, step: int, limit: int | None = 1, value: int | None = None) -> Path | None:
+    (root / "metrics.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    (root / "metrics.jsonl").write_text(f"{step}\n")
+    content = Content({"optimizer": state_of(value or step)}, {"rng": state_of(step)})
+    return CheckpointManager(store_at(root, url), Retention(limit=limit)).save(step, content, meta={})
+
+
+def newest(root: Path, url: str) -> Checkpoint:
+    manager = CheckpointManager(store_at(root, url))
+    return manager.receive(manager.choose(True))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    Faulty.arm()
+    return f"file://{tmp_path}/bucket/run"
+
+
+def test_round_trip_in_memory(tmp_path: Path) -> None:
+    Faulty.arm()
+    url = f"memory://bucket-{tmp_path.name}/run"
+    save(tmp_path / "a", url, 3)
+    checkpoint = newest(tmp_path / "b", url)
+    assert checkpoint.shared("optimizer")["step"] == 3
+    assert checkpoint.per_rank("rng", 0)["step"] == 3
+    assert (tmp_path / "b" / "metrics.jsonl").read_text() == "3\n"
+    fsspec.filesystem("memory").rm(f"/bucket-{tmp_path.name}", recursive=True)
+
+
+def count(work: Callable[[], object]) -> int:
+    Faulty.arm()
+    work()
+    return len(Faulty.operations)
+
+
+@pytest.mark.parametrize("fault", [ConnectionError, Killed])
+@pytest.mark.parametrize("step", [2, 1], ids=["next-step", "same-step"])
+def test_a_whole_one_stands_whatever_fails(tmp_path: Path, step: int, fault: type[BaseException]) -> None:
+    """The line fails, or the process ends, at each operation of a save and its retention."""
+
+    def url_of(case: object) -> str:
+        return f"file://{tmp_path}/bucket-{case}/run"
+
+    def second(case: object) -> None:
+        save(tmp_path / f"root-{case}", url_of(case), step, value=20)
+
+    Faulty.arm()
+    save(tmp_path / "root-all", url_of("all"), 1)
+    total = count(lambda: second("all"))
+    assert total > 10
+    for at in range(1, total + 1):
+        Faulty.arm()
+        save(tmp_path / f"root-{at}", url_of(at), 1)
+        Faulty.arm(at, fault)
+        try:
+            second(at)
+        except Killed:
+            assert fault is Killed
+        uploading = any(operation.startswith("upload") for operation in Faulty.operations)
+        Faulty.arm()
+        # Another machine has nothing but the remote folder; on this one the commit came before the upload.
+        there = newest(tmp_path / f"other-{at}", url_of(at)).shared("optimizer")["step"]
+        here = newest(tmp_path / f"root-{at}", url_of(at)).shared("optimizer")["step"]
+        assert (there, here) in [(1, 1), (1, 20), (20, 20)], at
+        assert here == 20 or not uploading, at
+        # And the next save of either ends in order.
+        save(tmp_path / f"root-{at}", url_of(at), 3)
+        assert RemoteFolder(url_of(at)).names() == ["checkpoint-3", "metrics.jsonl"], at
+
+
+def test_ended_between_data_and_manifest(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "a", url, 1)
+
+    class Dies(Faulty):
+        def before(self, operation: str, name: str) -> None:
+            if (operation, name) == ("upload", "checkpoint-2/manifest.json"):
+                raise Killed
+
+    mirror = Mirror(tmp_path / "a", Dies(url))
+    with pytest.raises(Killed):
+        CheckpointManager(MirroredStore(mirror)).save(2, Content({"optimizer": state_of(2)}), meta={})
+    assert "optimizer.json" in RemoteFolder(url).names("checkpoint-2")
+    assert newest(tmp_path / "b", url).step == 1
+    save(tmp_path / "b", url, 2, value=7)
+    assert newest(tmp_path / "c", url).shared("optimizer")["step"] == 7
+
+
+def test_damage_there_is_found_here(tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save(tmp_path / "a", url, step, limit=None)
+    path = tmp_path / "bucket" / "run" / "checkpoint-2" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert newest(tmp_path / "b", url).step == 1
+    assert "checkpoint-2/optimizer.safetensors is damaged" in caplog.text
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2/optimizer.safetensors is damaged"):
+        store_at(tmp_path / "c", url).verify(tmp_path / "c" / "checkpoint-2")
+    assert newest(tmp_path / "a", url).step == 2, "this machine has its own"
+
+
+def test_the_later_commit_of_a_step_counts(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "a", url, 1, value=10)
+    newest(tmp_path / "b", url)
+    save(tmp_path / "b", url, 1, value=20)
+    assert RemoteFolder(url).names() == ["checkpoint-1-again-1", "metrics.jsonl"]
+    assert newest(tmp_path / "a", url).shared("optimizer")["step"] == 20
+    assert not list((tmp_path / "a").glob("replaced-*"))
+
+
+def test_a_folder_that_cannot_be_reached_is_no_empty_one(tmp_path: Path, url: str) -> None:
+    save(tmp_path / "a", url, 1)
+    Faulty.arm(1)
+    with pytest.raises(CheckpointError, match=r"remote folder cannot be read.*the line is dead"):
+        newest(tmp_path / "a", url)
+
+
+def test_retention_reaches_what_another_machine_saved(tmp_path: Path, url: str) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / "a", url, step, limit=None)
+    save(tmp_path / "b", url, 4, limit=2)
+    assert RemoteFolder(url).names() == ["checkpoint-3", "checkpoint-4", "metrics.jsonl"]
