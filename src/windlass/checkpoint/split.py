@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names
-from windlass.checkpoint.tensor_file import nbytes, write_tensors
+from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
 from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, save_weights, split_aliases
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
-_SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_split(
@@ -36,60 +36,92 @@ def save_split(
     files.ensure_folder(folder)
     names = canonical_names(state)
     stored, aliases = split_aliases({names[name]: tensor for name, tensor in state.items()})
-    parts = _parts(stored, limit)
-    if len(parts) < 2:
+    for name, tensor in stored.items():
+        check_tensor(tensor, name)
+    shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    if len(_parts(shaped, limit)) < 2:
         save_weights(folder, state, files=files)
         written = [WEIGHTS_NAME]
     else:
-        written = _write_parts(folder, parts, stored, aliases, files)
+        written = stream_split(folder, shaped, stored.__getitem__, aliases, limit, files)
     _remove_others(folder, written, files)
     return written
 
 
-def _parts(stored: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """The names in order, cut wherever a file would grow beyond the limit."""
-    parts: list[list[str]] = []
-    held = 0
-    for name, tensor in stored.items():
-        size = nbytes(tensor)
-        if not parts or held + size > limit:
-            parts.append([])
-            held = 0
-        parts[-1].append(name)
-        held += size
-    return parts
-
-
-def _write_parts(
+def stream_split(
     folder: Path,
-    parts: list[list[str]],
-    stored: Mapping[str, Tensor],
+    shaped: Mapping[str, Shaped],
+    read: Callable[[str], Tensor],
     aliases: Mapping[str, str],
+    limit: int,
     files: Files,
 ) -> list[str]:
+    """Write tensors that are made one by one, by `read`, as one file or as several with an index; gives their names.
+
+    Args:
+        aliases: tied name -> the name that it is stored under.
+    """
+    parts = _parts(shaped, limit)
+    if len(parts) < 2:
+        _write_part(folder, WEIGHTS_NAME, shaped, read, with_aliases({"format": "pt"}, aliases), files)
+        return [WEIGHTS_NAME]
     places: dict[str, str] = {}
     written = []
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        new = folder / f"tmp-{name}"
-        write_tensors(new, {key: stored[key] for key in part}, {"format": "pt"}, files=files)
-        files.rename(new, folder / name)
+        _write_part(folder, name, {key: shaped[key] for key in part}, read, {"format": "pt"}, files)
         places.update(dict.fromkeys(part, name))
         written.append(name)
-    metadata: dict[str, object] = {"total_size": sum(nbytes(tensor) for tensor in stored.values())}
-    if aliases:
-        metadata[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
+    size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
+    _write_index(folder, {**size, **with_aliases({}, aliases)}, places, files)
+    return written
+
+
+def with_aliases(metadata: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Metadata that says which names are tied, where any are."""
+    said = {ALIASES_KEY: json.dumps(aliases, sort_keys=True)} if aliases else {}
+    return {**metadata, **said}
+
+
+def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
+    """The names in order, cut wherever a file would grow beyond the limit."""
+    parts: list[list[str]] = []
+    held = 0
+    for name, tensor in shaped.items():
+        if not parts or held + tensor.nbytes > limit:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += tensor.nbytes
+    return parts
+
+
+def _write_part(
+    folder: Path,
+    name: str,
+    shaped: Mapping[str, Shaped],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    files: Files,
+) -> None:
+    new = folder / f"tmp-{name}"
+    stream_tensors(new, shaped, read, metadata, files=files)
+    files.rename(new, folder / name)
+
+
+def _write_index(
+    folder: Path, metadata: Mapping[str, object], places: Mapping[str, str], files: Files
+) -> None:
     index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
     new = folder / f"tmp-{SPLIT_INDEX_NAME}"
     files.write(new, [index.encode() + b"\n"])
     files.rename(new, folder / SPLIT_INDEX_NAME)
-    return written
 
 
 def _remove_others(folder: Path, written: list[str], files: Files) -> None:
     """What an earlier save left: a reader would find two sets of weights."""
     single = written == [WEIGHTS_NAME]
     for path in folder.iterdir():
-        stale = _SPLIT_FILE.fullmatch(path.name) is not None and path.name not in written
+        stale = SPLIT_FILE.fullmatch(path.name) is not None and path.name not in written
         if stale or path.name == (SPLIT_INDEX_NAME if single else WEIGHTS_NAME):
             files.remove_file(path)

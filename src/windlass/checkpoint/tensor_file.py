@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -62,6 +62,18 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """What the header of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, files: Files
 ) -> FileEntry:
@@ -73,18 +85,31 @@ def write_tensors(
     """
     for name, tensor in tensors.items():
         check_tensor(tensor, f"{path.name}: {name}")
+    shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return stream_tensors(path, shaped, tensors.__getitem__, metadata, files=files)
+
+
+def stream_tensors(
+    path: Path,
+    shaped: Mapping[str, Shaped],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    files: Files,
+) -> FileEntry:
+    """Write a safetensors file whose tensors are made one by one, by `read`, each of them `shaped` as is said here."""
     # Wide types first, as the package does it: every tensor is aligned to its own element size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header = _header(order, tensors, metadata)
-    return files.write(path, _chunks(header, order, tensors))
+    order = sorted(shaped, key=lambda name: (-shaped[name].dtype.itemsize, name))
+    header = _header(order, shaped, metadata)
+    return files.write(path, _chunks(header, order, read))
 
 
-def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
+def _header(order: list[str], shaped: Mapping[str, Shaped], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name in order:
-        tensor = tensors[name]
-        end = begin + nbytes(tensor)
+        tensor = shaped[name]
+        end = begin + tensor.nbytes
         header[name] = {
             "dtype": CODES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -94,14 +119,14 @@ def _header(order: list[str], tensors: Mapping[str, Tensor], metadata: Mapping[s
     text = strict_json.dump(header, "the header of a safetensors file").rstrip()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(tensors):,} tensors are too many for one safetensors file")
+        raise CheckpointError(f"{len(shaped):,} tensors are too many for one safetensors file")
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(header: bytes, order: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(header: bytes, order: list[str], read: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for name in order:
-        host = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        host = read(name).detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         yield _bytes_of(host)
 
 

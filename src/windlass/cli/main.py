@@ -60,6 +60,10 @@ def _dispatch(arguments: list[str]) -> int:
         from windlass.cli.estimate_memory import estimate_memory_command
 
         return estimate_memory_command(arguments[1:])
+    if arguments[:1] == ["checkpoint"]:
+        from windlass.cli.checkpoint import checkpoint_command
+
+        return checkpoint_command(arguments[1:])
     if arguments[:1] == ["merge-weights"]:
         from windlass.cli.merge_weights import merge_weights_command
 
@@ -122,6 +126,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands.add_parser("explain", help="where the value of a setting comes from", add_help=False)
     commands.add_parser("test", help="check that this installation trains in two processes", add_help=False)
     commands.add_parser("estimate-memory", help="what a model takes in memory", add_help=False)
+    commands.add_parser(
+        "checkpoint", help="look at checkpoints, check, compare, export, remove them", add_help=False
+    )
     commands.add_parser("merge-weights", help="weights in parts as one file", add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")

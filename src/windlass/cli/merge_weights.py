@@ -20,8 +20,10 @@ def merge_weights_command(words: list[str]) -> int:
         fix = "weights are written as safetensors only; leave it out"
         raise ConfigError(Problem("--unsafe_serialization", True, fix))
     source, target = Path(options.checkpoint_directory), Path(options.output_path)
+    from windlass.checkpoint.export import ExportOptions, export_file
     from windlass.checkpoint.files import Files
-    from windlass.checkpoint.sharded import index_name, merge_parts
+    from windlass.checkpoint.sharded import index_name
+    from windlass.checkpoint.stored import open_folder
     from windlass.checkpoint.weights import WEIGHTS_NAME
 
     if not (source / index_name("model")).is_file():
@@ -32,7 +34,7 @@ def merge_weights_command(words: list[str]) -> int:
     if options.remove_checkpoint_dir and inside:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
         raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
-    entry = merge_parts(source, target)
+    entry = export_file(open_folder(source), target / WEIGHTS_NAME, ExportOptions())
     print(f"{target / WEIGHTS_NAME}: {entry.size:,} bytes, sha256 {entry.sha256}")
     if options.remove_checkpoint_dir:
         Files().remove_tree(source)
@@ -44,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="windlass merge-weights",
         allow_abbrev=False,
-        description="Put the weights that each process wrote for itself together. They pass through host memory.",
+        description="Put the weights that each process wrote for itself together, one tensor at a time.",
     )
     parser.add_argument(
         "checkpoint_directory", help="a folder with model.parts.json and the files of each rank"

@@ -7,6 +7,8 @@ from typing import Literal
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# What the command line calls torch's dtypes.
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 @dataclass(slots=True)

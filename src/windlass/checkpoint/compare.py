@@ -1,0 +1,179 @@
+"""What differs between two folders: files, tensors and plain values. Of tensors, one of each side is in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import FileEntry
+from windlass.checkpoint.sharded import index_name
+from windlass.checkpoint.stored import (
+    OPTIMIZER,
+    Folder,
+    StoredTensors,
+    open_optimizer,
+    open_state_file,
+    open_weights,
+    state_files,
+    weights_stem,
+)
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.core.errors import CheckpointError
+
+_PIECE = 1 << 22  # elements that are compared at a time
+_SHOWN = 60  # characters of a plain value
+_OWN = ("manifest.json", index_name("model"), index_name(OPTIMIZER))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same. `where` is a file, or what holds the tensors; `name` is what differs in it."""
+
+    where: str
+    name: str
+    what: str
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What differs, and how many tensors have the same bits on both sides."""
+
+    differences: list[Difference]
+    equal_tensors: int = 0
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
+
+
+def compare(first: Folder, second: Folder) -> Comparison:
+    """Compare two checkpoints, or folders of a model; they may have been written in different layouts.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    found = Comparison([])
+    for where, opener in _tensor_groups(first, second):
+        _compare_groups(found, where, opener, first, second)
+    for name in sorted(_plain_files(first) | _plain_files(second)):
+        found.differences.extend(_file_differences(name, first, second))
+    return found
+
+
+_Opener = Callable[[Folder], AbstractContextManager[StoredTensors] | None]
+
+
+def _tensor_groups(first: Folder, second: Folder) -> Iterator[tuple[str, _Opener]]:
+    yield "model", lambda folder: open_weights(folder) if _has_weights(folder) else None
+    yield OPTIMIZER, lambda folder: open_optimizer(folder) if _has_optimizer(folder) else None
+    for name in sorted({*state_files(first), *state_files(second)}):
+        yield name, lambda folder, name=name: open_state_file(folder, name) if name in folder else None  # type: ignore[misc]
+
+
+def _has_weights(folder: Folder) -> bool:
+    try:
+        weights_stem(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _has_optimizer(folder: Folder) -> bool:
+    return f"{OPTIMIZER}.safetensors" in folder or index_name(OPTIMIZER) in folder
+
+
+def _compare_groups(found: Comparison, where: str, opener: _Opener, first: Folder, second: Folder) -> None:
+    left, right = opener(first), opener(second)
+    if left is None or right is None:
+        if left is not right:
+            found.differences.append(Difference(where, "", "removed" if right is None else "added"))
+        return
+    with left as one, right as other:
+        for name in sorted({*one.names, *other.names, *one.aliases, *other.aliases}):
+            what = _tensor_difference(one, other, name)
+            if what is None:
+                found.equal_tensors += 1
+            else:
+                found.differences.append(Difference(where, name, what))
+
+
+def _tensor_difference(one: StoredTensors, other: StoredTensors, name: str) -> str | None:
+    left, right = one.aliases.get(name, name), other.aliases.get(name, name)
+    if left not in one or right not in other:
+        return "added" if left not in one else "removed"
+    if one.shape(left) != other.shape(right):
+        return f"shape {list(one.shape(left))} became {list(other.shape(right))}"
+    before, after = one.dtype(left), other.dtype(right)
+    a, b = one.read(left).reshape(-1), other.read(right).reshape(-1)
+    if before == after and _equal_bits(a, b):
+        return None
+    changed = "" if before == after else f"dtype {_short(before)} became {_short(after)}, "
+    return f"{changed}max abs difference {_largest_difference(a, b):.6g}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    # As bytes: NaN equals itself, and 0 is not -0.
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    largest = torch.zeros((), dtype=torch.float64)
+    for start in range(0, a.numel(), _PIECE):
+        piece = a[start : start + _PIECE].double() - b[start : start + _PIECE].double()
+        largest = torch.maximum(largest, piece.abs().max())
+    return float(largest)
+
+
+# --- files without tensors
+
+
+def _plain_files(folder: Folder) -> set[str]:
+    return {name for name in folder.names if not name.endswith(".safetensors") and name not in _OWN}
+
+
+def _file_differences(name: str, first: Folder, second: Folder) -> Iterator[Difference]:
+    if name not in first or name not in second:
+        yield Difference(name, "", "added" if name not in first else "removed")
+        return
+    if _entry(first, name) == _entry(second, name):
+        return
+    if not name.endswith(".json"):
+        yield Difference(name, "", "content differs")
+        return
+    before, after = _values(first, name), _values(second, name)
+    for key in sorted(before.keys() | after.keys()):
+        if key not in before or key not in after:
+            yield Difference(name, key, "added" if key not in before else "removed")
+        elif before[key] != after[key]:
+            yield Difference(name, key, f"{before[key][:_SHOWN]} became {after[key][:_SHOWN]}")
+
+
+def _entry(folder: Folder, name: str) -> FileEntry:
+    return folder.files.digest(folder.path / name)
+
+
+def _values(folder: Folder, name: str) -> dict[str, str]:
+    """The plain values of a JSON tree, as text, by their path."""
+    path = folder.path / name
+    tree = strict_json.parse(folder.files.read(path, MAX_JSON_BYTES), str(path))
+    return dict(_leaves(tree, ()))
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None or not tree:
+        yield "/".join(path), json.dumps(tree)
+        return
+    for key, item in items:
+        yield from _leaves(item, (*path, str(key)))

@@ -1,0 +1,212 @@
+"""A checkpoint's tensors for other programs: as one safetensors file, or as a folder for `from_pretrained`.
+
+No code of the training is needed. One tensor at a time passes through host memory. What is written has another name
+until it is complete, so a result that is there is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import CHUNK, FileEntry, Files
+from windlass.checkpoint.manifest import MANIFEST_NAME
+from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split, with_aliases
+from windlass.checkpoint.stored import (
+    ADAPTER_WEIGHTS_NAME,
+    Folder,
+    StoredTensors,
+    open_optimizer,
+    open_weights,
+    weights_stem,
+)
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.checkpoint.tensor_file import Shaped, stream_tensors
+from windlass.checkpoint.weights import WEIGHTS_NAME
+from windlass.core.errors import CheckpointError
+
+MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
+_CONFIG = "config.json"
+# What lies beside weights for `from_pretrained`: configurations, the tokenizer or processor, code that they name.
+_COMPANIONS = (
+    _CONFIG, "generation_config.json", "adapter_config.json", "*tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*processor*.json",
+    "README.md", "LICENSE*", "*.py",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export.
+
+    Attributes:
+        tensors: of the model, or of the optimizer's state (`PARAMETER/KEY`).
+        dtype: floating-point tensors are converted to it; counters of the optimizer stay as they are.
+        max_shard_size: bytes of tensors in one file of a folder.
+        force: whether an earlier result may be replaced.
+    """
+
+    tensors: Literal["model", "optimizer"] = "model"
+    dtype: torch.dtype | None = None
+    max_shard_size: int = MAX_SHARD_SIZE
+    force: bool = False
+
+
+def export_file(
+    source: Folder, target: Path, options: ExportOptions, files: Files | None = None
+) -> FileEntry:
+    """Write the tensors of `source` as the one file `target`; gives its size and hash. Names that are tied are in its
+    metadata.
+
+    Raises:
+        CheckpointError: there are none, a file of the source is damaged, or `target` is there already.
+    """
+    files = files or Files()
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder; name a file")
+    if target.exists() and not options.force:
+        raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
+    files.ensure_folder(target.parent)
+    new = target.with_name(f"tmp-{target.name}")
+    new.unlink(missing_ok=True)  # left by an export that was cut off
+    try:
+        with _open(source, options) as tensors:
+            shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
+            metadata = with_aliases({"format": "pt"}, tensors.aliases)
+            entry = stream_tensors(new, shaped, _reader(tensors, shaped), metadata, files=files)
+        files.rename(new, target)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    files.sync_folder(target.parent)
+    return entry
+
+
+def export_folder(source: Folder, target: Path, options: ExportOptions, files: Files | None = None) -> None:
+    """Write the weights of `source` with their configuration and tokenizer as the folder `target`.
+
+    Raises:
+        CheckpointError: there are no weights, a file of the source is damaged, or `target` is there already.
+    """
+    files = files or Files()
+    _check_place(target, options)
+    stem = weights_stem(source)
+    files.ensure_folder(target.parent)
+    new = target.with_name(f"tmp-{target.name}")
+    if new.exists():
+        files.remove_tree(new)
+    files.make_folder(new)
+    try:
+        if stem == "model":
+            _write_weights(source, new, options, files)
+        else:
+            export_file(source, new / ADAPTER_WEIGHTS_NAME, options, files)
+        for name in sorted(source.names):
+            if any(fnmatch(name, pattern) for pattern in _COMPANIONS):
+                _copy(source, name, new / name, options, files)
+        files.sync_folder(new)
+        _put(new, target, files)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove_tree(new)
+        raise
+
+
+def _check_place(target: Path, options: ExportOptions) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not options.force:
+        raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
+    if not _is_result(target):
+        raise CheckpointError(
+            f"{target} is no folder that an export wrote, so it is not replaced; name another"
+        )
+
+
+def _is_result(target: Path) -> bool:
+    """Whether a folder holds weights and what lies beside them, and nothing that somebody may miss."""
+    if not target.is_dir() or target.is_symlink() or (target / MANIFEST_NAME).exists():
+        return False
+    weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, SPLIT_INDEX_NAME)
+    entries = list(target.iterdir())
+    return any(entry.name in weights for entry in entries) and all(
+        entry.is_file()
+        and (
+            entry.name in weights
+            or SPLIT_FILE.fullmatch(entry.name)
+            or any(fnmatch(entry.name, pattern) for pattern in _COMPANIONS)
+        )
+        for entry in entries
+    )
+
+
+def _put(new: Path, target: Path, files: Files) -> None:
+    """Give the complete folder its name. What it replaces goes only when it stands."""
+    if not target.exists():
+        files.rename(new, target)
+    else:
+        old = target.with_name(f"tmp-removed-{target.name}")
+        files.rename(target, old)
+        files.rename(new, target)
+        files.remove_tree(old)
+    files.sync_folder(target.parent)
+
+
+def _write_weights(source: Folder, folder: Path, options: ExportOptions, files: Files) -> None:
+    with _open(source, options) as tensors:
+        shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
+        read = _reader(tensors, shaped)
+        stream_split(folder, shaped, read, tensors.aliases, options.max_shard_size, files)
+
+
+def _open(source: Folder, options: ExportOptions) -> AbstractContextManager[StoredTensors]:
+    return open_optimizer(source) if options.tensors == "optimizer" else open_weights(source)
+
+
+def _shaped_as(tensors: StoredTensors, name: str, options: ExportOptions) -> Shaped:
+    found = tensors.shaped(name)
+    counts = options.tensors == "optimizer" and not found.shape
+    if options.dtype is None or counts or not found.dtype.is_floating_point:
+        return found
+    return Shaped(options.dtype, found.shape)
+
+
+def _reader(tensors: StoredTensors, shaped: dict[str, Shaped]) -> Any:
+    def read(name: str) -> Tensor:
+        return tensors.read(name).to(shaped[name].dtype)
+
+    return read
+
+
+def _copy(source: Folder, name: str, target: Path, options: ExportOptions, files: Files) -> None:
+    if name == _CONFIG and options.dtype is not None:
+        files.write(target, [_config_as(source, options.dtype)])
+        return
+    with source.files.reading(source.path / name) as file:
+        files.write(target, _pieces(file))
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
+    while piece := file.read(CHUNK):
+        yield piece
+
+
+def _config_as(source: Folder, dtype: torch.dtype) -> bytes:
+    """The configuration, saying the dtype of the weights beside it: `from_pretrained` goes by it."""
+    path = source.path / _CONFIG
+    config = strict_json.parse(source.files.read(path, MAX_JSON_BYTES), str(path))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a map")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    text = json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2)
+    return text.encode() + b"\n"

@@ -1,0 +1,103 @@
+"""What lies in a run's folder, as it is, for a person who looks: also what is damaged, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_sizes, read_manifest
+from windlass.checkpoint.retention import best_of
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.checkpoint.verified import VerifiedFiles
+from windlass.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A folder that is a checkpoint by its name. Without a `problem` it has all its files, each of its size; their
+    content was not read. `saved_at` is in seconds since 1970.
+    """
+
+    path: Path
+    info: CheckpointInfo | None
+    problem: str | None
+    saved_at: float | None
+
+
+def survey(store: Store) -> list[Found]:
+    """Every checkpoint of a run, in order of the commits, those whose manifest cannot be read first."""
+    found = [look_at(path) for path in store.folders()]
+    return sorted(found, key=lambda one: (-1, 0) if one.info is None else one.info.order)
+
+
+def look_at(path: Path) -> Found:
+    info = None
+    try:
+        saved_at = os.stat(path / MANIFEST_NAME).st_mtime
+    except OSError:
+        saved_at = None
+    try:
+        info = read_manifest(path, Files())
+        check_sizes(info)
+    except (CheckpointError, OSError) as error:
+        return Found(path, info, str(error), saved_at)
+    return Found(path, info, None, saved_at)
+
+
+@dataclass(frozen=True, slots=True)
+class RunNotes:
+    """What the newest whole checkpoint says of its run.
+
+    Attributes:
+        metric: the name of the one that the run goes by.
+        best: name of the folder of the best model so far.
+    """
+
+    metric: str | None = None
+    greater_is_better: bool = False
+    best: str | None = None
+
+
+def notes_of(whole: list[CheckpointInfo]) -> RunNotes:
+    """Read the notes of the newest one; none where there is none, or another program's code wrote it.
+
+    Raises:
+        CheckpointError: a file that has them is damaged.
+    """
+    if not whole:
+        return RunNotes()
+    arguments, state = _tree(whole[-1], "training_args.json"), _tree(whole[-1], "trainer_state.json")
+    metric, best = arguments.get("metric_for_best_model"), state.get("best_model_checkpoint")
+    return RunNotes(
+        metric=metric if isinstance(metric, str) else None,
+        greater_is_better=arguments.get("greater_is_better") is True,
+        best=Path(best).name if isinstance(best, str) else None,
+    )
+
+
+def _tree(info: CheckpointInfo, name: str) -> Mapping[str, Any]:
+    if name not in info.files:
+        return {}
+    path = info.path / name
+    tree = strict_json.parse(VerifiedFiles(info, Files()).read(path, MAX_JSON_BYTES), str(path))
+    return tree if isinstance(tree, dict) else {}
+
+
+def marks_of(info: CheckpointInfo, whole: list[CheckpointInfo], notes: RunNotes) -> list[str]:
+    """What a checkpoint is to its run: "last", "best", "ephemeral"."""
+    marks = []
+    if whole and info.path == whole[-1].path:
+        marks.append("last")
+    rated = best_of(whole, 1, notes.greater_is_better)
+    is_noted = info.path.name == notes.best
+    if is_noted or (notes.best is None and bool(rated) and info.path == rated[0].path):
+        marks.append("best")
+    if info.meta.get("ephemeral"):
+        marks.append("ephemeral")
+    return marks

@@ -1,0 +1,36 @@
+"""`windlass checkpoint diff`: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+
+from windlass.checkpoint.compare import Comparison, compare
+from windlass.checkpoint.stored import open_folder
+from windlass.cli.checkpoint_listing import local_path
+
+_SHOWN = 20  # differences of one file
+
+
+def diff_command(first: str, second: str, as_json: bool) -> int:
+    """Print the differences; returns 0 where there are none, else 1."""
+    found = compare(open_folder(local_path(first)), open_folder(local_path(second)))
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _print(found)
+    return 0 if found.same else 1
+
+
+def _print(found: Comparison) -> None:
+    for where, group in itertools.groupby(found.differences, key=lambda difference: difference.where):
+        listed = list(group)
+        for difference in listed[:_SHOWN]:
+            place = f"{where}: {difference.name}" if difference.name else where
+            print(f"{place}: {difference.what}")
+        if len(listed) > _SHOWN:
+            print(f"{where}: {len(listed) - _SHOWN} more differ; --json lists them all")
+    count = len(found.differences)
+    said = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
+    print(f"{said}; {found.equal_tensors} tensors have equal bits")

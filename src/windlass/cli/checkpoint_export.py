@@ -1,0 +1,61 @@
+"""`windlass checkpoint export`: tensors of a checkpoint for other programs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_file, export_folder
+from windlass.checkpoint.stored import open_folder
+from windlass.cli.checkpoint_listing import local_path
+from windlass.cli.estimate_memory import in_words
+from windlass.cli.options import DTYPES
+from windlass.config.quantities import size_in_bytes
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import is_url
+
+
+def export_command(words: argparse.Namespace) -> int:
+    """Export what the words say; returns the exit code.
+
+    Raises:
+        ConfigError: they contradict each other.
+        CheckpointError: the source has no such tensors or is damaged, or the target is there already.
+    """
+    target = Path(words.target).expanduser()
+    form = words.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
+    options = _options(words, form)
+    source = open_folder(local_path(words.checkpoint))
+    if form == "hf":
+        export_folder(source, target, options)
+        written = sorted(path for path in target.iterdir() if path.suffix == ".safetensors")
+    else:
+        export_file(source, target, options)
+        written = [target]
+    for path in written:
+        print(f"{path}: {in_words(path.stat().st_size)}")
+    return 0
+
+
+def _options(words: argparse.Namespace, form: str) -> ExportOptions:
+    problems = []
+    if is_url(words.target):
+        problems.append(Problem("TARGET", words.target, "name a folder of this machine, and upload that"))
+    if form == "hf" and words.tensors == "optimizer":
+        fix = "from_pretrained reads no optimizer state: name a file that ends with .safetensors as TARGET"
+        problems.append(Problem("--tensors", words.tensors, fix))
+    if form == "safetensors" and words.max_shard_size is not None:
+        fix = "divides the files of a folder: leave it out, or use --format hf"
+        problems.append(Problem("--max-shard-size", words.max_shard_size, fix))
+    limit = MAX_SHARD_SIZE
+    if words.max_shard_size is not None:
+        try:
+            limit = size_in_bytes(words.max_shard_size)
+        except ValueError as error:
+            problems.append(Problem("--max-shard-size", words.max_shard_size, str(error)))
+    if problems:
+        raise ConfigError(*problems)
+    dtype = None if words.dtype is None else getattr(torch, DTYPES[words.dtype])
+    return ExportOptions(words.tensors, dtype, limit, words.force)

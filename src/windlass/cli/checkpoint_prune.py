@@ -1,0 +1,43 @@
+"""`windlass checkpoint prune`: remove checkpoints that need not be kept."""
+
+from __future__ import annotations
+
+from windlass.checkpoint.retention import Retention, surplus
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.survey import notes_of
+from windlass.cli.checkpoint_listing import local_path
+from windlass.cli.estimate_memory import in_words
+from windlass.core.errors import CheckpointError
+
+
+def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry_run: bool) -> int:
+    """Remove all whole checkpoints but those that are to be kept, and say which; returns the exit code.
+
+    The newest stays in any case, and so does the best of the run, which a resumed run would look for. A damaged one
+    is left alone.
+
+    Raises:
+        CheckpointError: nothing says what to keep, there are no checkpoints, nothing is known of which are the best,
+            or one cannot be removed.
+    """
+    if keep_last is None and keep_best is None:
+        raise CheckpointError("say what to keep: --keep-last N, --keep-best N or both")
+    store = Store(local_path(folder))
+    whole = store.whole()
+    if not whole:
+        raise CheckpointError(f"{store.root} holds no whole checkpoints")
+    notes = notes_of(whole)
+    if keep_best is not None and all(info.meta.get("metric") is None for info in whole):
+        raise CheckpointError(f"no checkpoint in {store.root} says how it was evaluated; use --keep-last")
+    policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
+    going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
+    for info in going:
+        if not dry_run:
+            try:
+                store.remove(info.path)
+            except OSError as error:
+                raise CheckpointError(f"{info.path} could not be removed: {error.strerror}") from error
+        print(f"{info.path}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}")
+    freed = in_words(sum(info.nbytes for info in going))
+    print(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")
+    return 0
