@@ -234,9 +234,9 @@ def test_a_bookmark_survives_a_look_at_streams_that_share_their_nodes() -> None:
     groups = loader.groups()
     [next(groups) for _ in range(2)]
     assert len(list(train_loader(held_out, 4))) == 2
-    next(groups)
+    [next(groups) for _ in range(3)]  # the first of them was read before that look
     resumed = train_loader(base().skip(8), 4)
     resumed.load_state_dict(as_saved(loader.state_dict()))
     read.clear()
-    assert groups_of([resumed], 1)[0][0] == [12, 13, 14, 15]
-    assert len(read) <= COUNT - 8 - 12 + SHARD
+    assert groups_of([resumed], 1)[0][0] == [20, 21, 22, 23]
+    assert len(read) <= COUNT - 8 - 20 + SHARD
