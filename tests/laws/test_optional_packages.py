@@ -25,10 +25,11 @@ HOMES: dict[str, set[str]] = {
     "submitit": {"cli"},
     "ray": {"cli"},
     "fsspec": {"checkpoint"},
+    "peft": {"checkpoint"},
     "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
-ONE_FILE = {"submitit", "ray", "fsspec", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
+ONE_FILE = {"submitit", "ray", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
 
 
 def _top(name: str) -> str:

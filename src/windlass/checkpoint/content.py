@@ -25,7 +25,8 @@ class Content:
     Attributes:
         shared: parts of all ranks, by name; the keeper of the folder writes them, other ranks' are ignored.
         per_rank: this rank's own parts.
-        weights: whole weights by name, for `model.safetensors`; the keeper writes them. None where there are none.
+        weights: whole weights by name; the keeper writes them. None where there are none.
+        weights_name: the file that they go to.
         parts: this rank's parts of sharded tensors.
         files: further plain files (configuration, tokenizer) by relative name; the keeper writes them.
         write_model: the keeper calls it with the folder; it may put any plain files there. A script's own way to
@@ -36,6 +37,7 @@ class Content:
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
     per_rank: State | Encoded = field(default_factory=dict)
     weights: Mapping[str, Tensor] | None = None
+    weights_name: str = WEIGHTS_NAME
     parts: Sequence[RankParts] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     write_model: Callable[[Path], None] | None = None
@@ -72,8 +74,8 @@ class Content:
         for name, state in self.shared.items():
             draft.write_state(name, state)
         if self.weights is not None:
-            entry = save_weights(draft.folder, self.weights, files=draft.files)
-            draft.add({WEIGHTS_NAME: entry})
+            entry = save_weights(draft.folder, self.weights, name=self.weights_name, files=draft.files)
+            draft.add({self.weights_name: entry})
         for name, data in self.files.items():
             draft.write_file(name, data)
         if self.write_model is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint import codec
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import rank_stem
 from windlass.checkpoint.files import Files, is_disk_failure
@@ -87,7 +88,8 @@ class Checkpoint:
         return part
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Copy the saved weights into `model`, in place (see `weights.load_weights`), whole ones or ranks' parts.
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, ranks' parts, or an
+        adapter's alone, which go on the base that they were trained on.
 
         Args:
             name: which of several models: "model" lies in the folder itself, others in a subfolder of their name.
@@ -97,6 +99,10 @@ class Checkpoint:
         """
         if self.has_parts(name):
             load_parts(self.folder, model, stem=name, files=self._files)
+            return
+        if name == "model" and ADAPTER_WEIGHTS in self.info.files:
+            base = self.shared(BASE_STATE) if self.has(BASE_STATE) else None
+            load_adapter(self.folder, model, base, files=self._files)
             return
         path = WEIGHTS_NAME if name == "model" else f"{name}/{WEIGHTS_NAME}"
         if path not in self.info.files:

@@ -34,12 +34,14 @@ def save_weights(
     state_dict: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
     *,
+    name: str = WEIGHTS_NAME,
     files: Files | None = None,
 ) -> FileEntry:
     """Write `folder/model.safetensors` from `model.state_dict()`; one that is there stands until the new one is whole.
 
     Args:
         metadata: extra strings for the file's header; `format` and the alias map are added.
+        name: of the file, where it holds other weights than a whole model's.
 
     Raises:
         CheckpointError: an entry is not a plain dense tensor; it is named.
@@ -48,8 +50,8 @@ def save_weights(
     header = {**(metadata or {}), "format": "pt"}
     if aliases:
         header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
-    files, path = files or Files(), folder / WEIGHTS_NAME
-    new = path.with_name("tmp-" + WEIGHTS_NAME)
+    files, path = files or Files(), folder / name
+    new = path.with_name("tmp-" + name)
     if new.exists():  # left by a process that was cut off
         files.remove_file(new)
     try:

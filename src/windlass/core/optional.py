@@ -20,6 +20,7 @@ EXTRAS = {
     "submitit": "slurm",
     "ray": "ray",
     "fsspec": "remote",
+    "peft": "peft",
 }
 
 

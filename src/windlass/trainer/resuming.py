@@ -11,10 +11,10 @@ from torch import nn
 
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
+from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.opening import store_of_checkpoint
-from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
@@ -37,7 +37,7 @@ class ResumingMixin(SavingMixin):
 
     def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
         """The verified checkpoint to continue from, None for a fresh run."""
-        self._opened = self._disks = None
+        self._opened = self._disks = self._fingerprint = None
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
@@ -76,7 +76,7 @@ class ResumingMixin(SavingMixin):
         if opened is not None and Path(resume_from_checkpoint) == opened.folder:
             opened.load_weights(target)
         else:
-            load_weights(Path(resume_from_checkpoint), target)
+            load_folder(Path(resume_from_checkpoint), target)
 
     def _resumed_progress(self, checkpoint: Checkpoint | None, source: GroupSource) -> Progress | None:
         """What was done before an update changed its size (batch, accumulation, ranks); None where it did not."""
@@ -110,6 +110,7 @@ class ResumingMixin(SavingMixin):
         self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
         self._run.executor.load_state_dict(checkpoint.shared("executor"))
         self._run.loop.load_state_dict(self._loop_state(checkpoint))
+        self._run.unfinished = checkpoint.shared("unfinished") if checkpoint.has("unfinished") else {}
         restore_args = bool(self.args.restore_callback_states_from_checkpoint)
         self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
         self._restore_rank(checkpoint)

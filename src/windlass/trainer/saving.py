@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, Adapter, find_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
@@ -19,7 +20,7 @@ from windlass.checkpoint.optimizer_state import save_optimizer_state, split_opti
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
-from windlass.checkpoint.weights import save_weights, weights_bytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
@@ -44,15 +45,19 @@ class SavingMixin(TrainerBase):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
-        process.
+        process, and with `save_on_each_node` on one of each machine that has a disk of its own.
 
         Args:
             output_dir: where to, a folder or a URL; the run's output folder by default.
         """
+        writes = self.is_world_process_zero()
+        if self.args.save_on_each_node:
+            writes = self._gang.rank == self._output_disks().keeper
         state, place = self._gathered_weights(), str(output_dir or self.args.output_dir)
         try:
-            if self.is_world_process_zero():
+            if writes:
                 self._save_gathered(str(local_folder(place)), state)
+            if self.is_world_process_zero():
                 upload_files(place)
         finally:
             self._gang.barrier()
@@ -70,7 +75,29 @@ class SavingMixin(TrainerBase):
         """Whole tensors (on the main process) where ranks hold parts of them; None where the model has them itself.
         Collective.
         """
-        return self._strategy.whole_state() if self._strategy.sharded else None
+        if not self._strategy.sharded:
+            return None
+        adapter = self._trained_adapter()
+        return self._strategy.whole_state() if adapter is None else adapter.gathered()
+
+    def _trained_adapter(self) -> Adapter | None:
+        """The adapter that is all this model trains; None where it trains other weights."""
+        trained = self.model, [id(p) for p in self.model.parameters() if p.requires_grad]
+        if self._adapter is None or self._adapter[0] != trained:
+            # peft may look a configuration up over the network, so it is not asked at every save.
+            self._adapter = trained, find_adapter(self.model)
+        return self._adapter[1]
+
+    _adapter: tuple[tuple[nn.Module, list[int]], Adapter | None] | None = None
+
+    def _weights_to_save(self, state: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """The name of the file and what it holds, of a state dict: an adapter's tensors where it is all that is
+        trained.
+        """
+        adapter = self._trained_adapter()
+        if adapter is None or not adapter.names.keys() <= state.keys():
+            return WEIGHTS_NAME, state
+        return ADAPTER_WEIGHTS, adapter.weights(state)
 
     def _save_gathered(self, folder: str, state: Mapping[str, Any] | None) -> None:
         # Overrides that know of no sharding take the folder alone.
@@ -89,7 +116,8 @@ class SavingMixin(TrainerBase):
         folder.mkdir(parents=True, exist_ok=True)
         weights = self.model.state_dict() if state_dict is None else state_dict
         if weights:
-            save_weights(folder, weights)
+            name, tensors = self._weights_to_save(weights)
+            save_weights(folder, tensors, name=name)
         self._save_companions(folder)
         if hasattr(self._savable_tokenizer, "save_pretrained"):
             self._savable_tokenizer.save_pretrained(str(folder))
@@ -100,10 +128,13 @@ class SavingMixin(TrainerBase):
 
     def _save_companions(self, folder: Path) -> None:
         """What the weights need beside them: configurations, and the run's arguments for the reader."""
+        adapter = self._trained_adapter()
+        if adapter is not None:
+            adapter.save_config(folder)
         parts: tuple[Any, ...] = tuple(
             getattr(self.model, name, None) for name in ("config", "generation_config")
         )
-        for part in parts:
+        for part in parts if adapter is None else ():  # the base has its configuration where it came from
             if hasattr(part, "save_pretrained"):
                 _declare_architecture(part, self.model)
                 part.save_pretrained(str(folder))
@@ -186,7 +217,8 @@ class SavingMixin(TrainerBase):
     def _content(self, keeps: bool) -> Content:
         """All that this rank has for a checkpoint, the tensors being the live ones. Collective."""
         shared, parts = self._tensor_states()
-        gathered = {} if parts else self._gathered_weights()
+        gathered = {} if "model" in parts else self._gathered_weights()
+        fingerprint = self._base_fingerprint(keeps)
         self.state.stateful_callbacks = self.callback_handler.state_dict()
         shared |= self._shared_state()
         world, members = self._gang.world, self._output_disks().members
@@ -198,6 +230,9 @@ class SavingMixin(TrainerBase):
         if not keeps:
             return own
         weights = own_weights if gathered is None else gathered
+        adapter = self._trained_adapter()
+        if adapter is not None:
+            shared[BASE_STATE] = adapter.base_state(fingerprint, weights)
         if overrides(self, SavingMixin, ("_save",)):
             return replace(
                 own,
@@ -205,12 +240,25 @@ class SavingMixin(TrainerBase):
                 write_model=lambda folder: self._save_gathered(str(folder), gathered),
                 other_bytes=weights_bytes(weights),
             )
+        name, tensors = self._weights_to_save(weights)
         return replace(
             own,
             shared=shared,
-            weights=weights or None,
+            weights=tensors or None,
+            weights_name=name,
             files=self._run.companions.files(self._save_companions, self._savable_tokenizer),
         )
+
+    _fingerprint: dict[str, list[Any]] | None = None
+
+    def _base_fingerprint(self, keeps: bool) -> dict[str, list[Any]]:
+        """Of the weights that an adapter is trained on, taken once per run. Collective where ranks hold parts."""
+        adapter = self._trained_adapter()
+        if adapter is None or not (keeps or self._strategy.sharded):
+            return {}
+        if self._fingerprint is None:
+            self._fingerprint = adapter.fingerprint()
+        return self._fingerprint
 
     def _shared_state(self) -> dict[str, State]:
         shared: dict[str, State] = {"trainer_state": self.state.to_dict()}
@@ -221,6 +269,7 @@ class SavingMixin(TrainerBase):
             "schedule": self._run.schedule.state_dict(),
             "executor": self._run.executor.state_dict(),
             "loop": self._run.loop.state_dict(),
+            "unfinished": self._run.unfinished,
         }
 
     def _weights_of_first_rank(self, keep_vars: bool = False) -> Mapping[str, Any]:
@@ -244,7 +293,9 @@ class SavingMixin(TrainerBase):
         """
         in_parts = self._strategy.saves_parts
         parts: dict[str, Mapping[str, Any]] = (
-            {"model": self._weights_of_first_rank(keep_vars=True)} if in_parts else {}
+            {"model": self._weights_of_first_rank(keep_vars=True)}
+            if in_parts and self._trained_adapter() is None
+            else {}
         )
         if self.args.save_only_model:
             return {}, parts

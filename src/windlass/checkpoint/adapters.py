@@ -1,0 +1,225 @@
+"""Adapters alone: of a peft model that trains nothing else, a checkpoint holds `adapter_model.safetensors` under peft's
+names and `adapter_config.json`, which `PeftModel.from_pretrained` reads, and a fingerprint of the weights beneath them.
+
+The frozen weights are not written: they are where they came from. A fingerprint of each (dtype, shape, checksum of its
+bits) lies in the checkpoint, so that adapters are never put on other weights than those they were trained on. Buffers
+outside of the adapter (running statistics) change in training and are saved beside the fingerprint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.tensor_file import TensorFile, open_tensors
+from windlass.core.errors import CheckpointError
+from windlass.core.optional import require
+from windlass.core.types import State
+from windlass.dist.sharded import copy_whole_, whole
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE_STATE = "adapter_base"  # the shared part that holds the fingerprint and the buffers
+_CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The one adapter that a model trains.
+
+    Attributes:
+        model: the peft model.
+        name: what peft calls it ("default").
+        names: name in the model's state dict -> name in `adapter_model.safetensors`.
+        buffers: names of saved buffers that are not the adapter's.
+    """
+
+    model: nn.Module
+    name: str
+    names: Mapping[str, str]
+    buffers: frozenset[str]
+
+    def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What `adapter_model.safetensors` holds, from a state dict of the model. Tied tensors are written in full,
+        for peft reads no map of ties.
+        """
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, stored in self.names.items():
+            tensor = state[name].detach()
+            found[stored] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+        return found
+
+    def gathered(self) -> dict[str, Tensor]:
+        """The adapter's tensors and the buffers, whole and on the host, by their names in the model. Collective where
+        ranks hold parts; every rank gets them.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        return {name: whole(state[name].detach()).cpu() for name in (*self.names, *sorted(self.buffers))}
+
+    def fingerprint(self) -> dict[str, list[Any]]:
+        """Dtype, shape and checksum of every frozen weight, by canonical name. Collective where ranks hold parts: one
+        weight at a time is whole then.
+        """
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        frozen = {
+            name: tensor
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            if name not in self.names and name in parameters
+        }
+        short = canonical_names(frozen)
+        return {
+            short[name]: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), checksum(tensor)]
+            for name, tensor in frozen.items()
+        }
+
+    def base_state(self, fingerprint: Mapping[str, list[Any]], state: Mapping[str, Tensor]) -> State:
+        """The shared part `BASE_STATE`, from a state dict of the model."""
+        return {
+            "weights": dict(fingerprint),
+            "buffers": {name: state[name].detach() for name in sorted(self.buffers)},
+        }
+
+    def save_config(self, folder: Path) -> None:
+        """Write `adapter_config.json` as peft writes it, for inference."""
+        model: Any = self.model
+        config = copy.copy(model.peft_config[self.name])
+        base = model.get_base_model()
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+        if config.task_type is None:
+            kind = type(base)
+            config.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """The adapter that `model` trains; None where it is no peft model, trains other weights too, or keeps what is saved
+    in another form than it is trained in (prompts): whole weights are saved then.
+    """
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return None
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    state = model.state_dict(keep_vars=True)
+    configs: Any = model.peft_config
+    for name in configs:
+        names = _names_in_file(model, name, state)
+        if names and trained and trained <= {id(state[inside]) for inside in names}:
+            buffers = dict(model.named_buffers(remove_duplicate=False)).keys() & state.keys()
+            return Adapter(model, name, names, frozenset(buffers - names.keys()))
+    return None
+
+
+def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name in the model -> name that peft gives it; empty where peft would save other than the model's own tensors."""
+    peft = require("peft", "save a model's adapters")
+    picked = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
+    inside = {id(tensor): name for name, tensor in state.items()}
+    if not all(id(tensor) in inside for tensor in picked.values()):
+        return {}
+    return {inside[id(tensor)]: stored for stored, tensor in picked.items()}
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bits of `tensor` in their order: a sum of 64-bit integers, the same on every device and layout. One host
+    sync. Weights on the meta device have 0. Collective for a sharded tensor.
+    """
+    flat = whole(tensor.detach())
+    if flat.is_meta or flat.element_size() not in _BITS:
+        return 0
+    flat = flat.reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].contiguous().view(_BITS[flat.element_size()]).to(torch.int64)
+        place = torch.arange(start, start + bits.numel(), device=flat.device)
+        # Products that overflow wrap alike everywhere; odd factors lose no bit.
+        mixed = (bits + place) * 0x5851F42D4C957F2D
+        total += (mixed.bitwise_xor(mixed >> 29) * (2 * place + 1)).sum()
+    return int(total)
+
+
+def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: Files | None = None) -> None:
+    """Copy `folder/adapter_model.safetensors` into the adapter of `model`, in place. Of a sharded parameter every rank
+    takes its part. Collective where ranks hold parts and `base` is given.
+
+    Args:
+        base: the part `BASE_STATE` of the checkpoint; None where there is none, and nothing is known of the weights
+            beneath.
+
+    Raises:
+        CheckpointError: the model has no such adapter, its tensors differ in name or shape, or the weights beneath are
+            others than those it was trained on; what differs is named, and nothing was written.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    adapter = find_adapter(model)
+    if adapter is None:
+        raise CheckpointError(
+            f"{path} holds adapters alone, and this model does not train one: put the same adapter on the model with "
+            "peft (get_peft_model) before it is loaded"
+        )
+    state = model.state_dict(keep_vars=True)
+    with open_tensors(path, files or Files()) as file:
+        _check_adapter(path, file, adapter, state)
+        if base is not None:
+            _check_base(folder, base, adapter)
+        for name, stored in adapter.names.items():
+            copy_whole_(state[name], file.read(stored))
+    with torch.no_grad():
+        for name, value in (base or {"buffers": {}})["buffers"].items():
+            state[name].copy_(value)
+
+
+def _check_adapter(path: Path, file: TensorFile, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
+    wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
+    missing = [name for name in wanted if name not in file]
+    unexpected = [name for name in file.names if name not in wanted]
+    wrong = [
+        f"{name} is {list(file.shape(name))} in the file and {list(shape)} in the model"
+        for name, shape in wanted.items()
+        if name in file and file.shape(name) != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} that the adapter does not have: {shorten(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit this model's adapter: " + "; ".join(problems))
+
+
+def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
+    try:
+        saved, buffers = dict(base["weights"]), dict(base["buffers"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{folder / BASE_STATE}.json is not what was saved: it names no weights"
+        ) from None
+    here = adapter.fingerprint()
+    problems = []
+    for what, names in (
+        ("are not in the model", [name for name in saved if name not in here]),
+        ("were not there when it was saved", [name for name in here if name not in saved]),
+        ("have another shape or dtype", [n for n in here if n in saved and here[n][:2] != saved[n][:2]]),
+        ("have other values", [n for n in here if n in saved and here[n][:2] == saved[n][:2] and here[n] != saved[n]]),
+        ("are saved buffers that the model lacks", [name for name in buffers if name not in adapter.buffers]),
+    ):  # fmt: skip
+        if names:
+            problems.append(f"{len(names)} {what}: {shorten(names)}")
+    if problems:
+        raise CheckpointError(
+            f"{folder} holds adapters that were trained on another base model than this one ({'; '.join(problems)}). "
+            "Load the base that the run began with"
+        )

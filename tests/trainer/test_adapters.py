@@ -1,0 +1,79 @@
+"""A run that trains adapters alone: what it saves, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.trainer.adapter_cases import adapted, base, stretch
+
+from windlass.checkpoint.adapters import checksum, find_adapter, load_adapter
+from windlass.core.errors import CheckpointError
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("adapters")
+    stretch(made / "clean", 6, False).save_model()
+    stretch(made / "stopped", 3, False)
+    return made
+
+
+def test_the_base_is_not_written(folder: Path) -> None:
+    checkpoint = folder / "stopped" / "checkpoint-3"
+    for place in (checkpoint, folder / "clean"):
+        assert (place / "adapter_model.safetensors").is_file()
+        assert json.loads((place / "adapter_config.json").read_text())["inference_mode"] is True
+        assert not list(place.glob("model*.safetensors"))
+        assert not (place / "config.json").exists()
+    assert "adapter_model.safetensors" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+
+
+def test_peft_reads_what_was_saved(folder: Path) -> None:
+    from peft import PeftModel
+
+    trained = stretch(folder / "again", 6, False).model.eval()
+    read = PeftModel.from_pretrained(base(), str(folder / "clean")).double().eval()
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(read(ids).logits, trained(ids).logits)
+        assert not torch.equal(read(ids).logits, base()(ids).logits)
+
+
+def test_a_stopped_run_ends_with_the_same_bits(folder: Path) -> None:
+    stretch(folder / "stopped", 6, True)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        found = [(folder / run / "checkpoint-6" / name).read_bytes() for run in ("clean", "stopped")]
+        assert found[0] == found[1], name
+
+
+def test_another_base_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"another base.*other values: base_model\.model\.model\.embed"):
+        stretch(folder / "stopped", 6, True, seed=1)
+
+
+def test_a_model_without_the_adapter_is_told(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="put the same adapter on the model"):
+        load_adapter(folder / "clean", base(), None)
+
+
+def test_a_model_that_trains_more_is_saved_whole() -> None:
+    model = adapted()
+    adapter = find_adapter(model)
+    assert adapter is not None
+    assert any(name.endswith("lm_head.weight") for name in adapter.names.values())
+    model.get_input_embeddings().weight.requires_grad_(True)
+    assert find_adapter(model) is None
+
+
+def test_a_checksum_sees_values_places_and_no_layout() -> None:
+    tensor = torch.randn(300, 7)
+    moved = tensor.flip(0)
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t())
+    changed = tensor.clone()
+    changed[299, 6] += 1e-6
+    assert len({checksum(t) for t in (tensor, moved, changed, tensor.bfloat16())}) == 4
