@@ -103,6 +103,16 @@ def test_saves_are_timed_by_every_contender(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "it leaves nothing behind"
 
 
+def test_resuming_is_timed_early_and_late(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    sizes = ("--samples", "50000", "--rounds", "1", "--kind", "stateful", "--json", str(raw))
+    _run(str(FOLDER / "checkpoint_resume.py"), *sizes)
+    ((kind, found),) = json.loads(raw.read_text())["fastest"].items()
+    assert kind == "stateful"
+    assert list(found) == ["1 %", "99 %"]
+    assert all(whole > inside > 0 for whole, inside in found.values())
+
+
 def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     raw = tmp_path / "figures.json"
