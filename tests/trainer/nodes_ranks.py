@@ -185,8 +185,41 @@ def sharded(place: Place) -> None:
         whole = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
         with pytest.raises(ConfigError, match=r"output_dir lies on 2 disks.*use SHARDED_STATE_DICT"):
             run(place.disk() / "gathered", CASE, **{**SHARDED, **whole})
+        with pytest.raises(ConfigError, match=r"save_on_each_node=True.*on the first process alone"):
+            run(place.disk() / "gathered", CASE, **SHARDED, save_on_each_node=True)
 
     assert place.together(gathered) == 0
+
+
+def remote(place: Place) -> None:
+    """Output folders behind a URL: the staging folders lie on the disks of the ranks, or on one that they share."""
+    url = f"file://{place.root}/bucket/run"
+
+    def train(staging: Path, url: str, resume: bool = False) -> int:
+        def work() -> None:
+            os.environ["WINDLASS_STAGING"] = str(staging)
+            doomed = [] if resume else [kill("on_step_end", 6)]
+            # The folder of `run` becomes `output_dir`: a path would lose one of the URL's slashes.
+            trainer = run(url, CASE, *doomed, resume=resume)  # type: ignore[arg-type]
+            assert bits(trainer) == place.end("whole")["bits"]
+
+        return place.together(work)
+
+    assert train(place.disk() / "first", url) != 0
+    bucket = place.root / "bucket" / "run"
+    assert {"node-00000", "node-00001"} <= {path.name for path in bucket.iterdir()}
+    assert list((bucket / f"node-0000{RANK}").glob(f"checkpoint-*/rank-0000{RANK}.json"))
+    assert train(place.disk() / "fresh", url, resume=True) == 0
+    shared = place.root / "staging"
+    assert train(shared / "first", f"{url}-shared") != 0
+    assert train(shared / "fresh", f"{url}-shared", resume=True) == 0
+
+    def other_number_of_disks() -> None:
+        os.environ["WINDLASS_STAGING"] = str(shared / "third")
+        with pytest.raises(CheckpointError, match="written by machines with disks of their own"):
+            run(url, CASE, resume=True)  # type: ignore[arg-type]
+
+    assert place.together(other_number_of_disks) == 0
 
 
 def main() -> None:
@@ -197,6 +230,7 @@ def main() -> None:
     nothing_whole(place)
     other_machines(place)
     sharded(place)
+    remote(place)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ MAPPED = {
     "average_tokens_across_devices": "is always so; False is refused",
     "logging_nan_inf_filter": "filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
     "parallelism_config": "gives the numbers of copies and of shards; other axes than those two are refused",
+    "save_on_each_node": "is for the final model: checkpoints are written on every disk that is found, always",
     "local_rank": "is read from the launcher's environment; a value that disagrees is refused",
 }
 
@@ -52,7 +53,6 @@ REFUSED = {
     "neftune_noise_alpha": "is not built yet",
     "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
-    "save_on_each_node": "is not built: a checkpoint is one folder that all machines share",
     "enable_jit_checkpoint": "is not built yet; save_steps sets how much a stopped job can lose",
     "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, for free",
     "push_to_hub": _HUB,

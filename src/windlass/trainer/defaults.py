@@ -155,13 +155,21 @@ def remote_problems(output_dir: str) -> list[Problem]:
     return []
 
 
-def check_disks(disks: Disks, strategy: Strategy) -> None:
+def check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
     """Refuse to bring whole weights to one process where the others' machines could not read them again.
+
+    Args:
+        on_each_node: the final model is wanted on every disk.
 
     Raises:
         ConfigError: naming the setting to change.
     """
-    if disks.nodes > 1 and strategy.sharded and not strategy.saves_parts:
+    if disks.nodes == 1 or not strategy.sharded:
+        return
+    if on_each_node:
+        fix = "sharded weights come together on the first process alone: leave it off, and copy what save_model() wrote"
+        raise ConfigError(Problem("save_on_each_node", True, fix))
+    if not strategy.saves_parts:
         fix = (
             f"output_dir lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
             "use SHARDED_STATE_DICT, or an output_dir that all machines share"

@@ -369,7 +369,7 @@ class Trainer(TrainerParts):
         )
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy
-        check_disks(self._output_disks(), self._strategy)
+        check_disks(self._output_disks(), self._strategy, self.args.save_on_each_node)
         self._run = TrainingRun(self, plan, built, source)
         self.accelerator.bind_backward(self._run.backward, self._strategy)
 
