@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import run_to_its_end
 from tests.trainer.memory_cases import Samples, Stream, flat, hungry, trainer_for
 
 from windlass import ConfigError, Trainer
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.core.errors import MemoryShortError
+from windlass.trainer.memory_note import FILE_NAME
 
 
 def order(model: Any) -> list[int]:
@@ -181,3 +186,51 @@ def test_evaluation_on_the_way(folder: Path) -> None:
     clean.train()
     assert torch.equal(flat(short.model), flat(clean.model))
     assert short.state.best_metric == pytest.approx(clean.state.best_metric, rel=1e-12)
+
+
+@pytest.mark.dist
+def test_ranks_start_again_with_what_one_of_them_found_out(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).parent / "memory_ranks.py"
+    code, said = run_to_its_end([*command, "--max-restarts=2", str(script), str(folder)], timeout=200)
+    assert code == 0, said[-6000:]
+    assert "evaluation batches of 3 are tried next" in said
+    assert "micro-batches of 3 are tried next" in said
+    for rank in range(2):
+        told = json.loads((folder / f"rank{rank}.json").read_text())
+        assert (told["attempt"], told["resumed"]) == (2, 2), "it goes on from the last whole checkpoint"
+        assert max(told["micro"]) == 3
+        assert told["eval"] == [pytest.approx(told["eval"][1], rel=1e-12), told["eval"][1], 3]
+        assert told["weights"][0] == pytest.approx(told["weights"][1], abs=1e-12)
+
+
+NOTE = {"asked_train": 12, "asked_accumulation": 1, "asked_eval": 12, "train": 4, "eval": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "micro"),
+    [
+        (json.dumps(NOTE), 4),
+        (json.dumps({**NOTE, "train": 5}), 4),
+        (json.dumps({**NOTE, "asked_train": 8}), 12),
+        (json.dumps({**NOTE, "train": 0}), 12),
+        (json.dumps({**NOTE, "train": True}), 12),
+        (json.dumps({**NOTE, "more": 1}), 12),
+        ("[" * 5000, 12),
+        ("torn {", 12),
+        ("[]", 12),
+        (" " * 5000, 12),
+    ],
+)
+def test_the_note_of_an_earlier_attempt(text: str, micro: int, folder: Path) -> None:
+    (folder / FILE_NAME).write_text(text)
+    trainer = trainer_for(folder, hungry(99), max_steps=1)
+    trainer.train()
+    assert (trainer.state.train_batch_size, len(order(trainer.model))) == (micro, 12)
+
+
+def test_a_note_is_not_followed_elsewhere(folder: Path) -> None:
+    os.mkfifo(folder / FILE_NAME)
+    trainer = trainer_for(folder, hungry(99), max_steps=1)
+    trainer.train()
+    assert trainer.state.train_batch_size == 12

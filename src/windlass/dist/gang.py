@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
@@ -177,7 +180,9 @@ def join(
         if not dist.is_initialized():
             # A meeting point of its own does not say who we are; the variables of the launcher say both.
             who: dict[str, Any] = (
-                {} if init_method is None else {"rank": world.rank, "world_size": world.size}
+                _store_of_attempt(timeout)
+                if init_method is None
+                else {"rank": world.rank, "world_size": world.size}
             )
             dist.init_process_group(
                 backend or backend_for(device), init_method=init_method, timeout=timeout, **who
@@ -190,6 +195,17 @@ def join(
         _joined = ProcessGang(world, host)
         atexit.register(leave)
     return _joined
+
+
+def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
+    """Where the processes of a job that was started again meet: apart from those before them. Torch's launcher keeps
+    one store over its restarts, and in it the addresses of processes that are gone.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": size}
 
 
 def current() -> Gang:

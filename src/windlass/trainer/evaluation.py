@@ -50,6 +50,7 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
         Returns:
             `{prefix}_loss`, what `compute_metrics` gave, runtime and throughput, and the epoch.
         """
+        self._read_memory_note()
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, Mapping):
             metrics: dict[str, float] = {}
@@ -80,6 +81,7 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
             Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
             widths are padded with -100.
         """
+        self._read_memory_note()
         loader = self.get_test_dataloader(test_dataset)
         self._watch_memory()
         started = time.time()

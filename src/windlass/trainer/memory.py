@@ -30,10 +30,13 @@ Result = TypeVar("Result")
 class MemoryMixin(TrainerBase):
     """What a Trainer knows of the batches that fit, for training and for evaluation."""
 
+    _memory_note_read = False
+
     def _read_memory_note(self) -> None:
-        """Take over what an earlier attempt of this job found out. Collective."""
-        if not self.args.auto_find_batch_size:
+        """Take over what an earlier attempt of this job found out, once. Collective."""
+        if self._memory_note_read or not self.args.auto_find_batch_size:
             return
+        self._memory_note_read = True
         notes = self._gang.gather_objects(read_note(self.output_folder, self._note_for(None, None)))
         found = [MemoryNote(**note) for note in notes if note is not None]
         self._fits = min((note.train for note in found if note.train), default=None)
@@ -182,6 +185,7 @@ class Fitting:
         assert isinstance(self._source, Loader), "any other is refused before training"
         self._source.resize(smaller.micro, smaller.accumulation)
         trainer._adopt_update_size(smaller)
+        trainer._fits = smaller.micro
         logger.warning(
             "memory does not hold a micro-batch of %d: updates are made of %d x %d samples from here on, which is as "
             "many as before", size.micro, smaller.accumulation, smaller.micro,
