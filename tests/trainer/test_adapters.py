@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.trainer.adapter_cases import adapted, base, stretch
 
 from windlass.checkpoint.adapters import checksum, find_adapter, load_adapter
@@ -77,3 +79,13 @@ def test_a_checksum_sees_values_places_and_no_layout() -> None:
     changed = tensor.clone()
     changed[299, 6] += 1e-6
     assert len({checksum(t) for t in (tensor, moved, changed, tensor.bfloat16())}) == 4
+
+
+@pytest.mark.dist
+def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
+    launch(2, Path(__file__).parent / "adapter_ranks.py", tmp_path)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copytree(tmp_path / "sharded" / "clean" / "checkpoint-6", alone / "checkpoint-6")
+    trainer = stretch(alone, 8, True, max_steps=8, gradient_accumulation_steps=2)
+    assert trainer.state.global_step == 8
