@@ -19,9 +19,11 @@ from typing import Any
 import torch.distributed as dist
 from tests.reliability.cases import SamplesSeen, Trial
 from tests.reliability.dooms import Counts, Doom, arm, callbacks_of, count_operations
+from tests.reliability.whereabouts import on_a_new_machine, output_dir
 from tests.trainer.resume_cases import bits, in_a_child, run
 
 from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.store import Store
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
@@ -163,7 +165,9 @@ def _rank(
             timeout=timedelta(seconds=PATIENCE),
         )
     (folder / f"met-{number}-{rank}").touch()
-    _note_commits(folder)
+    if trial.remote:
+        on_a_new_machine(folder, number)
+    _note_commits(folder, MirroredStore if trial.remote else Store)
     callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
     counts = None
     if strike is None and not resume:
@@ -173,7 +177,7 @@ def _rank(
     elif strike is not None and rank == strike.doom.victim:
         arm(strike.doom, strike.doom.place(strike.counts, strike.left))
         callbacks += callbacks_of(strike.doom, strike.counts, strike.left)
-    trainer = run(folder / "run", trial.case, *callbacks, resume=resume or None)
+    trainer = run(output_dir(folder, trial.remote), trial.case, *callbacks, resume=resume or None)
     state = trainer.state
     end = {
         "bits": bits(trainer),
@@ -185,9 +189,9 @@ def _rank(
     (folder / f"end-{rank}.json").write_text(json.dumps(end))
 
 
-def _note_commits(folder: Path) -> None:
+def _note_commits(folder: Path, kind: type[Store]) -> None:
     """Write down each step that was committed, when it was."""
-    original = Store.commit
+    original = kind.commit
 
     def commit(self: Store, draft: Draft) -> None:
         original(self, draft)
@@ -195,7 +199,7 @@ def _note_commits(folder: Path) -> None:
             with (folder / "committed.txt").open("a") as file:
                 file.write(f"{draft.step}\n")
 
-    Store.commit = commit  # type: ignore[method-assign]
+    kind.commit = commit  # type: ignore[method-assign]
 
 
 def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -> Ended:

@@ -28,6 +28,7 @@ class Trial:
         worlds: numbers of ranks that an attempt may have; more than one where the run changes it on its way.
         exact: whether a killed run ends with the bits of an uninterrupted one; otherwise with the same samples in the
             same order and losses within 1e-6.
+        remote: whether the output folder is a URL, and every attempt is made on a machine that has nothing yet.
         unfit: kinds of kill or fault that cannot meet the expectation here, and need not.
     """
 
@@ -35,6 +36,7 @@ class Trial:
     case: Case
     worlds: tuple[int, ...] = (1,)
     exact: bool = True
+    remote: bool = False
     unfit: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -162,6 +164,11 @@ TRIALS = [
         unfit=_NO_LOSS | {"damage"},
     ),
     Trial(
+        "two of the best and the newest are kept",
+        Case({**BEST, **BY_STEPS, "save_steps": 3, "save_total_limit": None, "keep_last": 1, "keep_best": 2}),
+        unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
         "saved by epochs",
         Case({"save_strategy": "epoch", **BY_EPOCHS, "num_train_epochs": 4, "max_grad_norm": 0.5}),
     ),
@@ -175,12 +182,27 @@ TRIALS = [
         Case({"nonfinite_policy": "rollback", "save_steps": 2, "logging_steps": 1}, dataset=Poisoned),
         unfit=frozenset({"full disk", "failing disk", "damage"}),  # another checkpoint to go back to
     ),
+    Trial(
+        "rolled back in fp16",
+        Case(
+            {"nonfinite_policy": "rollback", "fp16": True, "save_steps": 2, "logging_steps": 1, **BY_EPOCHS},
+            dataset=Poisoned,
+            callbacks=own_callbacks,
+        ),
+        unfit=_NO_LOSS | {"damage"},
+    ),
     Trial("saved by the clock", Case({"save_every": 0.02, "save_steps": 4, "num_train_epochs": 4, **BY_EPOCHS})),
     Trial("a step that draws", Case({**BY_EPOCHS, "save_steps": 2}, dataset=Quiet, trainer=Drawing)),
     Trial(
         "fp16, led by a metric",
         Case({**BEST, **BY_STEPS, **_ON_PLATEAU, "fp16": True}, model=Steep),
         unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
+        "a remote folder, machine after machine",
+        Case({**BY_STEPS, "save_steps": 2}),
+        remote=True,
+        unfit=frozenset({"damage", "stale folders"}),  # of this machine, which each attempt leaves
     ),
     Trial("two ranks", Case(of_ranks(**BY_STEPS), callbacks=own_callbacks), (2,)),
     Trial("three ranks", Case(of_ranks(**BY_EPOCHS, save_steps=2)), (3,)),

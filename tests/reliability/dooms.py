@@ -14,6 +14,7 @@ from typing import Any
 
 from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.remote import RemoteFolder
 
 # The operations of `Files`, by what they are for.
 WRITES = frozenset({"ensure_folder", "make_folder", "create", "write", "fsync"})
@@ -27,12 +28,14 @@ EVENTS = {
     "in evaluation": ("on_prediction_step",),
     "at an epoch's edge": ("on_epoch_end", "on_epoch_begin"),
 }
+UPLOADING = "while uploading"  # for runs with a remote folder
 KILLS = {
     **dict.fromkeys(EVENTS, ""),
     "while a file is written": "write",
     "around a rename": "rename",
     "in retention": "removal",
     "at a random instant": "",
+    UPLOADING: "upload",
     "at a file operation": "any",
 }
 FAULTS = ("full disk", "failing disk", "short writes", "slow disk", "stale folders", "damage")
@@ -143,7 +146,9 @@ def callbacks_of(doom: Doom, counts: Mapping[str, int], left: float) -> list[Tra
 
 def arm(doom: Doom, place: int) -> None:
     """Let the disk of this process behave as the doom says, until the process ends."""
-    if KILLS.get(doom.kind):
+    if doom.kind == UPLOADING:
+        _at_remote_operation(Countdown(place, die))
+    elif KILLS.get(doom.kind):
         _at_operation(OPERATIONS[KILLS[doom.kind]], Countdown(place, die))
         if doom.kind == "while a file is written":
             _torn_writes()
@@ -158,7 +163,8 @@ def arm(doom: Doom, place: int) -> None:
 
 
 def count_operations(counts: Counts) -> None:
-    """Count the operations of this process's disk, by what they are for."""
+    """Count the operations of this process's disk, by what they are for, and those of its remote folder."""
+    _at_remote_operation(lambda: counts.count("upload"))
     for name, operations in OPERATIONS.items():
         _at_operation(operations, lambda name=name: counts.count(name))  # type: ignore[misc]
 
@@ -176,6 +182,16 @@ def _at_operation(operations: frozenset[str], call: Callable[[], None]) -> None:
             call()
 
     Files.before = before  # type: ignore[method-assign]
+
+
+def _at_remote_operation(call: Callable[[], None]) -> None:
+    original = RemoteFolder.before
+
+    def before(self: RemoteFolder, operation: str, name: str) -> None:
+        original(self, operation, name)
+        call()
+
+    RemoteFolder.before = before  # type: ignore[method-assign]
 
 
 def _torn_writes() -> None:

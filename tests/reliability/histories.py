@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from tests.reliability.attempts import Ended, Strike, attempt
 from tests.reliability.cases import TRIALS, Trial, trial
-from tests.reliability.dooms import FAULTS, KILLS, Doom
+from tests.reliability.dooms import FAULTS, KILLS, UPLOADING, Doom
+from tests.reliability.whereabouts import logs, store_of
 from tests.trainer.resume_cases import rows
 
 from windlass.checkpoint.manifest import CheckpointInfo
@@ -71,7 +72,8 @@ def plan(seed: int, name: str) -> Plan:
 def _random_plan(seed: int, name: str, number: int, fault: bool) -> Plan:
     chance = random.Random(f"{seed} {name}")
     chosen = TRIALS[number % len(TRIALS)]
-    kinds = [kind for kind in (FAULTS if fault else KILLS) if kind not in chosen.unfit]
+    unfit = chosen.unfit | (frozenset() if chosen.remote else {UPLOADING})
+    kinds = [kind for kind in (FAULTS if fault else KILLS) if kind not in unfit]
     chance.shuffle(kinds)
     count = 1 if fault else KILLS_OF_A_HISTORY
     worlds = tuple(chance.choice(chosen.worlds) for _ in range(count + 1))
@@ -173,7 +175,7 @@ class History:
         self._check_store()
 
     def _whole(self) -> CheckpointInfo | None:
-        store = Store(self._place / "run")
+        store = store_of(self._place, self._plan.trial.remote)
         path, _ = store.newest_verified()
         return None if path is None else store.verify(path)
 
@@ -217,7 +219,7 @@ class History:
         try:
             if self._plan.trial.exact:
                 assert _without_counts(_ends(self._place)) == _without_counts(self._ends)
-                assert rows(self._place / "run") == rows(self._clean / "run")
+                assert rows(logs(self._place)) == rows(logs(self._clean))
             else:
                 self._compare_nearly()
         except AssertionError as difference:
@@ -229,9 +231,7 @@ class History:
 
     def _compare_nearly(self) -> None:
         assert _samples_by_step(self._place) == _samples_by_step(self._clean), "other samples"
-        ours, theirs = (
-            [row for row in rows(at / "run") if "loss" in row] for at in (self._place, self._clean)
-        )
+        ours, theirs = ([row for row in rows(logs(at)) if "loss" in row] for at in (self._place, self._clean))
         assert [row["step"] for row in ours] == [row["step"] for row in theirs], "other steps were logged"
         assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
             "losses"
@@ -252,11 +252,9 @@ def _difference(place: Path, clean: Path) -> str:
         for name in ours.keys() - {"counts"}:
             if ours[name] != theirs[name]:
                 return f"{name} is {ours[name]} instead of {theirs[name]}"
-    pairs = zip(rows(place / "run"), rows(clean / "run"), strict=False)
+    pairs = zip(rows(logs(place)), rows(logs(clean)), strict=False)
     found = next((f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs), None)
-    return "metrics.jsonl: " + (
-        found or f"{len(rows(place / 'run'))} rows instead of {len(rows(clean / 'run'))}"
-    )
+    return "metrics.jsonl: " + (found or f"{len(rows(logs(place)))} rows instead of {len(rows(logs(clean)))}")
 
 
 def _samples_by_step(place: Path) -> dict[int, list[int]]:

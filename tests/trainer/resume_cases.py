@@ -93,7 +93,7 @@ class Case:
     model: Callable[[], nn.Module] = Net
 
 
-def arguments_for(folder: Path, **changes: Any) -> TrainingArguments:
+def arguments_for(folder: Path | str, **changes: Any) -> TrainingArguments:
     chosen: dict[str, Any] = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4,
@@ -111,7 +111,7 @@ def arguments_for(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**chosen, **changes})
 
 
-def build(folder: Path, case: Case, *more: Any, **changes: Any) -> Trainer:
+def build(folder: Path | str, case: Case, *more: Any, **changes: Any) -> Trainer:
     torch.manual_seed(0)
     model = case.model()
     return case.trainer(
@@ -124,7 +124,7 @@ def build(folder: Path, case: Case, *more: Any, **changes: Any) -> Trainer:
     )
 
 
-def run(folder: Path, case: Case, *more: Any, resume: bool | str | None = None, **changes: Any) -> Trainer:
+def run(folder: Path | str, case: Case, *more: Any, resume: bool | str | None = None, **changes: Any) -> Trainer:
     trainer = build(folder, case, *more, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
