@@ -47,7 +47,7 @@ class Weights(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def trainer_for(folder: Path, bad: float | None, watcher: Weights, **changes: Any) -> Trainer:
+def trainer_for(folder: Path, bad: float | None, watcher: Weights | None, **changes: Any) -> Trainer:
     torch.manual_seed(0)
     chosen: dict[str, Any] = {
         "num_train_epochs": 1,
@@ -62,4 +62,4 @@ def trainer_for(folder: Path, bad: float | None, watcher: Weights, **changes: An
         "ddp_timeout": 60,
     }
     args = TrainingArguments(output_dir=str(folder), **{**chosen, **changes})
-    return Trainer(Fragile(), args, train_dataset=samples(bad), callbacks=[watcher])
+    return Trainer(Fragile(), args, train_dataset=samples(bad), callbacks=[watcher] if watcher else [])

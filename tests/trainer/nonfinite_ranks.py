@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.trainer.nonfinite_cases import Weights, trainer_for
 
 from windlass.core.errors import NonFiniteError
+from windlass.dist.sharded import whole
 
 
 def main() -> None:
@@ -23,6 +24,17 @@ def main() -> None:
     )
     said["rolled"] = roller.train().global_step, roller.model.layer.weight.tolist()
     said["window"] = [row["rolled_back_to"] for row in roller.state.log_history if "rolled_back_to" in row]
+    sharded = trainer_for(
+        folder / "sharded",
+        float("nan"),
+        None,
+        nonfinite_policy="rollback",
+        save_steps=2,
+        max_steps=6,
+        fsdp="full_shard",
+    )
+    said["sharded"] = sharded.train().global_step, whole(sharded.model.layer.weight).tolist()
+    said["told"] = [row["reason"] for row in sharded.state.log_history if "rolled_back_to" in row]
     raiser = trainer_for(folder / "raise", float("nan"), Weights())
     try:
         raiser.train()

@@ -118,6 +118,9 @@ def test_two_ranks_agree(folder: Path) -> None:
         assert said["skipped"] == 1
         assert said["rolled"] == ranks[0]["rolled"]
         assert (said["rolled"][0], said["window"]) == (6, [2])
+        assert said["sharded"] == [6, [pytest.approx(row, rel=1e-5) for row in said["rolled"][1]]]
+        assert len(said["told"]) == 1
+        assert f"not finite in the data themselves: sample {BAD}" in said["told"][0], "whichever rank had it"
         assert f"at step {step}" in said["error"]
     assert any(f"{BAD}" in said["error"] for said in ranks), "one rank names the sample"
     saved = sorted(int(path.name.split("-")[1]) for path in (folder / "raise").glob("checkpoint-*"))

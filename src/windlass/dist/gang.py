@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
@@ -204,6 +202,10 @@ def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
+    # Here, because a torch that was built without distribution has neither.
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": size}
 
