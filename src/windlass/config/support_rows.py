@@ -21,7 +21,7 @@ log_level log_level_replica disable_tqdm
 eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
 eval_do_concat_batches eval_accumulation_steps include_for_metrics batch_eval_metrics
 save_only_model save_strategy save_steps save_total_limit
-keep_last keep_best save_every save_in_background save_host_memory
+preemption_signals preemption_deadline keep_last keep_best save_every save_in_background save_host_memory
 load_best_model_at_end metric_for_best_model greater_is_better
 restore_callback_states_from_checkpoint resume_from_checkpoint
 full_determinism seed data_seed
@@ -37,6 +37,7 @@ nonfinite_policy global_batch_size auto_find_batch_size
 """
 
 MAPPED = {
+    "enable_jit_checkpoint": "is always so: preemption_signals says on which signals a run saves and leaves",
     "gradient_checkpointing": "is the older name of activation_checkpointing; setting either sets both",
     "gradient_checkpointing_kwargs": "is the older name of activation_checkpointing_kwargs; setting either sets both",
     "average_tokens_across_devices": "is always so; False is refused",
@@ -53,7 +54,6 @@ REFUSED = {
     "neftune_noise_alpha": "is not built yet",
     "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
-    "enable_jit_checkpoint": "is not built yet; save_steps sets how much a stopped job can lose",
     "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, for free",
     "push_to_hub": _HUB,
     "hub_token": _HUB,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -182,11 +183,26 @@ def _nonfinite(args: Any) -> Iterator[Problem]:
         yield Problem("nonfinite_policy", "rollback", fix)
 
 
+@_rule("preemption_signals")
+def _signals(args: Any) -> Iterator[Problem]:
+    words = str(args.preemption_signals).split()
+    wrong = [word for word in words if not (word.startswith("SIG") and hasattr(signal, word))]
+    refused = [word for word in words if word in ("SIGKILL", "SIGSTOP", "SIGINT")]
+    if (wrong and words != ["none"]) or refused or not words:
+        fix = (
+            "give names of signals with spaces between them, such as 'SIGTERM SIGUSR1', or 'none'; Ctrl-C (SIGINT) "
+            "always saves, and SIGKILL and SIGSTOP cannot be taken"
+        )
+        yield Problem("preemption_signals", args.preemption_signals, fix)
+
+
 @_rule("save_total_limit", "keep_last", "keep_best", "eval_strategy", "save_strategy")
 def _retention(args: Any) -> Iterator[Problem]:
     for name in ("keep_last", "keep_best"):
         if getattr(args, name) is not None and args.save_total_limit is not None:
-            fix = "keep_last and keep_best say how many stay of each kind: leave out save_total_limit, or these"
+            fix = (
+                "keep_last and keep_best say how many stay of each kind: leave out save_total_limit, or these"
+            )
             yield Problem(name, getattr(args, name), fix)
     for name in ("eval_strategy", "save_strategy"):
         if args.keep_best is not None and getattr(args, name) == "no":
@@ -194,9 +210,10 @@ def _retention(args: Any) -> Iterator[Problem]:
             yield Problem("keep_best", args.keep_best, fix)
 
 
-@_rule("save_every", "save_host_memory", "save_only_model")
+@_rule("save_every", "save_host_memory", "preemption_deadline", "save_only_model")
 def _quantities(args: Any) -> Iterator[Problem]:
-    for name, read in (("save_every", seconds), ("save_host_memory", size_in_bytes)):
+    readers = {"save_every": seconds, "save_host_memory": size_in_bytes, "preemption_deadline": seconds}
+    for name, read in readers.items():
         value = getattr(args, name)
         try:
             if value is not None:

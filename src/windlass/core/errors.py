@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,23 @@ class NonFiniteError(WindlassError, FloatingPointError):
 
 class MemoryShortError(WindlassError, MemoryError):
     """Memory does not hold a batch, and this process cannot go on with a smaller one by itself."""
+
+
+# "Temporary failure, try again" of sysexits.h: a scheduler may start the job anew.
+EXIT_PREEMPTED = 75
+
+
+class Preempted(SystemExit):
+    """A scheduler asked the job to leave, and it did. Ends the process with code 75 unless the script takes it.
+
+    Attributes:
+        step: optimizer updates done.
+        folder: the newest checkpoint of the run; None where there is none.
+    """
+
+    def __init__(self, step: int, folder: Path | None) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.step, self.folder = step, folder
 
 
 class MissingDependencyError(WindlassError, ImportError):

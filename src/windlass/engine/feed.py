@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -113,7 +113,7 @@ class Feed:
         if position:
             self._source.load_state_dict(position)
 
-    def epoch(self, number: int) -> Iterator[Portion]:
+    def epoch(self, number: int) -> Generator[Portion, None, None]:
         """The updates that are left of epoch `number`."""
         self._ahead = self._fetch(self._open(number))
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,24 +131,32 @@ class Loop:
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
-        for portion in () if self._ends_at_once else self._portions():
-            self._update(portion)
-            if self._leaves_epoch():
-                break
+        with contextlib.closing(self._portions()) as portions:
+            for portion in portions:
+                self._update(portion)
+                if self._leaves_epoch():
+                    break
         if self._updates_in_epoch == before == 0:
             self._hooks.control.should_training_stop = True
             logger.warning("the data gave no update in epoch %d: training stops here", self._epoch)
         self._close_epoch()
 
-    def _portions(self) -> Iterator[Portion]:
+    def _portions(self) -> Generator[Portion, None, None]:
         """The data that is left of the epoch."""
-        portions = self._feed.epoch(self._epoch)
-        while True:
-            self._hooks.data_ahead()
-            portion = next(portions, None)
-            if portion is None:
-                return
-            yield portion
+        if self._ends_at_once:
+            return
+        with contextlib.closing(self._feed.epoch(self._epoch)) as portions:
+            while True:
+                self._hooks.data_ahead()
+                self.waits_for_data = True
+                portion = next(portions, None)
+                self.waits_for_data = False
+                if portion is None:
+                    return
+                yield portion
+
+    # Nothing would be lost if this process were told to leave right now, wherever it waits.
+    waits_for_data = False
 
     def _close_epoch(self) -> None:
         if self._hooks.control.should_epoch_stop:

@@ -10,11 +10,13 @@ class Signals(NamedTuple):
 
     Attributes:
         stop: wishes to end the run with this update.
+        leave: processes that a scheduler told to leave.
         save_due: the main process's clock asks for an ephemeral checkpoint.
         written, settled, failed: the counters of the save under way (`checkpoint.background.Counters`).
     """
 
     stop: float = 0.0
+    leave: float = 0.0
     save_due: float = 0.0
     written: float = 0.0
     settled: float = 0.0

@@ -56,6 +56,11 @@ class TrainerBase:
     # Ctrl-C was pressed: save at the next point between two updates, where the loop's position is whole.
     _interrupted = False
     _wants_stop = False
+    # A scheduler told this process to leave; all of them know that it told one.
+    _told_to_leave = False
+    _leaving = False
+    # An evaluation of the run, between whose batches it hears of what goes on.
+    _evaluates_for_run = False
     _autocast: Callable[[], AbstractContextManager[Any]]
     _overridden: frozenset[str]
     _source_samples: int | None

@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
     """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
 
+    _run: Any
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -129,9 +131,9 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
 
         # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same
         # bits.
-        with self._evaluation_mode(), preserved_rng(self._device):
+        with self._evaluation_mode(), preserved_rng(self._device), self._watched(batches) as watched:
             return evaluation_loop(
-                self._probed(batches),
+                self._probed(watched),
                 step,
                 request,
                 weigh=self.count_targets,
@@ -139,6 +141,15 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
                 in_step=self._strategy.sharded,
                 on_batch=on_batch,
             )
+
+    @contextlib.contextmanager
+    def _watched(self, batches: Iterable[Placed]) -> Iterator[Iterable[Placed]]:
+        """In the course of training, batches between which the run hears of what goes on."""
+        if not self._evaluates_for_run:
+            yield batches
+            return
+        with contextlib.closing(self._run.watch_evaluation(batches)) as watched:
+            yield watched
 
     def _rehearse_evaluation(self, wanted: str) -> dict[str, float]:
         """The metrics of each evaluation set's first batch, which nobody is told of: only their names matter.

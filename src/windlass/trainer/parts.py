@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from windlass.trainer.best import BestMixin, find_metric
 from windlass.trainer.evaluation import EvaluationMixin
+from windlass.trainer.leaving import LeavingMixin
 from windlass.trainer.optimization import OptimizationMixin
 from windlass.trainer.publishing import PublishingMixin
 
 
-class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, PublishingMixin):
+class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, LeavingMixin, PublishingMixin):
     """Every method that a script may override or call, from the files that hold them."""
 
     _ignore_keys_for_eval: list[str] | None = None
@@ -19,7 +20,11 @@ class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, PublishingMixi
         self._interrupted = True
 
     def _evaluate_for_run(self) -> dict[str, float]:
-        metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
+        self._evaluates_for_run = True
+        try:
+            metrics = self.evaluate(ignore_keys=self._ignore_keys_for_eval)
+        finally:
+            self._evaluates_for_run = False
         if self._follows_metric:
             self._run.schedule.observe(find_metric(metrics, self.args.metric_for_best_model or "loss"))
         return metrics

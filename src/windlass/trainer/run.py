@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from windlass.core.device import visible_devices
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.rng import StepSeeder
+from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
+from windlass.engine.attentive import EvaluationAbandoned, attentive
 from windlass.engine.executor import StepRequest, StepResult
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions
@@ -54,6 +56,7 @@ class TrainingRun:
             trainer._checkpoint_manager(), plan.save, trainer._gang, device, trainer._may_save_in_background
         )
         self.companions = Companions()
+        self.unfinished = {}
         self.ledger = Ledger(device, trainer._gang.sum)
         self._normaliser = trainer._normaliser
         self._flops_per_position = 6 * trainer._parameter_count
@@ -292,12 +295,22 @@ class TrainingRun:
     def _signals(self) -> Signals:
         saver = self.saver
         due = self._trainer._gang.rank == 0 and saver.is_due()
-        return Signals(float(self._trainer._wants_stop), float(due), *saver.counters())
+        trainer = self._trainer
+        return Signals(
+            float(trainer._wants_stop), float(trainer._told_to_leave), float(due), *saver.counters()
+        )
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
         told = Signals(*signals)
         if told.stop:
             self._trainer._stop_here()
+        self._heard(told)
+
+    def _heard(self, told: Signals) -> None:
+        """What all ranks know by now, in training or in an evaluation."""
+        trainer = self._trainer
+        # One process need not wait for what it told itself with the data of this update.
+        trainer._leaving = told.leave > 0 or (trainer._gang.size == 1 and trainer._told_to_leave)
         self.saver.agreed(Counters(told.written, told.settled, told.failed))
         # What was sent before a save began still asks for it.
         asked_since = self._trainer.state.global_step - self._saved_step > 1
@@ -314,17 +327,22 @@ class TrainingRun:
             self._beacon.call("evaluate")
             self._evaluate()
             self._agree_on_flags()
-        if self._trainer.control.should_save or self._trainer._interrupted or self._ephemeral_due:
+        leaving = self._trainer._leaving
+        if self._trainer.control.should_save or self._trainer._interrupted or self._ephemeral_due or leaving:
             self._beacon.call("save")
             self._save()
             self._agree_on_flags()
+        if leaving:
+            self._trainer._leave()
 
     _ephemeral_due = False
     _saved_step = 0
 
     def _save(self) -> None:
         trainer = self._trainer
-        trainer._saves_ephemeral = not (trainer.control.should_save or trainer._interrupted)
+        trainer._saves_ephemeral = not (
+            trainer.control.should_save or trainer._interrupted or trainer._leaving
+        )
         self._ephemeral_due, self._saved_step = False, trainer.state.global_step
         self.loop.check_finite()
         trainer._save_checkpoint(trainer.model)
@@ -344,9 +362,41 @@ class TrainingRun:
         else:
             self._trainer.log(logs)
 
+    # What a run that was told to leave in an evaluation has not done at its last step: a resumed run makes it up.
+    unfinished: State
+
+    def make_up(self) -> None:
+        """Do what the run left undone at the step it was resumed from."""
+        unfinished, self.unfinished = self.unfinished, {}
+        if unfinished:
+            control = self._trainer.control
+            control.should_evaluate, control.should_save = True, unfinished["save"]
+            self.due()
+
+    def leave_waiting(self) -> None:
+        """The run was told to leave while it waited for data: what was done so far is what is saved."""
+        self._trainer._leaving = True
+        if self._saved_step != self._trainer.state.global_step:
+            self._save()
+        self._trainer._leave()
+
+    def watch_evaluation(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        """The batches of an evaluation, which all ranks leave when one of them is told to."""
+
+        def heard(sums: Sequence[float]) -> None:
+            self._heard(Signals(*sums))
+            if self._trainer._leaving:
+                raise EvaluationAbandoned
+
+        return attentive(batches, self._trainer._gang, self._signals, heard)
+
     def _evaluate(self) -> None:
         trainer = self._trainer
-        metrics = trainer._evaluate_for_run()
+        try:
+            metrics = trainer._evaluate_for_run()
+        except EvaluationAbandoned:
+            self.unfinished = {"save": trainer.control.should_save}
+            return
         new_best = trainer._determine_best_metric(metrics)
         kept = trainer._is_kept_as_best()
         save = self._plan.save

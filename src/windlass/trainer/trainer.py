@@ -52,6 +52,7 @@ from windlass.trainer.defaults import (
 )
 from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
+from windlass.trainer.leaving import WaitBrokenOff
 from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.resuming import saved_update_size
@@ -268,6 +269,7 @@ class Trainer(TrainerParts):
             ConfigError: with every problem of the configuration, before any work.
             CheckpointError: the checkpoint is missing, damaged, or of another model.
             NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
+            Preempted: a scheduler asked the job to leave (`preemption_signals`); the process ends with code 75.
         """
         resume = one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
         if resume is None:
@@ -281,11 +283,14 @@ class Trainer(TrainerParts):
         self._watch_memory()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         try:
-            checkpoint = self._resume_point(resume)
-            plan = self._prepare_run(checkpoint)
-            with stopping_on_interrupt(self._stop_and_save), self._telling_where():
-                self._run_training(plan)
-            return self._finish_training(plan, started)
+            with self._taking_signals():
+                checkpoint = self._resume_point(resume)
+                plan = self._prepare_run(checkpoint)
+                with stopping_on_interrupt(self._stop_and_save), self._telling_where():
+                    self._run_training(plan)
+                output = self._finish_training(plan, started)
+                self._leave_if_told()
+            return output
         except Exception:
             self._leave_saving()
             raise
@@ -401,7 +406,12 @@ class Trainer(TrainerParts):
             self.evaluate(ignore_keys=self._ignore_keys_for_eval)
         if self._interrupted:
             self.control.should_training_stop = True  # which the first event of a run clears
-        self._run.loop.run()
+        self._leave_if_told()
+        self._run.make_up()
+        try:
+            self._run.loop.run()
+        except WaitBrokenOff:
+            self._run.leave_waiting()
         if self._interrupted:
             self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
         self._finish_saving()

@@ -94,6 +94,12 @@ class WindlassSection:
     global_batch_size: int | None = setting(
         None, "Samples of an update over all processes; accumulation follows from it."
     )
+    preemption_signals: str = setting(
+        "SIGTERM SIGUSR1", "Signals on which a run saves and leaves with exit code 75; 'none' for none."
+    )
+    preemption_deadline: str | float | None = setting(
+        None, "Time after such a signal, like '60s', after which the process leaves whatever it has saved."
+    )
     keep_last: int | None = setting(None, "Newest checkpoints to keep, whatever the best are.")
     keep_best: int | None = setting(
         None, "Best checkpoints to keep by metric_for_best_model; each is saved when it is evaluated."
