@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import weakref
@@ -424,3 +425,23 @@ def test_the_best_are_known_by_their_metric_only(tmp_path: Path, say: Say) -> No
     code, _, err = say("prune", run.root, "--keep-best", 1)
     assert code == 2
     assert "says how it was evaluated" in err
+
+
+def test_what_the_disk_refuses_is_said_in_one_line(
+    run: Run, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Files, descriptor: int, piece: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Files, "write_some", full)
+    code, _, err = say("export", run.root / "checkpoint-4", tmp_path / "hf")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "No space left on device" in err
+    assert not list(tmp_path.glob("*hf"))
+
+
+def test_as_many_are_marked_as_the_run_keeps(run: Run, say: Say) -> None:
+    run.files["training_args.json"] = b'{"keep_best": 2, "greater_is_better": true}'
+    run.save(5, metric=None)
+    rows = json.loads(say("ls", run.root, "--json")[1])
+    assert {row["step"] for row in rows if "best" in row["marks"]} == {1, 3}

@@ -99,6 +99,7 @@ def export_folder(source: Folder, target: Path, options: ExportOptions, files: F
         CheckpointError: there are no weights, a file of the source is damaged, or `target` is there already.
     """
     files = files or Files()
+    _recover(target, files)
     _check_place(target, options)
     stem = weights_stem(source)
     files.ensure_folder(target.parent)
@@ -112,7 +113,7 @@ def export_folder(source: Folder, target: Path, options: ExportOptions, files: F
         else:
             export_file(source, new / ADAPTER_WEIGHTS_NAME, options, files)
         for name in sorted(source.names):
-            if any(fnmatch(name, pattern) for pattern in _COMPANIONS):
+            if _is_companion(name):
                 _copy(source, name, new / name, options, files)
         files.sync_folder(new)
         _put(new, target, files)
@@ -141,25 +142,43 @@ def _is_result(target: Path) -> bool:
     entries = list(target.iterdir())
     return any(entry.name in weights for entry in entries) and all(
         entry.is_file()
-        and (
-            entry.name in weights
-            or SPLIT_FILE.fullmatch(entry.name)
-            or any(fnmatch(entry.name, pattern) for pattern in _COMPANIONS)
-        )
+        and (entry.name in weights or SPLIT_FILE.fullmatch(entry.name) or _is_companion(entry.name))
         for entry in entries
     )
 
 
+def _is_companion(name: str) -> bool:
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+
+
 def _put(new: Path, target: Path, files: Files) -> None:
     """Give the complete folder its name. What it replaces goes only when it stands."""
-    if not target.exists():
-        files.rename(new, target)
-    else:
-        old = target.with_name(f"tmp-removed-{target.name}")
+    old = _aside(target)
+    if target.exists():
         files.rename(target, old)
+    try:
         files.rename(new, target)
-        files.remove_tree(old)
+    except OSError:
+        if old.exists():
+            files.rename(old, target)
+        raise
     files.sync_folder(target.parent)
+    if old.exists():
+        files.remove_tree(old)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f"tmp-removed-{target.name}")
+
+
+def _recover(target: Path, files: Files) -> None:
+    """An export that was cut off while it replaced this folder may have left the earlier one aside."""
+    old = _aside(target)
+    if old.exists():
+        if target.exists():
+            files.remove_tree(old)
+        else:
+            files.rename(old, target)
 
 
 def _write_weights(source: Folder, folder: Path, options: ExportOptions, files: Files) -> None:

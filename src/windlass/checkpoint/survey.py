@@ -57,11 +57,13 @@ class RunNotes:
     Attributes:
         metric: the name of the one that the run goes by.
         best: name of the folder of the best model so far.
+        keep_best: how many of the best it keeps.
     """
 
     metric: str | None = None
     greater_is_better: bool = False
     best: str | None = None
+    keep_best: int = 0
 
 
 def notes_of(whole: list[CheckpointInfo]) -> RunNotes:
@@ -74,10 +76,12 @@ def notes_of(whole: list[CheckpointInfo]) -> RunNotes:
         return RunNotes()
     arguments, state = _tree(whole[-1], "training_args.json"), _tree(whole[-1], "trainer_state.json")
     metric, best = arguments.get("metric_for_best_model"), state.get("best_model_checkpoint")
+    keep_best = arguments.get("keep_best")
     return RunNotes(
         metric=metric if isinstance(metric, str) else None,
         greater_is_better=arguments.get("greater_is_better") is True,
         best=Path(best).name if isinstance(best, str) else None,
+        keep_best=keep_best if type(keep_best) is int and keep_best > 0 else 0,
     )
 
 
@@ -94,9 +98,9 @@ def marks_of(info: CheckpointInfo, whole: list[CheckpointInfo], notes: RunNotes)
     marks = []
     if whole and info.path == whole[-1].path:
         marks.append("last")
-    rated = best_of(whole, 1, notes.greater_is_better)
-    is_noted = info.path.name == notes.best
-    if is_noted or (notes.best is None and bool(rated) and info.path == rated[0].path):
+    count = notes.keep_best or (1 if notes.best is None else 0)
+    rated = [one.path for one in best_of(whole, count, notes.greater_is_better)]
+    if info.path.name == notes.best or info.path in rated:
         marks.append("best")
     if info.meta.get("ephemeral"):
         marks.append("ephemeral")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from windlass.cli.options import DTYPES
+from windlass.core.errors import CheckpointError
 
 
 def checkpoint_command(words: list[str]) -> int:
@@ -14,6 +15,15 @@ def checkpoint_command(words: list[str]) -> int:
         CheckpointError, ConfigError: what was asked for cannot be done.
     """
     options = _parser().parse_args(words)
+    try:
+        return _run(options)
+    except BrokenPipeError:
+        raise  # the reader of what is printed has gone
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.action == "ls":
         from windlass.cli.checkpoint_listing import list_command
 

@@ -17,8 +17,8 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
     is left alone.
 
     Raises:
-        CheckpointError: nothing says what to keep, there are no checkpoints, nothing is known of which are the best,
-            or one cannot be removed.
+        CheckpointError: nothing says what to keep, there are no checkpoints, or nothing is known of which are the best.
+        OSError: one cannot be removed.
     """
     if keep_last is None and keep_best is None:
         raise CheckpointError("say what to keep: --keep-last N, --keep-best N or both")
@@ -33,10 +33,7 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
     going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
     for info in going:
         if not dry_run:
-            try:
-                store.remove(info.path)
-            except OSError as error:
-                raise CheckpointError(f"{info.path} could not be removed: {error.strerror}") from error
+            store.remove(info.path)
         print(f"{info.path}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}")
     freed = in_words(sum(info.nbytes for info in going))
     print(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")

@@ -1,0 +1,96 @@
+"""Exports on a disk that fails: whatever was there stays, and a result is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.checkpoint.faults import CountingFiles, failing, save, vanish
+from tests.checkpoint.test_faults import in_child
+
+from windlass.checkpoint.export import ExportOptions, export_file, export_folder
+from windlass.checkpoint.stored import Folder, open_folder
+from windlass.core.errors import CheckpointError
+
+WEIGHT = "layer.weight"
+
+
+def source(root: Path, step: int) -> Folder:
+    path = save(root / f"run-{step}", step)
+    assert path is not None
+    return open_folder(path)
+
+
+def value_of(path: Path) -> float:
+    """What the weights of a result are all equal to."""
+    weight = load_file(path)[WEIGHT]
+    assert torch.equal(weight, torch.full((3, 2), float(weight[0, 0])))
+    return float(weight[0, 0])
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_disk_that_fails_at_any_operation(is_folder: bool, replaces: bool, tmp_path: Path) -> None:
+    first, second = source(tmp_path, 1), source(tmp_path, 2)
+    export, name = (export_folder, "model.safetensors") if is_folder else (export_file, "")
+    number = 0
+    while True:
+        number += 1
+        place = tmp_path / f"out-{number}"
+        target = place / "result"
+        if replaces:
+            export(first, target, ExportOptions())
+        files = CountingFiles(number, failing(errno.ENOSPC))
+        with contextlib.suppress(OSError):
+            export(second, target, ExportOptions(force=replaces), files)
+        result = target / name if name else target
+        if files.count < number:
+            assert value_of(result) == 2
+            break
+        if replaces:
+            assert value_of(result) in (1, 2)
+        elif result.exists():
+            assert value_of(result) == 2
+        export(second, target, ExportOptions(force=True))
+        assert value_of(result) == 2
+        assert [path.name for path in place.iterdir()] == ["result"]
+    assert number > 5
+
+
+def test_an_export_that_is_cut_off_leaves_a_whole_result_for_the_next(tmp_path: Path) -> None:
+    first, second = source(tmp_path, 1), source(tmp_path, 2)
+
+    number, code = 0, 77
+    while code == 77:
+        number += 1
+        target = tmp_path / f"out-{number}" / "result"
+        export_folder(first, target, ExportOptions())
+        files = CountingFiles(number, vanish)
+        code = in_child(lambda: export_folder(second, target, ExportOptions(force=True), files))  # noqa: B023
+        aside = target.with_name("tmp-removed-result")
+        standing = target if target.exists() else aside
+        assert value_of(standing / "model.safetensors") in (1, 2)
+        export_folder(second, target, ExportOptions(force=True))
+        assert value_of(target / "model.safetensors") == 2
+        assert [path.name for path in target.parent.iterdir()] == ["result"]
+    assert code == 0
+    assert number > 8
+
+
+def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
+    export_folder(source(tmp_path, 1), tmp_path / "out", ExportOptions())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    here = source(tmp_path, 1)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="is no folder that an export wrote"):
+        export_folder(here, tmp_path / "file", ExportOptions(force=True))
+    with pytest.raises(CheckpointError, match="is a folder; name a file"):
+        export_file(here, tmp_path / "run-1", ExportOptions(force=True))
+    assert (tmp_path / "file").read_text() == "mine"
