@@ -227,3 +227,11 @@ def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:
         accelerator.save({"a": 1}, tmp_path / "a.bin")
     with pytest.raises(CheckpointError, match="holds a dict of tensors"):
         accelerator.save([1], tmp_path / "a.safetensors")
+
+
+def test_a_remote_folder_is_refused(tmp_path: Path) -> None:
+    """A path would take its scheme for a folder's name, and write it here."""
+    accelerator = Loop().accelerator
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ConfigError, match=r"folder='s3://bucket/run'.*only the Trainer's output_dir"):
+            call("s3://bucket/run")

@@ -165,3 +165,17 @@ def test_retention_reaches_what_another_machine_saved(tmp_path: Path, url: str) 
         save(tmp_path / "a", url, step, limit=None)
     save(tmp_path / "b", url, 4, limit=2)
     assert RemoteFolder(url).names() == ["checkpoint-3", "checkpoint-4", "metrics.jsonl"]
+
+
+def test_what_is_whole_here_is_read_while_the_line_is_dead(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Going back to a checkpoint of the run, or to its best, does not depend on the remote folder."""
+    path = save(tmp_path / "a", url, 1)
+    assert path is not None
+    Faulty.arm(1)
+    assert store_at(tmp_path / "a", url).verify(path).step == 1
+    assert "the line is dead" in caplog.text
+    Faulty.arm(1)
+    with pytest.raises(CheckpointError, match="the line is dead"):
+        store_at(tmp_path / "b", url).verify(tmp_path / "b" / "checkpoint-1")

@@ -22,6 +22,7 @@ from windlass.checkpoint.split import save_split
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights, weights_bytes
 from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.rng import rng_state
 from windlass.core.types import State
@@ -174,12 +175,12 @@ class Saving(Core):
             if project.project_dir is None:
                 fix = "automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...)"
                 raise ConfigError(Problem("project_dir", None, fix))
-            root, name = Path(project.project_dir) / "checkpoints", "checkpoint_{step}"
+            root, name = _local(project.project_dir) / "checkpoints", "checkpoint_{step}"
         elif folder is None:
             fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             raise ConfigError(Problem("output_dir", None, fix))
         else:
-            path = Path(folder).expanduser().absolute()
+            path = _local(folder)
             root, name = path.parent, path.name
         gang = self._gang
         store = Store(root, rank=gang.rank, world=gang.size, vote=gang.vote, barrier=gang.barrier, name=name)
@@ -250,11 +251,11 @@ class Saving(Core):
         if folder is None:
             manager = self._manager(None)
         else:
-            path = Path(folder).expanduser().absolute()
+            path = _local(folder)
             manager = CheckpointManager(Store(path.parent, rank=self._gang.rank, name=path.name))
         if self._gang.rank == 0:
             try:
-                chosen = manager.choose(True if folder is None else Path(folder).expanduser().absolute())
+                chosen = manager.choose(True if folder is None else _local(folder))
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         chosen, problem = self._gang.broadcast_object([chosen, problem])
@@ -289,9 +290,10 @@ class Saving(Core):
         """
         if not safe_serialization:
             raise ConfigError(Problem("safe_serialization", False, "pickle is never written; leave it True"))
+        folder = _local(save_directory)
         state = self.get_state_dict(model)
         if self._gang.rank == 0:
-            save_split(Path(save_directory), state, convert_file_size_to_int(max_shard_size))
+            save_split(folder, state, convert_file_size_to_int(max_shard_size))
         self._gang.barrier()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -317,6 +319,18 @@ class Saving(Core):
             codec.save_state(path.with_suffix(""), obj)
         else:
             restoring.save_tensors(path, obj)
+
+
+def _local(folder: str | os.PathLike[str]) -> Path:
+    """A folder of this machine.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    if is_url(folder):
+        fix = "is remote, which only the Trainer's output_dir may be; give a folder of this machine"
+        raise ConfigError(Problem("folder", os.fspath(folder), fix))
+    return Path(folder).expanduser().absolute()
 
 
 def _weights_of(strategy: Strategy) -> dict[str, Tensor]:

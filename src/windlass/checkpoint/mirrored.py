@@ -82,15 +82,17 @@ class MirroredStore(Store):
             CheckpointError: neither here nor there is a whole one.
         """
         path = Path(path)
-        uploaded = self._uploaded_at(path)
-        if uploaded is None:
-            return super().verify(path)
+        info, problem = None, ""
         try:
             info = super().verify(path)
-            if info.order >= uploaded.info.order:
-                return info
         except CheckpointError as error:
-            _logger.info("fetching %s/%s: %s", self.mirror.remote.url, uploaded.name, error)
+            problem = str(error)
+        uploaded = self._newer_at(path, info)
+        if uploaded is None:
+            if info is None:
+                raise CheckpointError(problem)
+            return info
+        _logger.info("fetching %s/%s: %s", self.mirror.remote.url, uploaded.name, problem or "it is newer")
         try:
             self.mirror.fetch(uploaded, self.files)
             self.mirror.fetch_loose(_METRICS, self.files)
@@ -112,6 +114,17 @@ class MirroredStore(Store):
                 "checkpoint-N of all its node-* folders into one folder and resume from that"
             )
         return sorted(ages, key=ages.__getitem__, reverse=True)
+
+    def _newer_at(self, path: Path, info: CheckpointInfo | None) -> Uploaded | None:
+        """What stands for `path` in the remote folder, where it is newer than the whole one here."""
+        try:
+            uploaded = self._uploaded_at(path)
+        except CheckpointError as error:
+            if info is None:
+                raise
+            _logger.warning("%s; going by %s, which is whole", error, path)
+            return None
+        return uploaded if info is None or uploaded is None or uploaded.info.order > info.order else None
 
     def _uploaded_at(self, path: Path) -> Uploaded | None:
         return next((one for one in reversed(self._uploaded()) if one.info.path == path), None)
