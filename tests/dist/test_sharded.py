@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from windlass.checkpoint.sharded import parts_of_rank
+from windlass.core.world import World
 from windlass.dist.sharded import (
     Part,
     copies,
@@ -78,6 +80,25 @@ def test_copies_are_held_by_several_and_named_once() -> None:
             (1, Part((3, 0), (3, 2))),
             (2, Part((6, 0), (1, 2))),
         ]
+
+
+def test_copies_are_written_by_who_has_least_to_write() -> None:
+    said = []
+    for rank, mesh in on_every_rank((2, 3)):
+        tensors = {}
+        for name, shape in {"a": (7, 2), "b": (6, 4), "c": (3, 2), "d": (9, 4)}.items():
+            tensor = numbered(shape)
+            tensors[name] = spread(held(tensor, rank % 3, 3, 0), mesh, [Replicate(), Shard(0)], tensor)
+        mine = parts_of_rank("model", {**tensors, "plain": torch.ones(2)}, World(rank, 6, rank, 6))
+        assert ("plain" in mine.tensors) == (rank == 0), "plain tensors may differ between ranks"
+        said.append((set(mine.tensors), sum(t.numel() for t in mine.tensors.values())))
+        if mine.index is not None:
+            index = mine.index["tensors"]
+    for name, entry in index.items():
+        assert {writer for writer, _, _ in entry["parts"]} == {r for r in range(6) if name in said[r][0]}
+    for place in range(3):
+        first, second = said[place][1], said[place + 3][1]
+        assert min(first, second) > 0.5 * max(first, second), "copies share the work"
 
 
 def test_sums_that_are_not_made_yet_are_refused() -> None:

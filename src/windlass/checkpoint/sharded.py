@@ -8,9 +8,10 @@ Writing moves no tensor between ranks, and reading one opens only the files that
     {"version": 1, "ranks": 2, "aliases": {"head.weight": "embed.weight"}, "tensors": {"embed.weight": {
         "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
 
-where a part is [rank, first row, rows] along dimension `dim`. Copies (of replicated tensors, of hybrid sharding) are
-written once on each disk, by the first of its ranks that holds them; tied tensors once, under the first of their names.
-Where there are several disks, each has an index, which names ranks of its own wherever they hold a part.
+where a part is [rank, first row, rows] along dimension `dim`. Of the ranks that hold copies of a part (hybrid sharding)
+the one writes it that has the fewest bytes to write so far, so all write alike much; plain tensors, which may differ
+between ranks, are the first one's. Tied tensors are written once, under the first of their names. Where there are
+several disks, each has an index, which names ranks of its own wherever they hold a part, the first that does.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, nbytes, open_tensors, write_tensors
 from windlass.checkpoint.weights import fill, save_weights, split_aliases
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.core.world import World
-from windlass.dist.sharded import Part, holders, local, part
+from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local, part
 
 VERSION = 1
 
@@ -100,7 +101,11 @@ def parts_of_rank(
     names = canonical_names(tensors)
     stored, aliases = split_aliases({names[name]: tensor for name, tensor in tensors.items()})
     here = range(world.size) if members is None else members
-    index = {name: _entry(name, tensor, here) for name, tensor in stored.items()}
+    # On another disk the other ranks' choice is not this one's, so only where all share one is work divided freely.
+    load = dict.fromkeys(here, 0) if len(here) == world.size else {}
+    by_size = sorted(stored, key=lambda name: -nbytes(stored[name]))  # large ones first: small ones even out
+    writers = {name: _writers(stored[name], here, load) for name in by_size}
+    index = {name: _entry(name, tensor, writers[name]) for name, tensor in stored.items()}
     mine = {
         name: local(stored[name])
         for name, entry in index.items()
@@ -110,8 +115,21 @@ def parts_of_rank(
     return RankParts(stem, world.rank, mine, tree if world.rank == here[0] else None)
 
 
-def _entry(name: str, tensor: Tensor, here: Sequence[int]) -> dict[str, Any]:
-    held = holders(tensor, here)
+def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[tuple[int, Part]]:
+    """Who writes which part: where all ranks write `here`, the least loaded of its holders, and of equals the first.
+
+    Args:
+        load: bytes that each rank writes so far; this tensor's are added. Empty: the first holder writes.
+    """
+    chosen = holders(tensor, here)
+    if load and is_sharded(tensor):
+        chosen = [(min(ranks, key=lambda rank: (load[rank], rank)), p) for p, ranks in all_holders(tensor)]
+    for rank, found in chosen if load else ():
+        load[rank] += math.prod(found.sizes) * tensor.element_size()
+    return chosen
+
+
+def _entry(name: str, tensor: Tensor, held: Sequence[tuple[int, Part]]) -> dict[str, Any]:
     cut = {dim for _, found in held for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]}
     if len(cut) > 1:
         raise CheckpointError(f"{name} is split along dimensions {sorted(cut)}; only one can be saved")

@@ -108,15 +108,22 @@ def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, 
     """
     if not is_sharded(tensor):
         return [(preferred[0], part(tensor))]
+    return [
+        (next((rank for rank in ranks if rank in preferred), ranks[0]), held)
+        for held, ranks in all_holders(tensor)
+    ]
+
+
+def all_holders(tensor: DTensor) -> list[tuple[Part, list[int]]]:
+    """Every part of a sharded tensor with all ranks that hold it, parts without elements left out. The same on every
+    rank, without communication.
+    """
     _check_placements(tensor)
     mesh = tensor.device_mesh
     found: dict[Part, list[int]] = {}
     for place in itertools.product(*(range(size) for size in mesh.shape)):
         found.setdefault(_part_at(tensor, place), []).append(int(mesh.mesh[place]))
-    chosen = {
-        held: next((rank for rank in ranks if rank in preferred), ranks[0]) for held, ranks in found.items()
-    }
-    return [(rank, held) for held, rank in chosen.items() if all(held.sizes)]
+    return [(held, ranks) for held, ranks in found.items() if all(held.sizes)]
 
 
 def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:
