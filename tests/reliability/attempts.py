@@ -27,6 +27,7 @@ from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.store import Store
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
+LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
 _TICK = 0.004
 KILLED = -signal.SIGKILL
 
@@ -208,6 +209,7 @@ def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -
     alive, hung = list(pids), False
     instant = None if strike is None else strike.instant
     together = strike is not None and strike.doom.everyone
+    deadline = started + PATIENCE
     while alive:
         time.sleep(_TICK)
         codes |= _reaped(alive)
@@ -216,9 +218,11 @@ def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -
         if strike is not None and instant is not None and passed >= instant:
             _kill([pid for pid in alive if pid == pids[strike.doom.victim]])
             instant = None
-        if KILLED in codes.values() and (together or not met()):
-            _kill(alive)
-        if passed > PATIENCE and alive:
+        if KILLED in codes.values():
+            deadline = min(deadline, time.monotonic() + LINGERING)
+            if together or not met():
+                _kill(alive)
+        if alive and time.monotonic() > deadline:
             hung = True
             _kill(alive)
     return Ended([codes[pid] for pid in pids], hung)

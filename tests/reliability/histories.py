@@ -167,7 +167,7 @@ class History:
 
     def _judge(self, ended: Ended, doom: Doom | None) -> None:
         if ended.hung:
-            self._problem(f"an attempt hung: {ended.codes}")
+            self._problem(f"ranks had to be ended by force: {ended.codes}")
         elif not ended.finished and not (doom is not None and doom.kills and ended.killed):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
         if doom is not None and (ended.killed or (doom.kind in FAULTS and ended.finished)):
