@@ -35,7 +35,9 @@ class Run:
     def __init__(self, root: Path) -> None:
         torch.manual_seed(0)
         sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=True, **sizes))
+        self.model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=11, tie_word_embeddings=True, dtype="float32", **sizes)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.root = root
         self.manager = CheckpointManager(Store(root))
@@ -283,6 +285,7 @@ def test_another_dtype_is_the_configurations_too(run: Run, tmp_path: Path, say: 
     assert say("export", run.root / "checkpoint-4", tmp_path / "hf", "--dtype", "bf16")[0] == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     expected = run.model.state_dict()["model.norm.weight"]
     assert torch.equal(model.model.norm.weight, expected.bfloat16())
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split, with_aliases
 from windlass.checkpoint.stored import (
-    ADAPTER_WEIGHTS_NAME,
     Folder,
     StoredTensors,
     open_optimizer,
@@ -39,7 +39,7 @@ MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
 # What lies beside weights for `from_pretrained`: configurations, the tokenizer or processor, code that they name.
 _COMPANIONS = (
-    _CONFIG, "generation_config.json", "adapter_config.json", "*tokenizer*", "special_tokens_map.json",
+    _CONFIG, "generation_config.json", ADAPTER_CONFIG, "*tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*processor*.json",
     "README.md", "LICENSE*", "*.py",
 )  # fmt: skip
@@ -111,7 +111,7 @@ def export_folder(source: Folder, target: Path, options: ExportOptions, files: F
         if stem == "model":
             _write_weights(source, new, options, files)
         else:
-            export_file(source, new / ADAPTER_WEIGHTS_NAME, options, files)
+            export_file(source, new / ADAPTER_WEIGHTS, options, files)
         for name in sorted(source.names):
             if _is_companion(name):
                 _copy(source, name, new / name, options, files)
@@ -138,7 +138,7 @@ def _is_result(target: Path) -> bool:
     """Whether a folder holds weights and what lies beside them, and nothing that somebody may miss."""
     if not target.is_dir() or target.is_symlink() or (target / MANIFEST_NAME).exists():
         return False
-    weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, SPLIT_INDEX_NAME)
+    weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS, SPLIT_INDEX_NAME)
     entries = list(target.iterdir())
     return any(entry.name in weights for entry in entries) and all(
         entry.is_file()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.sharded import index_name, open_parts
@@ -24,7 +25,6 @@ from windlass.checkpoint.verified import VerifiedFiles
 from windlass.checkpoint.weights import WEIGHTS_NAME, TensorSource, read_aliases
 from windlass.core.errors import CheckpointError
 
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 OPTIMIZER = "optimizer"
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
@@ -106,11 +106,11 @@ def weights_stem(folder: Folder) -> str:
     """
     if any(name in folder for name in (index_name("model"), WEIGHTS_NAME, SPLIT_INDEX_NAME)):
         return "model"
-    if ADAPTER_WEIGHTS_NAME in folder:
+    if ADAPTER_WEIGHTS in folder:
         return "adapter_model"
     raise CheckpointError(
         f"{folder.path} holds no weights: there is no {WEIGHTS_NAME}, {index_name('model')}, {SPLIT_INDEX_NAME} or "
-        f"{ADAPTER_WEIGHTS_NAME}"
+        f"{ADAPTER_WEIGHTS}"
     )
 
 
@@ -174,7 +174,7 @@ def open_optimizer(folder: Folder) -> Iterator[StoredTensors]:
 
 def state_files(folder: Folder) -> list[str]:
     """Files of further tensors, beside the model's and the optimizer's: of other states, and of each rank."""
-    known = {WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, f"{OPTIMIZER}.safetensors"}
+    known = {WEIGHTS_NAME, ADAPTER_WEIGHTS, f"{OPTIMIZER}.safetensors"}
     return sorted(
         name
         for name in folder.names
