@@ -13,7 +13,7 @@ from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, Adapter, find_adapter
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.manager import CheckpointManager, costs_one_save
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_store, upload_files
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
@@ -151,11 +151,11 @@ class SavingMixin(TrainerBase):
         previous_best = state.best_model_checkpoint
         if state.best_global_step == step:
             state.best_model_checkpoint = str(store.path_for(step))
-        # A part that cannot give its state must not leave other ranks waiting: in the vote at the end of this block,
-        # nor in a gathering of tensors that it never came to, so what all ranks do together comes first.
-        with store.agreed(step):
-            content = self._content(store.keeps)
+        content = self._agreed_content(step)
         as_saved = replace(state, log_history=list(state.log_history))
+        if content is None:
+            self._save_ended(None, as_saved, previous_best)
+            return
         saver.save(
             step,
             content,
@@ -163,6 +163,21 @@ class SavingMixin(TrainerBase):
             protected=self._best_checkpoints(store),
             ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
         )
+
+    def _agreed_content(self, step: int) -> Content | None:
+        """All that this rank has for a checkpoint; None where a disk on the way there was full. Collective."""
+        manager = self._run.saver.manager
+        try:
+            # A part that cannot give its state must not leave other ranks waiting: in the vote at the end of this
+            # block, nor in a gathering of tensors that it never came to, so what all ranks do together comes first.
+            with manager.store.agreed(step):
+                return self._content(manager.store.keeps)
+        except Exception as error:
+            # The small files beside the weights are written into the system's temporary folder first.
+            if not costs_one_save(error):
+                raise
+            manager.warn(step, error)
+            return None
 
     def _best_checkpoints(self, store: Store) -> list[Path]:
         """Where the best model and the best evaluations that are kept lie, as far as they were saved."""
