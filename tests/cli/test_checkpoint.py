@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import shutil
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
@@ -303,13 +305,24 @@ def test_the_optimizers_state_alone(run: Run, tmp_path: Path, say: Say) -> None:
     assert "from_pretrained reads no optimizer state" in err
 
 
-def test_adapters_go_with_their_configuration(tmp_path: Path, say: Say) -> None:
+def test_adapters_go_with_their_configuration(run: Run, tmp_path: Path, say: Say) -> None:
+    peft = pytest.importorskip("peft")
+    base = copy.deepcopy(run.model)
+    model = peft.get_peft_model(
+        run.model, peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    )
+    adapter = find_adapter(model)
+    assert adapter is not None
     source, target = tmp_path / "adapters", tmp_path / "out"
-    source.mkdir()
-    write_tensors(source / "adapter_model.safetensors", {"lora_A": torch.rand(2, 3)}, files=Files())
-    (source / "adapter_config.json").write_text('{"r": 2}')
-    assert say("export", source, target)[0] == 0
-    assert {path.name for path in target.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    adapter.save_config(source)
+    write_tensors(source / ADAPTER_WEIGHTS, adapter.weights(model.state_dict()), files=Files())
+    assert say("export", source, target, "--dtype", "fp64")[0] == 0
+    assert {path.name for path in target.iterdir()} == {ADAPTER_WEIGHTS, ADAPTER_CONFIG}
+    found = peft.PeftModel.from_pretrained(
+        base.double(), str(target), autocast_adapter_dtype=False
+    ).state_dict()
+    expected = model.double().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_only_an_earlier_result_is_replaced(run: Run, tmp_path: Path, say: Say) -> None:
