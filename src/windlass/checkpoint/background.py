@@ -98,7 +98,7 @@ class BackgroundSaver:
         draft = store.draft(step, meta)
         try:
             with store.agreed(step):
-                store.open(draft, content.disk_bytes(store.world))
+                store.open(draft, content.disk_bytes(store.writers))
         except Exception as error:
             self._give_up(step, draft, error)
             return False

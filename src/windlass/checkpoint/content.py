@@ -53,14 +53,15 @@ class Content:
             + (0 if self.weights is None else weights_bytes(self.weights))
         )
 
-    def disk_bytes(self, world: int) -> int:
-        """Bytes that the whole checkpoint takes, from what this rank knows: others are taken to write as much of
-        their own."""
+    def disk_bytes(self, writers: int) -> int:
+        """Bytes that the checkpoint takes on a disk to which `writers` ranks write, from what this rank knows: others
+        are taken to write as much of their own.
+        """
         own = _state_bytes(self.per_rank) + sum(
             nbytes(t) for part in self.parts for t in part.tensors.values()
         )
         shared = self.tensor_bytes() - own
-        return shared + own * world + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
+        return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
 
     def write(self, draft: Draft, keeps: bool) -> None:
         """Write it into `draft`; what the keeper writes for all only where this rank `keeps` the folder."""

@@ -176,7 +176,7 @@ class CheckpointManager:
         """
         store = self.store
         try:
-            with store.writing(step, meta, needed=content.disk_bytes(store.world)) as draft:
+            with store.writing(step, meta, needed=content.disk_bytes(store.writers)) as draft:
                 content.write(draft, store.keeps)
         except Exception as error:
             if not costs_one_save(error):

@@ -35,19 +35,21 @@ class MirroredStore(Store):
         super().commit(draft)
         if self.keeps:
             self.mirror.upload(self._read(draft.target))
-            self.mirror.upload_loose()
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Upload what stands on this machine alone: an upload failed, or the process ended before it."""
+        """Upload the run's other files, and checkpoints that stand on this machine alone, because an upload failed or
+        the process ended before it. The new checkpoint stands, whatever comes of this.
+        """
         try:
+            self.mirror.upload_loose()
             there = {one.info.order for one in self.mirror.list()}
             for info in super().whole():
                 if info.order not in there:
                     self.mirror.upload(info)
         except OSError as error:
             _logger.warning(
-                "an earlier checkpoint still stands on this machine alone: %s", error.strerror or error
+                "not everything was uploaded; the next save tries again: %s", error.strerror or error
             )
 
     def remove(self, path: Path) -> None:

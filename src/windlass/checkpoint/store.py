@@ -278,6 +278,11 @@ class Store:
         """Whether this rank makes the folder, commits and removes; the others only write into it."""
         return self.rank == self.disks.keeper
 
+    @property
+    def writers(self) -> int:
+        """How many ranks write to this rank's disk."""
+        return len(self.disks.members)
+
     def open(self, draft: Draft, needed: int = 0) -> None:
         """The keeper makes room and the folder, into which the others may write once it has returned."""
         if self.keeps:
