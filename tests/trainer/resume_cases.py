@@ -159,6 +159,8 @@ def in_a_child(work: Callable[[], Any]) -> int:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (the process ends with it)
             work()
             code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
         except BaseException:
             traceback.print_exc()
         finally:

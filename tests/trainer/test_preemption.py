@@ -1,0 +1,164 @@
+"""A scheduler wants the machine back: the run leaves saved, with code 75, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import ROOT, launch
+from tests.trainer.preemption_cases import CODE, EVALUATED, At, Reading, newest, send, while_saving
+from tests.trainer.resume_cases import Case, build, in_a_child, run, same_run
+
+from windlass.core.errors import ConfigError, Preempted
+from windlass.core.events import TrainerCallback
+
+HERE = Path(__file__).parent
+
+
+def told(folder: Path, case: Case, *callbacks: Any, evaluation: Any = None, **changes: Any) -> int:
+    """The exit code of a run in a process of its own."""
+
+    def work() -> None:
+        trainer = build(folder, case, *callbacks, **changes)
+        if evaluation is not None:
+            trainer.eval_dataset = evaluation
+        trainer.train()
+
+    return in_a_child(work)
+
+
+def waiting_for_data(folder: Path) -> int:
+    """Told while it reads, one update ahead: the reading would never end."""
+    reading = Case({**EVALUATED.arguments}, dataset=lambda: Reading(7, send(), waits=True))
+    return told(folder, reading)
+
+
+def saving(folder: Path) -> int:
+    while_saving(3, send())
+    return told(folder, EVALUATED)
+
+
+WAYS: dict[str, tuple[Callable[[Path], int], int | None]] = {
+    "in a step": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 3, send())), 4),
+    "after a step": (lambda folder: told(folder, EVALUATED, At("on_step_end", 3, send())), 4),
+    "SIGUSR1": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 0, send(signal.SIGUSR1))), 1),
+    "twice": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 4, send(times=2))), 5),
+    "before the first": (lambda folder: told(folder, EVALUATED, At("on_train_begin", 0, send())), None),
+    "at the end of an epoch": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 4, send())), 5),
+    "in the last step": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 9, send())), 10),
+    "after the last step": (lambda folder: told(folder, EVALUATED, At("on_train_end", 10, send())), 10),
+    "in an evaluation": (lambda folder: told(folder, EVALUATED, evaluation=Reading(30, send())), 2),
+    "while waiting for data": (waiting_for_data, None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_told_to_leave_goes_on_as_if_it_had_not_been(way: str, folder: Path) -> None:
+    whole = run(folder / "whole", EVALUATED)
+    work, step = WAYS[way]
+    place = folder / "told"
+    assert work(place) == CODE
+    started = list(place.glob("checkpoint-*"))
+    if step is not None:
+        assert newest(place) == step
+    resumed = run(place, EVALUATED, resume=True if started else None)
+    same_run(place, resumed, folder / "whole", whole)
+
+
+def test_told_while_a_checkpoint_is_written(folder: Path) -> None:
+    whole = run(folder / "whole", EVALUATED)
+    place = folder / "told"
+    assert in_a_child(lambda: saving(place) and sys.exit(saving_code(place))) == CODE
+    same_run(place, run(place, EVALUATED, resume=True), folder / "whole", whole)
+
+
+def saving_code(place: Path) -> int:
+    return CODE if newest(place) >= 3 else 1
+
+
+def test_the_exception_says_where_the_run_goes_on(folder: Path) -> None:
+    trainer = build(folder, EVALUATED, At("on_step_begin", 3, send()))
+    with pytest.raises(Preempted) as left:
+        trainer.train()
+    assert (left.value.code, left.value.step, left.value.folder) == (75, 4, folder / "checkpoint-4")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "given back"
+
+
+def test_a_script_with_a_handler_of_its_own_keeps_it(folder: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        trainer = build(folder, EVALUATED, At("on_step_begin", 3, send(signal.SIGUSR1)))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+    assert trainer.state.global_step == 10
+
+
+def test_none_leaves_signals_alone(folder: Path) -> None:
+    code = told(folder, EVALUATED, At("on_step_begin", 3, send()), preemption_signals="none")
+    assert code == -signal.SIGTERM
+
+
+class Standing(TrainerCallback):
+    """Never comes back from the step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            send()()
+            while True:
+                signal.sigtimedwait([], 0.2)
+
+
+def test_at_the_deadline_the_process_leaves_with_what_stands(folder: Path) -> None:
+    whole = run(folder / "whole", EVALUATED)
+    place = folder / "told"
+    assert told(place, EVALUATED, Standing(), preemption_deadline=0.3, save_in_background=False) == CODE
+    assert newest(place) == 3
+    same_run(place, run(place, EVALUATED, resume=True), folder / "whole", whole)
+
+
+@pytest.mark.parametrize("wrong", ["SIGKILL", "SIGINT", "TERM", "SIGNOTHING", ""])
+def test_what_is_no_signal_to_take_is_refused(wrong: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(folder, EVALUATED, preemption_signals=wrong)
+    assert [problem.field for problem in caught.value.problems] == ["preemption_signals"]
+
+
+def test_a_script_ends_with_the_code(folder: Path) -> None:
+    """From outside: the process gets a signal while it trains, and its exit code is what a scheduler sees."""
+    code = (
+        "import os, sys, signal; from pathlib import Path\n"
+        "from tests.trainer.preemption_cases import EVALUATED, At, send\n"
+        "from tests.trainer.resume_cases import run\n"
+        f"run(Path({str(folder)!r}), EVALUATED, At('on_step_begin', 3, send()))\n"
+        "print('never reached')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == CODE
+    assert "never reached" not in done.stdout
+    assert "leaving with exit code 75" in done.stderr
+    assert newest(folder) == 4
+
+
+@pytest.mark.dist
+def test_all_ranks_leave_at_one_update(folder: Path) -> None:
+    launch(2, HERE / "preemption_ranks.py", folder, timeout=240)
+    first, second = (json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    whole = [json.loads((folder / f"whole-{rank}.json").read_text()) for rank in range(2)]
+    for number, name in enumerate(first):
+        assert first[name]["code"] == CODE, name
+        for rank in range(2):
+            assert json.loads((folder / f"resumed{number}-{rank}.json").read_text()) == whole[rank], name
+    assert first["evaluation"]["step"] == 2
+    assert first["the end"]["step"] == 6
