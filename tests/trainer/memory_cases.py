@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -25,6 +27,7 @@ class Hungry(nn.Module):
     ) -> None:
         super().__init__()
         self.limit, self.eval_limit = limit, limit if eval_limit is None else eval_limit
+        self.noisy = dropout > 0  # draws from the generators that are seeded once, too
         self.from_step, self.calls = 0, 0
         self.error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         self.body = nn.Linear(4, 8)
@@ -36,6 +39,8 @@ class Hungry(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.norm(self.body(x))
+        if self.noisy and self.training:
+            hidden = hidden * (1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))
         learning = self.training and torch.is_grad_enabled()
         self.calls += learning
         limit = self.limit if self.training else self.eval_limit
