@@ -233,3 +233,12 @@ def test_a_note_is_not_followed_elsewhere(folder: Path) -> None:
     trainer = trainer_for(folder, hungry(99), max_steps=1)
     trainer.train()
     assert trainer.state.train_batch_size == 12
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_batch_that_really_does_not_fit(folder: Path) -> None:
+    """Half of it fits only where nothing of the first attempt is held any longer."""
+    script = Path(__file__).parent / "limited_memory.py"
+    code, said = run_to_its_end([sys.executable, str(script), str(folder)], timeout=120)
+    assert code == 0, said[-4000:]
+    assert said.strip().endswith("found 6"), said[-4000:]
