@@ -359,3 +359,19 @@ def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) 
     ]
     assert all(end["whole"]["step"] == end["killed"]["step"] == steps[-1] for end in ends)
     assert len({end[name]["bits"] for end in ends for name in end}) == 1, "not all ranks have the same bits"
+
+
+def test_auto_starts_afresh_or_goes_on(folder: Path) -> None:
+    case = Case()
+    whole = run(folder / "whole", case)
+    place = folder / "auto"
+    assert in_a_child(lambda: run(place, case, kill("on_step_end", 4), resume="auto")) == KILLED
+    same_run(place, run(place, case, resume="auto"), folder / "whole", whole)
+
+
+def test_auto_never_passes_over_what_is_damaged(folder: Path) -> None:
+    run(folder, Case(), max_steps=2)
+    for file in folder.glob("checkpoint-*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
+        run(folder, Case(), resume="auto")

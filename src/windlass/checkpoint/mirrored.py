@@ -74,6 +74,14 @@ class MirroredStore(Store):
         """Those in the remote folder: one that stands here alone is no reason to remove another there."""
         return [one.info for one in self.mirror.list()]
 
+    def is_fresh(self) -> bool:
+        """Whether neither here nor there is anything.
+
+        Raises:
+            CheckpointError: the remote folder cannot be reached, so nobody knows.
+        """
+        return super().is_fresh() and not self._uploaded()
+
     def stands(self, path: Path) -> bool:
         return super().stands(path) or self._uploaded_at(path) is not None
 

@@ -120,6 +120,10 @@ class Store:
         """The folders that are checkpoints by their names, whole or not, in order of their steps."""
         return self._candidates()
 
+    def is_fresh(self) -> bool:
+        """Whether nothing lies here that may be a checkpoint, whole or not."""
+        return not self._candidates()
+
     def stands(self, path: Path) -> bool:
         """Whether `verify` would find a checkpoint at `path`."""
         return is_checkpoint(path)

@@ -41,10 +41,36 @@ class ResumingMixin(SavingMixin):
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
-            fix = "give True (the newest checkpoint that verifies) or the path of a checkpoint"
+            fix = (
+                "give True (the newest checkpoint that verifies), 'auto' (that, or a fresh start where there is none) or "
+                "the path of a checkpoint"
+            )
             raise ConfigError(Problem("resume_from_checkpoint", resume_from_checkpoint, fix))
-        self._opened = self._open_checkpoint(resume_from_checkpoint)
+        which: Literal[True] | str = (
+            resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else True
+        )
+        if which == "auto":
+            which = True
+            if self._is_fresh():
+                logger.info("resume_from_checkpoint='auto': %s holds no checkpoint", self.output_folder)
+                return None
+        self._opened = self._open_checkpoint(which)
         return self._opened
+
+    def _is_fresh(self) -> bool:
+        """Whether no process finds anything to resume from, not even something damaged: that is never passed over for
+        a fresh start. Every rank calls it.
+        """
+        store, fresh, problem = self._checkpoint_manager().store, True, None
+        try:
+            fresh = not store.keeps or store.is_fresh()
+        except CheckpointError as error:
+            problem = str(error)
+        told = self._gang.gather_objects([fresh, problem])
+        problems = [why for _, why in told if why is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+        return all(alone for alone, _ in told)
 
     def _open_checkpoint(self, which: Literal[True] | str) -> Checkpoint:
         """Every rank calls it: the main process chooses and verifies for all, so nothing is hashed twice. Where there
