@@ -124,7 +124,9 @@ def build(folder: Path | str, case: Case, *more: Any, **changes: Any) -> Trainer
     )
 
 
-def run(folder: Path | str, case: Case, *more: Any, resume: bool | str | None = None, **changes: Any) -> Trainer:
+def run(
+    folder: Path | str, case: Case, *more: Any, resume: bool | str | Path | None = None, **changes: Any
+) -> Trainer:
     trainer = build(folder, case, *more, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

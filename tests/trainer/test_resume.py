@@ -361,6 +361,12 @@ def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) 
     assert len({end[name]["bits"] for end in ends for name in end}) == 1, "not all ranks have the same bits"
 
 
+def test_a_path_may_be_an_object(folder: Path) -> None:
+    run(folder, Case(), max_steps=3)
+    resumed = run(folder, Case(), resume=folder / "checkpoint-2", max_steps=2)
+    assert resumed.state.global_step == 2
+
+
 def test_auto_starts_afresh_or_goes_on(folder: Path) -> None:
     case = Case()
     whole = run(folder / "whole", case)

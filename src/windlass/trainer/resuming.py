@@ -42,8 +42,8 @@ class ResumingMixin(SavingMixin):
             return None
         if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
             fix = (
-                "give True (the newest checkpoint that verifies), 'auto' (that, or a fresh start where there is none) or "
-                "the path of a checkpoint"
+                "give True (the newest checkpoint that verifies), 'auto' (that, or a fresh start where there is "
+                "none) or the path of a checkpoint"
             )
             raise ConfigError(Problem("resume_from_checkpoint", resume_from_checkpoint, fix))
         which: Literal[True] | str = (

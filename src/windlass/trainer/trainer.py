@@ -261,7 +261,8 @@ class Trainer(TrainerParts):
 
         Args:
             resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`, "auto"
-                does so or starts afresh where there is none; a path continues from exactly that one. Afterwards the run has the same bits as one that was never interrupted.
+                does so or starts afresh where there is none; a path continues from exactly that one. Afterwards the
+                run has the same bits as one that was never interrupted.
             ignore_keys_for_eval: keys of the model's output that are no predictions, in evaluations along the way.
             model_path: the earlier name of `resume_from_checkpoint`.
 
