@@ -179,3 +179,12 @@ def test_what_is_whole_here_is_read_while_the_line_is_dead(
     Faulty.arm(1)
     with pytest.raises(CheckpointError, match="the line is dead"):
         store_at(tmp_path / "b", url).verify(tmp_path / "b" / "checkpoint-1")
+
+
+def test_what_other_machines_left_is_no_fresh_start(tmp_path: Path, url: str) -> None:
+    assert store_at(tmp_path / "a", url).is_fresh()
+    save(tmp_path / "a", f"{url}/node-00001", 1)
+    store = store_at(tmp_path / "b", url)
+    assert not store.is_fresh()
+    with pytest.raises(CheckpointError, match="written by machines with disks of their own"):
+        store.resume_point(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ class MirroredStore(Store):
         Raises:
             CheckpointError: the remote folder cannot be reached, so nobody knows.
         """
-        return super().is_fresh() and not self._uploaded()
+        return super().is_fresh() and not self._uploaded() and not self._of_other_nodes()
 
     def stands(self, path: Path) -> bool:
         return super().stands(path) or self._uploaded_at(path) is not None
@@ -118,7 +120,7 @@ class MirroredStore(Store):
             unreadable, order = ages.get(one.info.path, (True, (0, 0)))
             if unreadable or order < one.info.order:
                 ages[one.info.path] = False, one.info.order
-        if not ages and self.mirror.of_other_nodes():
+        if not ages and self._of_other_nodes():
             raise CheckpointError(
                 f"{self.mirror.remote.url} was written by machines with disks of their own: start as many, or copy "
                 "checkpoint-N of all its node-* folders into one folder and resume from that"
@@ -145,7 +147,17 @@ class MirroredStore(Store):
         Raises:
             CheckpointError: it cannot be reached: what was newest there is not known then.
         """
-        try:
+        with _reaching():
             return list(self.mirror.list())
-        except OSError as error:
-            raise CheckpointError(f"the remote folder cannot be read: {error.strerror or error}") from error
+
+    def _of_other_nodes(self) -> bool:
+        with _reaching():
+            return self.mirror.of_other_nodes()
+
+
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"the remote folder cannot be read: {error.strerror or error}") from error
