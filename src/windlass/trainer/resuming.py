@@ -46,9 +46,9 @@ class ResumingMixin(SavingMixin):
                 "none) or the path of a checkpoint"
             )
             raise ConfigError(Problem("resume_from_checkpoint", resume_from_checkpoint, fix))
-        which: Literal[True] | str = (
-            resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else True
-        )
+        which: Literal[True] | str = True
+        if not isinstance(resume_from_checkpoint, bool):
+            which = os.fspath(resume_from_checkpoint)
         if which == "auto":
             which = True
             if self._is_fresh():
