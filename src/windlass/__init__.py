@@ -36,8 +36,8 @@ _HOMES = {
     ),
     "windlass.core.events": ("TrainerCallback", "TrainerControl", "TrainerState"),
     "windlass.core.errors": (
-        "CheckpointError", "ConfigError", "DataError", "MissingDependencyError", "ModelError", "NonFiniteError",
-        "WindlassError",
+        "CheckpointError", "ConfigError", "DataError", "MemoryShortError", "MissingDependencyError", "ModelError",
+        "NonFiniteError", "WindlassError",
     ),
     "windlass.core.rng": ("enable_full_determinism", "set_seed"),
     "windlass.callbacks.flow": ("DefaultFlowCallback",),

@@ -36,7 +36,7 @@ def main() -> None:
     trainer.add_callback(LessRoom)
     before = trainer.evaluate(Samples())["eval_loss"]
     saved = list((folder / "run").glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=True if saved else None)
+    trainer.train(resume_from_checkpoint="auto")
     clean = trainer_for(
         folder / "clean",
         hungry(99),

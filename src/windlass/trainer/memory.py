@@ -58,13 +58,20 @@ class MemoryMixin(TrainerBase):
         Raises:
             MemoryShortError: always.
         """
-        write_note(self.output_folder, self._note_for(train or self._fits, eval_ or self._eval_fits))
         what = f"evaluation batches of {eval_}" if train is None else f"micro-batches of {train}"
+        try:
+            write_note(self.output_folder, self._note_for(train or self._fits, eval_ or self._eval_fits))
+            noted = f"{self.output_folder} notes that {what} are tried next"
+        except OSError as failure:
+            noted = f"{what} are to be tried next, which could not be noted ({failure}): set the batch size to that"
+        why = (
+            "Other processes may wait for this one, so it cannot go on alone with smaller batches"
+            if self._gang.size > 1
+            else "A sharded model cannot be put back into the middle of an update"
+        )
         raise MemoryShortError(
-            f"{error}\nOther processes may wait for this one, so it cannot go on alone with smaller batches. "
-            f"{self.output_folder} notes that {what} are tried next: start the job again, with "
-            "resume_from_checkpoint=True where it has saved a checkpoint. `windlass launch --max_restarts 3` (and "
-            "torchrun --max-restarts 3) does so by itself"
+            f"{error}\n{why}. {noted}. Start the job again, with resume_from_checkpoint='auto'; "
+            "`windlass launch --max_restarts 3` (and torchrun --max-restarts 3) starts it by itself"
         ) from error
 
     # --- evaluation -------------------------------------------------------------------------------------------------
