@@ -223,8 +223,11 @@ def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(
     assert rows(room / "full")  # what was learnt of the run is kept
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process")
-def test_ctrl_c_leaves_a_state_that_resumes(room: Path, windlass: Run) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_leaves_a_state_that_resumes(
+    number: signal.Signals, code: int, room: Path, windlass: Run
+) -> None:
     words = [
         "train",
         "lm.yaml",
@@ -237,10 +240,10 @@ def test_ctrl_c_leaves_a_state_that_resumes(room: Path, windlass: Run) -> None:
     with subprocess.Popen(command, cwd=room, env=ENVIRONMENT, text=True, **pipes) as process:  # type: ignore[call-overload]
         for line in process.stdout:
             if "loss" in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 break
         _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
     (checkpoint,) = re.findall(r"Interrupted: (\S+) is whole", errors)
     (resume,) = re.findall(r"^  windlass (.*--resume)$", errors, re.MULTILINE)

@@ -22,7 +22,9 @@ installation carries, in under two minutes on two CPU cores.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 well, 2 an error of the user's to mend, 130 interrupted)."""
+    """Run the command line; returns the exit code: 0 well, 2 an error of the user's to mend, 75 asked to leave by a
+    scheduler, 130 interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)

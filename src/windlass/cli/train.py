@@ -13,6 +13,7 @@ from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import Recipe
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.world import world_from_environment
 
 
@@ -34,6 +35,9 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
         return _train(recipe, args, resume, command)
     except KeyboardInterrupt:
         return _interrupted(args, command)
+    except Preempted:
+        _interrupted(args, command)
+        return EXIT_PREEMPTED
 
 
 def resume_command(arguments: Sequence[str]) -> str:
