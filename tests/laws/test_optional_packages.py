@@ -29,7 +29,9 @@ HOMES: dict[str, set[str]] = {
     "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
-ONE_FILE = {"submitit", "ray", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS}
+ONE_FILE = {
+    "submitit", "ray", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+}  # fmt: skip
 
 
 def _top(name: str) -> str:
