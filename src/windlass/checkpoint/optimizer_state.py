@@ -23,7 +23,7 @@ from windlass.dist.sharded import (
 )
 
 # How an update is computed, not what it computes: these stay as this machine's optimizer has them.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PART = "windlass.part"  # stands for a tensor that ranks wrote in parts; its value is that tensor's name
 
 
@@ -139,7 +139,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     options = _match_groups(optimizer, names, state)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
-            if key not in _IMPLEMENTATION:
+            if key not in IMPLEMENTATION:
                 group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

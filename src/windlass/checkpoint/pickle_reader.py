@@ -429,7 +429,7 @@ def _protocol(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
-_OPCODES: dict[int, Callable[[_Machine], None]] = {
+_OPCODES: dict[int, Callable[[_Machine], Any]] = {
     0x80: _protocol,
     0x95: lambda m: m.number("Q"),  # FRAME: a hint for readers of streams
     ord("("): lambda m: m.stack.append(_MARK),

@@ -21,11 +21,15 @@ from windlass.checkpoint.sharded import index_name, open_parts
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import Shaped, TensorFile, open_tensors
+from windlass.checkpoint.torch_file import TorchWeights, open_torch_file
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.checkpoint.weights import WEIGHTS_NAME, TensorSource, read_aliases
 from windlass.core.errors import CheckpointError
 
 OPTIMIZER = "optimizer"
+_TORCH_WEIGHTS, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Weights as transformers writes them where they are not one file of safetensors.
+FURTHER_FORMS = (SPLIT_INDEX_NAME, _TORCH_WEIGHTS, _TORCH_INDEX)
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
 
@@ -108,9 +112,11 @@ def weights_stem(folder: Folder) -> str:
         return "model"
     if ADAPTER_WEIGHTS in folder:
         return "adapter_model"
+    if _TORCH_WEIGHTS in folder or _TORCH_INDEX in folder:
+        return "model"
     raise CheckpointError(
-        f"{folder.path} holds no weights: there is no {WEIGHTS_NAME}, {index_name('model')}, {SPLIT_INDEX_NAME} or "
-        f"{ADAPTER_WEIGHTS}"
+        f"{folder.path} holds no weights: there is no {WEIGHTS_NAME}, {index_name('model')}, {SPLIT_INDEX_NAME}, "
+        f"{ADAPTER_WEIGHTS} or {_TORCH_WEIGHTS}"
     )
 
 
@@ -131,13 +137,17 @@ def open_weights(folder: Folder) -> Iterator[StoredTensors]:
             file = _open_file(folder, f"{stem}.safetensors", opened)
             tensors.add(file)
             tensors.aliases = read_aliases(folder.path / f"{stem}.safetensors", file.metadata)
+        elif SPLIT_INDEX_NAME in folder:
+            _add_split(tensors, folder, SPLIT_INDEX_NAME, opened)
+        elif _TORCH_WEIGHTS in folder:
+            _add_file(tensors, folder, _TORCH_WEIGHTS, opened)
         else:
-            _add_split(tensors, folder, opened)
+            _add_split(tensors, folder, _TORCH_INDEX, opened)
         yield tensors
 
 
-def _add_split(tensors: StoredTensors, folder: Folder, opened: ExitStack) -> None:
-    path = folder.path / SPLIT_INDEX_NAME
+def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: ExitStack) -> None:
+    path = folder.path / index_file
     index = strict_json.parse(folder.files.read(path, MAX_JSON_BYTES), str(path))
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
@@ -145,12 +155,23 @@ def _add_split(tensors: StoredTensors, folder: Folder, opened: ExitStack) -> Non
     for name in sorted(set(places.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{path} names {name[:100]!r}, which does not lie in its folder")
-        tensors.add(_open_file(folder, name, opened))
-    absent = next((name for name in places if name not in tensors), None)
+        _add_file(tensors, folder, name, opened)
+    absent = next((name for name in places if name not in tensors and name not in tensors.aliases), None)
     if absent is not None:
         raise CheckpointError(f"{path} names tensor {absent[:100]!r}, which its file does not hold")
     metadata = index.get("metadata")
-    tensors.aliases = read_aliases(path, metadata if isinstance(metadata, dict) else {})
+    tensors.aliases |= read_aliases(path, metadata if isinstance(metadata, dict) else {})
+
+
+def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> None:
+    """Take in a file of safetensors or, by its suffix, of torch.save."""
+    if not name.endswith(".bin"):
+        tensors.add(_open_file(folder, name, opened))
+        return
+    path = folder.path / name
+    weights = TorchWeights(path, opened.enter_context(open_torch_file(path, folder.files)))
+    tensors.add(weights)
+    tensors.aliases |= weights.aliases
 
 
 @contextmanager

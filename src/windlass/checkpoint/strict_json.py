@@ -32,14 +32,18 @@ def _lines(tree: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(items) + "\n}"
 
 
-def parse(data: bytes, what: str) -> Any:
-    """The value in `data`. `what` names the file in errors.
+def parse(data: bytes, what: str, *, allow_nan: bool = False) -> Any:
+    """The value in `data`. `what` names the file in errors; `allow_nan` takes the NaN and Infinity of other programs.
 
     Raises:
         CheckpointError: it is not strict JSON.
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=float if allow_nan else _no_constant,
+        )
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply") from None
     except (

@@ -163,6 +163,9 @@ class TorchFile:
 class TorchWeights:
     """The state dict of an open file as a source of tensors by name (see `weights.TensorSource`).
 
+    Attributes:
+        aliases: tied name -> the name that it is listed under.
+
     Raises:
         CheckpointError: it holds anything else.
     """
@@ -174,13 +177,17 @@ class TorchWeights:
         ):
             raise CheckpointError(f"{path} holds no state dict: a map of names to tensors")
         self._file, self._tensors = file, dict[str, StoredTensor](tree)
+        first: dict[StoredTensor, str] = {}
+        self.aliases = {
+            name: kept for name, tensor in tree.items() if (kept := first.setdefault(tensor, name)) != name
+        }
 
     @property
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return [name for name in self._tensors if name not in self.aliases]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self._tensors and name not in self.aliases
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape

@@ -90,6 +90,15 @@ class ForeignLoader:
         whole = self.groups_per_epoch(1)
         return None if whole is None else max(-(-(whole - self._taken_by(position)) // accumulation), 0)
 
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """A `state_dict` as of so many updates of `epoch`: the loader is read again up to there."""
+        return {
+            "seed": self.seed,
+            "epoch": epoch,
+            "batches": updates * accumulation,
+            "world": self.batch.world,
+        }
+
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """Groups from the current position to the end of its epoch; the next call goes on with the next epoch."""
         epoch, size = self.epoch, accumulation or self.batch.accumulation

@@ -90,6 +90,11 @@ class Loader(DataLoader[Any]):
             return None
         return max(-(-(count - int(position["consumed"])) // (self.total_batch_size * accumulation)), 0)
 
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """A `state_dict` as of so many updates of `epoch`, in this loader's sizes."""
+        consumed = updates * self.total_batch_size * accumulation
+        return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self._length(epoch)}
+
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
         """The groups from the current position to the end of its epoch; the next call goes on with the next epoch.
 

@@ -26,6 +26,10 @@ class GroupSource(Protocol):
         """Updates from `position` to the end of its epoch, in the sizes of this run; None where nobody knows."""
         ...
 
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """The position behind so many updates of `epoch`, for a run that another program began."""
+        ...
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless a restored position already lies in it."""
         ...

@@ -17,16 +17,16 @@ _NORMS = (
 )
 
 
-def decay_parameter_names(model: nn.Module) -> list[str]:
+def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] = _NORMS) -> list[str]:
     """Names of the parameters that weight decay applies to, submodules before their parents' own parameters.
 
-    Left out: parameters inside norm layers (torch's own types), and those whose name says bias or norm.
+    Left out: parameters inside norm layers (torch's own types, or those given), and those whose name says bias or norm.
     """
     names: list[str] = []
     for child_name, child in model.named_children():
-        if isinstance(child, _NORMS):
+        if isinstance(child, norms):
             continue
-        names += [f"{child_name}.{name}" for name in decay_parameter_names(child)]
+        names += [f"{child_name}.{name}" for name in decay_parameter_names(child, norms)]
     names += list(model._parameters)
     return [name for name in names if not _KEPT_NAMES.search(name.lower())]
 

@@ -12,6 +12,7 @@ from torch import nn
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint.folders import load_folder
+from windlass.checkpoint.foreign import ForeignCheckpoint, is_foreign
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.opening import store_of_checkpoint
@@ -22,7 +23,7 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import load_rng_state
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
-from windlass.trainer.saving import SavingMixin
+from windlass.trainer.continuing import ContinuingMixin
 
 logger = get_logger(__name__)
 
@@ -32,7 +33,7 @@ _FREE_TO_DIFFER = frozenset(
 )
 
 
-class ResumingMixin(SavingMixin):
+class ResumingMixin(ContinuingMixin):
     """Choosing a checkpoint, and going on from it."""
 
     def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
@@ -81,6 +82,9 @@ class ResumingMixin(SavingMixin):
             # It may be another run's: the folder that stands for that one is not this run's.
             store, which = store_of_checkpoint(which, self._gang, self._output_disks())
             manager = CheckpointManager(store)
+        foreign = self._find_foreign(manager.store, which)
+        if foreign is not None:
+            return foreign
         if manager.store.disks.nodes > 1:
             return manager.receive(choose_on_all(manager.store, which))
         chosen, problem = None, None
@@ -106,6 +110,8 @@ class ResumingMixin(SavingMixin):
 
     def _resumed_progress(self, checkpoint: Checkpoint | None, source: GroupSource) -> Progress | None:
         """What was done before an update changed its size (batch, accumulation, ranks); None where it did not."""
+        if isinstance(checkpoint, ForeignCheckpoint):
+            return self._foreign_progress(checkpoint, source)
         if checkpoint is None or not checkpoint.has("loop"):
             return None
         accumulation, loop = self._update_size.accumulation, checkpoint.shared("loop")
@@ -123,6 +129,12 @@ class ResumingMixin(SavingMixin):
         Raises:
             CheckpointError: a part is missing, or does not fit.
         """
+        if isinstance(checkpoint, ForeignCheckpoint):
+            self._adopt_state(TrainerState.from_dict(checkpoint.state))
+            self._find_best(checkpoint)
+            self._restore_foreign(checkpoint)
+            self._restore_callbacks()
+            return
         if not checkpoint.has("optimizer"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds only the model (it was saved with save_only_model=True), so a run can't "
@@ -137,11 +149,14 @@ class ResumingMixin(SavingMixin):
         self._run.executor.load_state_dict(checkpoint.shared("executor"))
         self._run.loop.load_state_dict(self._loop_state(checkpoint))
         self._run.unfinished = checkpoint.shared("unfinished") if checkpoint.has("unfinished") else {}
-        restore_args = bool(self.args.restore_callback_states_from_checkpoint)
-        self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
+        self._restore_callbacks()
         self._restore_rank(checkpoint)
         self._newest_checkpoint, self._rollbacks = checkpoint.folder, 0
         logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
+
+    def _restore_callbacks(self) -> None:
+        restore_args = bool(self.args.restore_callback_states_from_checkpoint)
+        self.callback_handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
 
     def _loop_state(self, checkpoint: Checkpoint) -> State:
         """Where the run stands; under as many ranks as before, each goes on where it stood itself."""
@@ -197,7 +212,7 @@ class ResumingMixin(SavingMixin):
         name = Path(noted).name
         places = [Path(noted), self.output_folder / name, checkpoint.folder.parent / name]
         store = self._checkpoint_manager().store
-        found = next((place for place in places if store.stands(place)), None)
+        found = next((place for place in places if store.stands(place) or is_foreign(place)), None)
         if found is not None:
             self.state.best_model_checkpoint = str(found)
         elif self.args.load_best_model_at_end:
