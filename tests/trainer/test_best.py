@@ -204,7 +204,7 @@ def test_the_best_evaluations_survive_a_resume(tmp_path: Path) -> None:
     scripted(tmp_path, [0.9, 0.1, 0.2], max_steps=3, keep_best=1, greater_is_better=True).train()
     again = scripted(tmp_path, [0.3, 0.4, 0.5], keep_best=1, greater_is_better=True)
     again.train(resume_from_checkpoint=True)
-    assert again.state.best_evaluations == [[0.9, 1]]
+    assert again._best_evaluations == [[0.9, 1]]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
     assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 

@@ -23,8 +23,7 @@ class TrainerState:
     """Where a run stands. Plain data: saved as `trainer_state.json` in every checkpoint.
 
     `global_step` counts optimizer updates; `epoch` is fractional. `num_input_tokens_seen` stays 0 unless
-    `include_num_input_tokens_seen` asks for it. `best_*` describe the best evaluation so far, `best_evaluations`
-    as many of the best as `keep_best` asks for: [metric, step], best first.
+    `include_num_input_tokens_seen` asks for it. `best_*` describe the best evaluation so far.
     """
 
     epoch: float = 0.0
@@ -41,7 +40,6 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    best_evaluations: list[list[float]] = field(default_factory=list)
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
     is_hyper_param_search: bool = False

@@ -42,10 +42,10 @@ class BestMixin(ResumingMixin):
             return False
         sign = -1 if self.args.greater_is_better else 1
         # Of equals the earlier one stays; an evaluation that is made again replaces what it gave before.
-        others = [noted for noted in self.state.best_evaluations if noted[1] != step]
+        others = [noted for noted in self._best_evaluations if noted[1] != step]
         ranked = sorted([*others, [value, step]], key=lambda noted: (sign * noted[0], noted[1]))
-        self.state.best_evaluations = ranked[: self.args.keep_best]
-        return [value, step] in self.state.best_evaluations
+        self._best_evaluations = ranked[: self.args.keep_best]
+        return [value, step] in self._best_evaluations
 
     def _load_best_model(self) -> None:
         """Put the best checkpoint's weights into the model, verified."""

@@ -206,6 +206,7 @@ class ResumingMixin(ContinuingMixin):
         Raises:
             CheckpointError: it is gone, and the run needs it at its end.
         """
+        self._best_evaluations = checkpoint.shared("best")["evaluations"] if checkpoint.has("best") else []
         noted = self.state.best_model_checkpoint
         if noted is None:
             return

@@ -40,6 +40,8 @@ class SavingMixin(TrainerBase):
     _rollbacks = 0
     # What is being saved is only for a run that is cut off: the clock asked for it, not the run's plan.
     _saves_ephemeral = False
+    # As many of the best evaluations as `keep_best` asks for: [metric, step], best first.
+    _best_evaluations: list[list[float]]
     # The last evaluation's step, and what it gave for the metric that the run goes by.
     _last_metric: tuple[int, float | None] = (-1, None)
 
@@ -182,7 +184,7 @@ class SavingMixin(TrainerBase):
     def _best_checkpoints(self, store: Store) -> list[Path]:
         """Where the best model and the best evaluations that are kept lie, as far as they were saved."""
         noted = self.state.best_model_checkpoint
-        kept = [store.path_for(int(step)) for _, step in self.state.best_evaluations]
+        kept = [store.path_for(int(step)) for _, step in self._best_evaluations]
         return kept if noted is None else [*kept, Path(noted)]
 
     def _checkpoint_meta(self) -> dict[str, Any]:
@@ -205,8 +207,8 @@ class SavingMixin(TrainerBase):
         if folder is None:
             if self.state.best_model_checkpoint == as_saved.best_model_checkpoint:
                 self.state.best_model_checkpoint = previous_best  # the best of those that exist
-            kept = [noted for noted in self.state.best_evaluations if noted[1] != as_saved.global_step]
-            self.state.best_evaluations = kept
+            kept = [noted for noted in self._best_evaluations if noted[1] != as_saved.global_step]
+            self._best_evaluations = kept
             return
         self._newest_checkpoint, self._rollbacks = folder, 0
         asked = self.control.should_save
@@ -281,6 +283,7 @@ class SavingMixin(TrainerBase):
             return shared
         return {
             **shared,
+            "best": {"evaluations": self._best_evaluations},
             "schedule": self._run.schedule.state_dict(),
             "executor": self._run.executor.state_dict(),
             "loop": self._run.loop.state_dict(),

@@ -312,7 +312,7 @@ class Trainer(TrainerParts):
         agree_on_output(self._gang, str(self.args.output_dir), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
-        self._newest_checkpoint, self._rollbacks = None, 0
+        self._newest_checkpoint, self._rollbacks, self._best_evaluations = None, 0, []
         self._read_memory_note()
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
