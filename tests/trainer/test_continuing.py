@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import windlass
 from windlass import Trainer, TrainingArguments
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="continues what transformers' Trainer wrote")
@@ -325,3 +327,27 @@ def test_a_malformed_state_is_one_clear_error(change: dict[str, Any], message: s
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=message):
         open_foreign(tmp_path)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    from windlass.precision.scaler import LossScaler
+    from windlass.trainer.continuing import _scaler_state
+
+    theirs_scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    state = {
+        "scale": 128.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 7,
+    }
+    theirs_scaler.load_state_dict(state)
+    torch.save(theirs_scaler.state_dict(), tmp_path / "scaler.pt")
+    ours_scaler = LossScaler(torch.device("cpu"))
+    with open_torch_file(tmp_path / "scaler.pt", Files()) as file:
+        ours_scaler.load_state_dict(_scaler_state(file.tree))
+    assert float(ours_scaler.scale(torch.ones(()))) == 128.0
+    assert int(ours_scaler.state_dict()["growth_streak"]) == 7
+    assert _scaler_state(None) == {}
+    with pytest.raises(CheckpointError, match=r"scaler\.pt"):
+        _scaler_state({"scale": {}, "_growth_tracker": 7})

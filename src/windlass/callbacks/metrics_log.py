@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
+from windlass.core.plain_text import parse_json
 
 logger = get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+_MAX_LINE = 1 << 24
 
 
 class MetricsLogCallback(RowCallback):
@@ -98,7 +101,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     rows = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty, or torn
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: not a JSON object ({error.msg}): {line[:80]!r}"
@@ -115,6 +118,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
 def _append(path: Path, row: Row) -> None:
     """One whole line or nothing: a write that fails half way is taken back."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a plain file")  # opening a pipe would wait for a reader
     line = json.dumps(row, allow_nan=False) + "\n"
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -128,13 +133,27 @@ def _append(path: Path, row: Row) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    if not path.exists():
+    if not path.is_file():
         return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
+    size = path.stat().st_size
+    whole = _end_of_lines(path)
+    if whole != size:
         logger.warning("%s ends in an unfinished line, which is dropped", path)
         os.truncate(path, whole)
+
+
+def _end_of_lines(path: Path) -> int:
+    """Where the last whole line ends; looked for from the end, for such a file may be long."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _MAX_LINE, 0)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _set_aside(path: Path) -> None:
@@ -156,15 +175,33 @@ def _cut_back(path: Path, step: int) -> list[Row]:
     """
     if not path.exists():
         return []
-    kept = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        row = json.loads(line)
-        if row["step"] <= step and row["event"] != "summary":
-            kept.append((line, row))
+    last: list[Row] = []
     partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as file:
-        file.writelines(line + b"\n" for line, _ in kept)
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb") as file:
+        for line in _whole_lines(path):
+            row = parse_json(line)
+            if row["step"] <= step and row["event"] != "summary":
+                file.write(line)
+            if row["step"] == step and row["event"] != "summary":
+                last.append(repeatable(row))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-    return [repeatable(row) for _, row in kept if row["step"] == step]
+    return last
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines that have their ends.
+
+    Raises:
+        ValueError: it is no plain file, or a line is too long for one of ours.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a plain file")
+    with open(path, "rb") as file:
+        while line := file.readline(_MAX_LINE):
+            if len(line) == _MAX_LINE:
+                raise ValueError(f"{path} has a line of {_MAX_LINE:,} bytes or more")
+            if line.endswith(b"\n"):
+                yield line

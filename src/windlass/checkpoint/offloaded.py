@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.tensor_file import open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import CODES, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 
 INDEX_NAME = "index.json"
@@ -104,6 +104,13 @@ def _check_entry(path: Path, name: str, entry: Any) -> None:
         raise CheckpointError(f"{path}: the entry of {name!r} is malformed")
 
 
+def _dtype(name: str, key: str) -> torch.dtype:
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+    if name not in known:
+        raise CheckpointError(f"the index of offloaded weights gives {key!r} the unknown dtype {name[:40]!r}")
+    return known[name]
+
+
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
     """Tensors by name: those of `state_dict` as they are, others read from their files each time.
 
@@ -146,7 +153,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                     f"{path} has no tensor {name!r}, which the index of offloaded weights says it has"
                 )
             tensor = file.read(name)
-        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+        dtype = _dtype(entry["dtype"], key) if "dtype" in entry else None
         return tensor.to(device=self.device, dtype=dtype)
 
     def __contains__(self, key: object) -> bool:

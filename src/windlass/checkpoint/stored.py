@@ -59,7 +59,7 @@ def open_folder(path: Path) -> Folder:
     if (path / MANIFEST_NAME).exists():
         info = read_manifest(path, files)
         return Folder(path, VerifiedFiles(info, files), frozenset(info.files))
-    found = (entry.relative_to(path).as_posix() for entry in path.rglob("*") if entry.is_file())
+    found = (entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir())
     return Folder(path, files, frozenset(found))
 
 

@@ -13,6 +13,7 @@ from windlass.cli.checks import format_of
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 from windlass.core.optional import require
+from windlass.core.plain_text import parse_json
 
 # (where it stands, its values)
 Record = tuple[str, dict[str, Any]]
@@ -59,7 +60,7 @@ def _jsonl(path: Path, data: DataSpec) -> Iterator[Record]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except json.JSONDecodeError as error:
             shown = line if len(line) <= 80 else line[:77] + "..."
             raise DataError(

@@ -15,8 +15,10 @@ import yaml
 from windlass.config.accepting import known_names
 from windlass.config.nearest import did_you_mean
 from windlass.config.normalise import hints, members
+from windlass.config.plain_yaml import load_yaml
 from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.plain_text import parse_json, read_text
 
 Keys = tuple[str, ...]
 
@@ -79,7 +81,7 @@ def load(path: str | Path) -> Document:
     """
     source = str(path)
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = read_text(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(Problem("file", source, f"cannot be read: {reason}")) from None
@@ -98,21 +100,17 @@ def loads(text: str, source: str = "<settings>", *, json_text: bool = False) -> 
 
 def _read_yaml(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
     lines: dict[Keys, int] = {}
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, lines
-        _note_lines(node, (), lines, source)
-        return loader.construct_document(node), lines
+        values, node = load_yaml(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark else source
         raise ConfigError(Problem(place, error.problem or "", "is not valid YAML here")) from None
     except yaml.YAMLError as error:
         raise ConfigError(Problem(source, str(error), "is not valid YAML")) from None
-    finally:
-        loader.dispose()
+    if node is not None:
+        _note_lines(node, (), lines, source)
+    return values, lines
 
 
 def _note_lines(node: yaml.Node, path: Keys, lines: dict[Keys, int], source: str) -> None:
@@ -138,7 +136,7 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
         return found
 
     try:
-        values = json.loads(text, object_pairs_hook=unique)
+        values = parse_json(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(Problem(f"{source}:{error.lineno}", error.msg, "is not valid JSON here")) from None
     lines: dict[Keys, int] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
 import types
@@ -17,6 +16,7 @@ from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_verbosity
+from windlass.core.plain_text import parse_json, read_text
 
 # Fields that hold a dict, and accept it as JSON text or as the path of a JSON file.
 DICT_FIELDS = (
@@ -84,7 +84,7 @@ def read_document(text: str) -> dict[str, Any]:
     """
     source = text if text.lstrip().startswith("{") else None
     try:
-        value = json.loads(Path(text).expanduser().read_text(encoding="utf-8") if source is None else source)
+        value = parse_json(read_text(Path(text).expanduser()) if source is None else source)
     except OSError as error:
         raise ValueError(f"is neither JSON nor a readable file ({error.strerror})") from None
     except ValueError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from windlass.config.accepting import AcceptsOldNames
 from windlass.config.flags import add_field, string_to_bool
 from windlass.config.nearest import did_you_mean
 from windlass.config.renamed import OLD_NAMES
+from windlass.core.plain_text import read_text
 
 __all__ = ["HfArg", "HfArgumentParser", "string_to_bool"]
 
@@ -187,14 +187,15 @@ class HfArgumentParser(argparse.ArgumentParser):
         self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a JSON file. Raises as `parse_dict`."""
-        values = json.loads(Path(json_file).read_text(encoding="utf-8"))
+        text = read_text(Path(json_file))
+        values = codec.loads(text, str(json_file), json_text=True).values
         return self.parse_dict(values, allow_extra_keys)
 
     def parse_yaml_file(
         self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a YAML file. Raises as `parse_dict`."""
-        text = Path(yaml_file).read_text(encoding="utf-8")
+        text = read_text(Path(yaml_file))
         return self.parse_dict(codec.loads(text, str(yaml_file)).values, allow_extra_keys)
 
 

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from windlass.core.plain_text import parse_json
+
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_predict",
@@ -67,7 +69,7 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
         with open(json_path, encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
+            return cls.from_dict(parse_json(file.read()))
 
 
 @dataclass

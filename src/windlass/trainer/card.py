@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+from windlass.config.plain_yaml import load_yaml
+from windlass.core.plain_text import read_text
+
 _SETTINGS = (
     "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
     "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
@@ -60,11 +63,14 @@ def earlier_tags(path: Path) -> list[str]:
     """The tags in the YAML head of a card, none where there is no card or no head."""
     if not path.is_file():
         return []
-    parts = path.read_text(encoding="utf-8").split("---\n", 2)
+    try:
+        parts = read_text(path).split("---\n", 2)
+    except (OSError, UnicodeDecodeError):  # too long for a card, or no text: another's file
+        return []
     if len(parts) < 3 or parts[0].strip():
         return []
     try:
-        head = yaml.safe_load(parts[1])
+        head = load_yaml(parts[1])[0]
     except yaml.YAMLError:
         return []
     tags = head.get("tags", []) if isinstance(head, dict) else []

@@ -189,11 +189,16 @@ def _required(checkpoint: ForeignCheckpoint, name: str) -> Any:
 
 def _scaler_state(saved: Any) -> State:
     """The loss scaler's state as `precision.scaler` keeps it; empty where there was none."""
-    if not isinstance(saved, dict) or not {"scale", "_growth_tracker"} <= saved.keys():
+    if not saved:
         return {}
+    scale, streak = (
+        (saved.get(key) for key in ("scale", "_growth_tracker")) if isinstance(saved, dict) else (0, 0)
+    )
+    if not isinstance(scale, float) or not isinstance(streak, int) or not scale > 0:
+        raise CheckpointError(f"{SCALER_NAME} of the checkpoint does not hold the state of a loss scaler")
     return {
-        "scale": torch.tensor(float(saved["scale"])),
-        "growth_streak": torch.tensor(int(saved["_growth_tracker"]), dtype=torch.int32),
+        "scale": torch.tensor(scale),
+        "growth_streak": torch.tensor(streak, dtype=torch.int32),
         "skipped": 0,
         "skips_in_a_row": 0,
     }

@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.metrics.evaluation import python_number
 from windlass.metrics.memory import memory_metrics, reset_device_peak
@@ -63,8 +67,7 @@ class ReportsMixin(TrainerBase):
         _write_json(folder / f"{split}_results.json", metrics)
         if combined:
             path = folder / "all_results.json"
-            earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            _write_json(path, {**earlier, **metrics})
+            _write_json(path, {**_earlier(path), **metrics})
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into the output folder, on the main process."""
@@ -115,3 +118,15 @@ def _readable(name: str, value: Any) -> Any:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """The metrics that a file holds; none where there is none, or it is damaged, which is said."""
+    if not path.exists():
+        return {}
+    try:
+        found = strict_json.parse(Files().read(path, MAX_JSON_BYTES), str(path), allow_nan=True)
+    except CheckpointError as error:
+        logger.warning("%s: it is written anew", error)
+        return {}
+    return found if isinstance(found, dict) else {}

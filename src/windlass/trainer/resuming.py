@@ -11,6 +11,7 @@ from torch import nn
 
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
+from windlass.checkpoint import strict_json
 from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import ForeignCheckpoint, is_foreign
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
@@ -226,7 +227,9 @@ class ResumingMixin(ContinuingMixin):
         text = checkpoint.read("training_args.json") if self.is_world_process_zero() else None
         if text is None:
             return
-        old, new = json.loads(text), json.loads(json.dumps(self.args.to_dict(), default=str))
+        name = f"{checkpoint.folder / 'training_args.json'}"
+        old = strict_json.parse(text, name, allow_nan=True)
+        new = json.loads(json.dumps(self.args.to_dict(), default=str))
         changed = [
             f"{name}: {new[name]} (from args) != {old[name]} (from {checkpoint.folder.name})"
             for name in sorted(new.keys() & old.keys())

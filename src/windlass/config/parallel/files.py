@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT
 from windlass.core.errors import Problem
+from windlass.core.plain_text import parse_json, read_text
 
 _UNBUILT_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config")
 _KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
@@ -42,9 +42,11 @@ def parse_file(path: Path) -> Mapping[str, Any]:
     """
     import yaml
 
-    text = path.read_text(encoding="utf-8")
+    from windlass.config.plain_yaml import load_yaml
+
+    text = read_text(path)
     try:
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        document = parse_json(text) if path.suffix == ".json" else load_yaml(text)[0]
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     if document is None:

@@ -1,0 +1,34 @@
+"""YAML is bounded in depth and in what its aliases unfold to; ordinary aliases and merges are not in the way."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from windlass.config.plain_yaml import load_yaml
+
+
+def test_aliases_and_merges_are_read() -> None:
+    text = "base: &base {lr: 0.1, steps: [1, 2]}\nrun: {<<: *base, lr: 0.2}\nlist: [*base, *base]\n"
+    values, node = load_yaml(text)
+    assert values == yaml.safe_load(text)
+    assert isinstance(node, yaml.MappingNode)
+    assert load_yaml("") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 10_000, "nested too deeply"),
+        ("a: &a [*a]", "too often"),
+        (
+            "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]),
+            "too often",
+        ),
+        ("a: !!python/name:os.system", "python/name"),
+        ("a: 2026-99-99", "month"),
+    ],
+)
+def test_what_has_no_end_or_is_no_value_is_refused(text: str, message: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=message):
+        load_yaml(text)
