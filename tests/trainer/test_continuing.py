@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.trainer.small import bert, llama, rows, settings, text_rows, token_rows
+from tests.dist.launch import launch
+from tests.trainer.small import Net, bert, llama, rows, settings, text_rows, token_rows
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import windlass
 from windlass import Trainer, TrainingArguments
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.torch_file import open_torch_file
-from windlass.core.errors import CheckpointError
+from windlass.checkpoint.weights import save_weights
+from windlass.core.errors import CheckpointError, DataError
 
 transformers = pytest.importorskip("transformers", reason="continues what transformers' Trainer wrote")
 pytest.importorskip("accelerate", reason="transformers' trainer needs it")
@@ -128,6 +132,43 @@ def test_tied_weights_and_sequences(tmp_path: Path) -> None:
     mine = ours(tmp_path / "ours", llama(tied=True), text_rows(10), str(tmp_path / "theirs" / "checkpoint-2"))
     assert_same_end(mine, other)
     assert mine.model.lm_head.weight is mine.model.model.embed_tokens.weight
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(18))
+
+
+def test_streams_go_on_behind_what_was_read(tmp_path: Path) -> None:
+    """The second pass over it begins with the sixth update; that the first ended with the fifth is not in its state."""
+    changes = {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
+    other = transformers.Trainer(
+        model=Net(),
+        args=transformers.TrainingArguments(**options(tmp_path / "theirs", **changes)),
+        train_dataset=Stream(),
+    )
+    other.train()
+    for step in (3, 5, 7):
+        start = str(tmp_path / "theirs" / f"checkpoint-{step}")
+        mine = Trainer(
+            model=Net(),
+            args=TrainingArguments(**options(tmp_path / f"ours-{step}", **changes)),
+            train_dataset=Stream(),
+        )
+        if step == 5:
+            with pytest.raises(DataError, match="ends at or before sample 20"):
+                mine.train(resume_from_checkpoint=start)
+            continue
+        mine.train(resume_from_checkpoint=start)
+        assert_same_end(mine, other)
+
+
+@pytest.mark.dist
+def test_ranks_continue_it_together(tmp_path: Path) -> None:
+    """Two processes of half the batch, replicated and sharded."""
+    other = theirs(tmp_path / "theirs", Net(), rows(18))
+    save_weights(tmp_path, other.model.state_dict(), name="end.safetensors")
+    launch(2, Path(__file__).parent / "continuing_ranks.py", tmp_path)
 
 
 def test_the_optimizer_is_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ _NOT_READ = {
     "latest": "DeepSpeed's own layout",
 }
 _STATE_TYPES: dict[str, tuple[type, ...]] = {
-    "global_step": (int,), "epoch": (int, float, type(None)), "log_history": (list,), "total_flos": (int, float),
-    "num_input_tokens_seen": (int,), "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
+    "global_step": (int,), "max_steps": (int,), "epoch": (int, float, type(None)), "log_history": (list,),
+    "total_flos": (int, float), "num_input_tokens_seen": (int,), "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)), "stateful_callbacks": (dict,),
 }  # fmt: skip
 _logger = get_logger(__name__)
@@ -67,6 +67,11 @@ class ForeignCheckpoint(Checkpoint):
     def epoch(self) -> float:
         """Passes over the data made so far, as a fraction."""
         return float(self.state.get("epoch") or 0.0)
+
+    @property
+    def max_steps(self) -> int:
+        """Updates that the run was to make."""
+        return int(self.state.get("max_steps") or 0)
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
         """Copy the weights into `model`, in place (see `folders.load_folder`)."""

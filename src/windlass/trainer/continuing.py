@@ -127,7 +127,10 @@ class ContinuingMixin(SavingMixin):
 def _find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation: int) -> _Place:
     step, whole = checkpoint.step, source.groups_per_epoch(accumulation)
     if whole is None:
-        return _Place(0, step, None, source.position_after(0, step, accumulation))
+        # Of a stream, whose length nobody knows, its epoch counts whole passes, and the rest in shares of the run.
+        epoch = int(checkpoint.epoch)
+        updates = round((checkpoint.epoch - epoch) * checkpoint.max_steps) if epoch else step
+        return _Place(epoch, updates, None, source.position_after(epoch, updates, accumulation))
     epoch, updates = divmod(step, whole)
     if abs(checkpoint.epoch * whole - step) > 1:
         epoch = int(checkpoint.epoch)
