@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -38,10 +40,17 @@ def pickled(path: Path) -> None:
 
 
 def zipped(path: Path) -> None:
-    """What `torch.save` writes is a zip file with a pickle in it; this one also unpacks to a gigabyte."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    """What `torch.save` writes is a zip file with a pickle in it; this one also unpacks to many times its size."""
+    path.write_bytes(_zip_bomb())
+
+
+@functools.cache
+def _zip_bomb() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb()))
         archive.writestr("archive/data/0", bytes(1 << 24))
+    return buffer.getvalue()
 
 
 def saved_by_torch(path: Path) -> None:

@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.faults import save
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_malicious import CORPUS, LARGE, WITNESS, Bomb, huge_json, reseal, saved_by_torch
 
 from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
 from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import open_foreign
 from windlass.checkpoint.offloaded import OffloadedWeightsLoader
 from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.stored import open_folder, open_weights
+from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
+from windlass.cli.main import main
 from windlass.config import codec
 from windlass.config.normalise import read_document
 from windlass.config.parallel.files import parse_file
@@ -298,3 +302,57 @@ def test_a_name_of_torch_in_an_offload_index_is_not_looked_up(tmp_path: Path) ->
     (tmp_path / "index.json").write_text(json.dumps({"weight": entry}))
     with pytest.raises(CheckpointError, match="unknown dtype 'load'"):
         OffloadedWeightsLoader(save_folder=tmp_path)["weight"]
+
+
+def every_command(run: Path) -> None:
+    """None of them may end in a traceback; which of their exit codes it is they decide themselves."""
+    folder = str(run / "checkpoint-1")
+    commands = [
+        ["ls", str(run)],
+        ["verify", str(run)],
+        ["diff", folder, folder],
+        ["export", folder, str(run / "out.safetensors")],
+        ["export", folder, str(run / "moments.safetensors"), "--tensors", "optimizer"],
+        ["prune", str(run), "--keep-last", "1"],
+    ]
+    for command in commands:
+        assert main(["checkpoint", *command]) in (0, 1, 2), command
+
+
+@pytest.mark.parametrize("attack", [a for a in BINARY if a not in LARGE], ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model.safetensors", "optimizer.json", "trainer_state.json"]
+)
+def test_the_commands_on_checkpoints(
+    name: str, attack: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoint-1"
+    (folder / "trainer_state.json").write_text("{}")
+    reseal(folder, lambda body: body["files"].update({"trainer_state.json": {"size": 2, "sha256": ""}}))
+    reseal(folder)
+    attack(folder / name)
+    if name != "manifest.json" and (folder / name).is_file() and not (folder / name).is_symlink():
+        reseal(folder)
+    assert in_child(lambda: os._exit(attempt(lambda: every_command(tmp_path), None))) == 0, capfd.readouterr()
+    assert WITNESS not in os.environ
+
+
+def test_a_pickle_of_weights_becomes_safetensors(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out.safetensors")]) == 0
+    with open_tensors(tmp_path / "out.safetensors", Files()) as file:
+        assert sorted(file.names) == ["a", "b"]
+        assert torch.equal(file.read("a"), torch.ones(2))
+
+
+def test_a_pickle_of_weights_with_code_becomes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch_file_with_code(tmp_path / "pytorch_model.bin")
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out.safetensors")]) == 2
+    said = capsys.readouterr().err
+    assert "pytorch_model.bin is not read" in said
+    assert "putenv" in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "out.safetensors").exists()

@@ -44,9 +44,10 @@ _NOT_READ = {
     "latest": "DeepSpeed's own layout",
 }
 _STATE_TYPES: dict[str, tuple[type, ...]] = {
-    "global_step": (int,), "max_steps": (int,), "epoch": (int, float, type(None)), "log_history": (list,),
-    "total_flos": (int, float), "num_input_tokens_seen": (int,), "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
-    "best_model_checkpoint": (str, type(None)), "stateful_callbacks": (dict,),
+    "global_step": (int,), "max_steps": (int,), "num_input_tokens_seen": (int,), "total_flos": (int, float),
+    "epoch": (int, float, type(None)), "log_history": (list,), "stateful_callbacks": (dict,),
+    "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
 }  # fmt: skip
 _logger = get_logger(__name__)
 
