@@ -392,3 +392,20 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     assert _scaler_state(None) == {}
     with pytest.raises(CheckpointError, match=r"scaler\.pt"):
         _scaler_state({"scale": {}, "_growth_tracker": 7})
+
+
+def test_adapters_go_on_above_the_same_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="puts adapters on a model")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0
+        )
+        return peft.get_peft_model(llama(), config)
+
+    other = theirs(tmp_path / "theirs", adapted(), text_rows(18))
+    start = tmp_path / "theirs" / "checkpoint-4"
+    assert (start / "adapter_model.safetensors").exists()
+    mine = ours(tmp_path / "ours", adapted(), text_rows(18), str(start))
+    assert_same_end(mine, other)
