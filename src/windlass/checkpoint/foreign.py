@@ -164,10 +164,11 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
     if which is not True:
         return Path(which) if is_foreign(Path(which)) else None
     folders = store.folders()
-    if any(is_checkpoint(folder) for folder in folders):
+    candidates = [folder for folder in folders if is_foreign(folder)]
+    if not candidates or any(is_checkpoint(folder) for folder in folders) or store.standing():
         return None
     skipped = []
-    for folder in reversed([folder for folder in folders if is_foreign(folder)]):
+    for folder in reversed(candidates):
         try:
             open_foreign(folder)
         except CheckpointError as error:
