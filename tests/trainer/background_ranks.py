@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from tests.trainer.background_cases import SlowDisk, Weights, trainer_of
 
+from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
 
 RANK = int(os.environ["RANK"])
 
@@ -55,12 +57,29 @@ def failing(folder: Path) -> dict[str, Any]:
     return {"notes": trainer.notes, "folders": sorted(p.name for p in folder.iterdir() if p.is_dir())}
 
 
+class Odd(TrainerCallback):
+    """Rank 0's state is nothing that can be written."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"odd": 0 if RANK else object()}}
+
+
+def unsavable(folder: Path) -> str:
+    """The rank that has it says what it is; the other is not left waiting."""
+    try:
+        trainer_of(folder, Odd(), max_steps=2).train()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     said = {
         "slow": slow(folder / "slow"),
         "sharded": slow(folder / "sharded", fsdp="full_shard"),
         "failing": failing(folder / "failing"),
+        "unsavable": unsavable(folder / "unsavable"),
     }
     (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 

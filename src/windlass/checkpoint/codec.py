@@ -42,6 +42,11 @@ class Encoded:
     tensors: Mapping[str, Tensor]
 
 
+def encoded(state: State | Encoded) -> Encoded:
+    """A state as `encode` splits it; one that is split already stays as it is."""
+    return state if isinstance(state, Encoded) else Encoded(*encode(state))
+
+
 def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split a state into a JSON tree and named tensors. The tensors are the state's own, not copies.
 
@@ -226,7 +231,8 @@ def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -
     name.
     """
     files = files or Files()
-    tree, tensors = (state.tree, state.tensors) if isinstance(state, Encoded) else encode(state)
+    split = encoded(state)
+    tree, tensors = split.tree, split.tensors
     tree_path, tensor_path = _pair(stem)
     written = {}
     if tensors:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from windlass.checkpoint.codec import Encoded, state_bytes
+from windlass.checkpoint.codec import Encoded, encoded, state_bytes
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.tensor_file import nbytes
@@ -42,6 +42,15 @@ class Content:
     files: Mapping[str, bytes] = field(default_factory=dict)
     write_model: Callable[[Path], None] | None = None
     other_bytes: int = 0
+
+    def encoded(self) -> Content:
+        """The same with its states split into trees and tensors: what cannot be saved is found here.
+
+        Raises:
+            CheckpointError: a state holds a type that cannot be saved.
+        """
+        shared = {name: encoded(state) for name, state in self.shared.items()}
+        return replace(self, shared=shared, per_rank=encoded(self.per_rank))
 
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that this rank would write as the keeper."""

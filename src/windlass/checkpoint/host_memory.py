@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.codec import Encoded, encode
+from windlass.checkpoint.codec import Encoded, encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.weights import split_aliases
 from windlass.core.types import State
@@ -56,7 +56,7 @@ class HostMemory:
 
     def _state(self, name: str, state: State | Encoded) -> Encoded:
         # Encoding makes containers of its own, so only the tensors are left to copy.
-        split = state if isinstance(state, Encoded) else Encoded(*encode(state))
+        split = encoded(state)
         return Encoded(split.tree, self._all(f"state {name}", split.tensors))
 
     def _weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,9 +18,10 @@ is checked before the first process starts.
   windlass launch --config_file two_machines.yaml --machine_rank 1 train.py
   windlass launch --engine slurm --engine_options partition=long --print train.py
 
-Exit codes: 0 every process ended well; 2 the configuration is wrong; 69 the machines did not find each other; 124 the
-job stood still for longer than --stall_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else that of the process
-that failed first, 128 + the signal where one killed it.
+Exit codes: 0 every process ended well; 2 the configuration is wrong; 69 the machines did not find each other; 75 the
+job saved and left, because a scheduler sent SIGTERM or SIGUSR1; 124 the job stood still for longer than
+--stall_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else that of the process that failed first, 128 + the
+signal where one killed it.
 """
 
 
@@ -66,5 +67,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--print", action="store_true", help="show the job that would run, and start nothing")
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="after exit code 75 put the job back into Slurm's queue; elsewhere start it again here, unless the "
+        "launcher itself was told to stop",
+    )
+    parser.add_argument(
+        "--preemption_grace",
+        "--preemption-grace",
+        type=int,
+        default=120,
+        metavar="SECONDS",
+        help="time that processes have to save when they are told to leave (default 120)",
+    )
     add_launch_flags(parser)
     return parser

@@ -102,6 +102,8 @@ def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> 
         environment=settings.value(rows.ENVIRONMENT),
         settings=settings,
         stall_timeout=settings.value(rows.STALL_TIMEOUT),
+        grace=int(vars(options).get("preemption_grace", 120)),
+        requeue=bool(vars(options).get("requeue", False)),
     )
 
 

@@ -23,6 +23,8 @@ class LaunchPlan:
         environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
         settings: everything that was said, with its origin.
         stall_timeout: seconds without progress after which the job is ended and reported.
+        grace: seconds that processes have to save and end when they are told to leave.
+        requeue: a job that left, because a scheduler asked it to, is started again.
     """
 
     script: str
@@ -50,3 +52,5 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     stall_timeout: float | None = None
+    grace: int = 120
+    requeue: bool = False

@@ -73,7 +73,7 @@ class RunSaver:
                 `agreed` or `finish`.
         """
         self._saved_at = time.monotonic()
-        snapshot = self._snapshot(content) if self._plan.background and self._may_wait() else None
+        snapshot = self._try_snapshot(content) if self._plan.background and self._may_wait() else None
         if not self._gang.vote(snapshot is not None):
             ended(self.manager.save(step, content, meta=meta, protected=protected))
             return
@@ -110,6 +110,14 @@ class RunSaver:
             ended, self._ended = self._ended, None
             assert ended is not None
             ended(outcome.folder)
+
+    def _try_snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
+        """A copy in host memory; None where there is none to be had: an error here would leave other ranks waiting."""
+        try:
+            return self._snapshot(content)
+        except (MemoryError, RuntimeError) as error:
+            logger.info("no copy in host memory (%s): training waits while this checkpoint is written", error)
+            return None
 
     def _snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
         """A copy in host memory; None where there is too little."""

@@ -19,8 +19,9 @@ from windlass.checkpoint.opening import open_store, upload_files
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import parts_of_rank
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
+from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
@@ -167,19 +168,34 @@ class SavingMixin(TrainerBase):
         )
 
     def _agreed_content(self, step: int) -> Content | None:
-        """All that this rank has for a checkpoint; None where a disk on the way there was full. Collective."""
+        """All that this rank has for a checkpoint; None where a disk on the way there was full. Collective.
+
+        Raises:
+            CheckpointError: a rank has something that cannot be saved; on every rank, so that none waits for it.
+        """
         manager = self._run.saver.manager
+        content, error = None, None
+        # A part that cannot give its state must not leave other ranks waiting: in the exchange below, nor in a
+        # gathering of tensors that it never came to, so what all ranks do together comes first.
         try:
-            # A part that cannot give its state must not leave other ranks waiting: in the vote at the end of this
-            # block, nor in a gathering of tensors that it never came to, so what all ranks do together comes first.
-            with manager.store.agreed(step):
-                return self._content(manager.store.keeps)
-        except Exception as error:
-            # The small files beside the weights are written into the system's temporary folder first.
-            if not costs_one_save(error):
-                raise
-            manager.warn(step, error)
+            content = self._content(manager.store.keeps).encoded()
+        except BaseException as raised:
+            error = raised
+        # The small files beside the weights are written into the system's temporary folder first: it may be full.
+        only_this_save = isinstance(error, Exception) and costs_one_save(error)
+        told = self._gang.gather_objects(None if error is None else [only_this_save, f"{error}"])
+        if error is not None and not only_this_save:
+            raise error
+        failed = [(rank, *what) for rank, what in enumerate(told) if what is not None]
+        for rank, costs_little, what in failed:
+            if not costs_little:
+                raise CheckpointError(
+                    f"checkpoint {step} was given up: rank {rank} has nothing to save: {what}"
+                )
+        if failed:
+            manager.warn(step, error if isinstance(error, Exception) else SaveDropped(failed[0][2]))
             return None
+        return content
 
     def _best_checkpoints(self, store: Store) -> list[Path]:
         """Where the best model and the best evaluations that are kept lie, as far as they were saved."""

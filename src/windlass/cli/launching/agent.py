@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from windlass.cli.launching.report import Incident, Kind, describe
 from windlass.cli.launching.watch import Watch, Watched
@@ -27,6 +27,8 @@ _LOOK_SECONDS = 1.0
 _LISTEN_SECONDS = 2.0
 _FIND_OUT_SECONDS = 6.0
 _GAVE_UP = "windlass/gave-up"
+# What schedulers send once, twice, or to the launcher and the processes.
+_REPEATED = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Patience:
     """
 
     stall: float | None = None
-    grace: int = 30
+    grace: int = 120
 
 
 class WatchingAgent(LocalElasticAgent):
@@ -47,7 +49,10 @@ class WatchingAgent(LocalElasticAgent):
 
     Attributes:
         incidents: one for each attempt that did not end well, in order.
+        told: the launcher itself was told to stop.
     """
+
+    told = False
 
     def __init__(
         self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, patience: Patience, prefix: str | None
@@ -83,6 +88,11 @@ class WatchingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         watch = self._watch
+        if watch is not None and watch.leaving():
+            self._wait_for_the_rest(watch)
+        if self.has_left:
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         if watch is not None:
             kind = self._trouble(watch, worker_group)
             if kind is not None:
@@ -95,6 +105,27 @@ class WatchingAgent(LocalElasticAgent):
                 self._report(incident, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    @property
+    def has_left(self) -> bool:
+        """Every process has ended, asked by a scheduler to leave."""
+        return self._watch is not None and self._watch.leaving() and None not in self._watch.codes()
+
+    def _wait_for_the_rest(self, watch: Watch) -> None:
+        """Ranks that leave agree on an update and save: they need not end in one moment."""
+        end = time.monotonic() + self._patience.grace
+        while watch.leaving() and not self.has_left and time.monotonic() < end:
+            time.sleep(0.1)
+        if watch.leaving() and not self.has_left:
+            self._stop_the_rest()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self.told = self.told or sys.exc_info()[0] is SignalException
+        if self.told:
+            # Torch would take a second signal for an error of its own, and leave the processes alone.
+            for number in _REPEATED:
+                signal.signal(number, signal.SIG_IGN)
+        super()._shutdown(death_sig, timeout)
 
     def _trouble(self, watch: Watch, group: WorkerGroup) -> Kind | None:
         if watch.failed():

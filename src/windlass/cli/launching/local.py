@@ -20,7 +20,8 @@ from windlass.cli.launching.agent import Patience, WatchingAgent
 from windlass.cli.launching.environment import can_listen, worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
-from windlass.core.errors import ConfigError, Problem
+from windlass.cli.launching.requeue import back_into_the_queue, starts_again_here
+from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
@@ -29,33 +30,55 @@ if TYPE_CHECKING:
 # What sysexits.h calls "service unavailable": the machines did not find each other.
 EXIT_UNREACHABLE = 69
 _LOCALHOST = "127.0.0.1"
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def run_local(plan: LaunchPlan) -> int:
     """Start the processes of this machine and stay until they, and those of the other machines, have ended.
 
     Returns:
-        0 when every process ended well; else the exit code of the rank that failed first (128 + signal when it was
-        killed), 124 when the job stood still, 69 when the machines did not meet.
+        0 when every process ended well; 75 when they left because a scheduler asked them or the launcher to; else the
+        exit code of the rank that failed first (128 + signal when it was killed), 124 when the job stood still, 69 when
+        the machines did not meet.
     """
     quiet_elastic()
+    while True:
+        code, told = _run_once(plan)
+        if code != EXIT_PREEMPTED or not plan.requeue:
+            return code
+        if not starts_again_here(told):
+            if plan.machine_rank == 0:
+                back_into_the_queue()
+            return code
+        print("windlass launch: starting the job again", file=sys.stderr)
+
+
+def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
+    """The exit code, and whether the launcher itself was told to stop."""
     folder = _folder(plan)
     os.environ.update(worker_environment(plan))
+    # Torch's launcher hands on what it knows; this one is for the schedulers that send it instead of SIGTERM.
+    os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     meeting = _meeting(plan)
     try:
         agent = _agent(plan, meet(meeting), folder)
     except (UnreachableError, RendezvousError) as error:
-        return _unreachable(error, meeting)
+        return _unreachable(error, meeting), False
     try:
         result = agent.run()
     except SignalException as stop:
-        print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
-        return 128 + stop.sigval
+        if not agent.has_left:
+            print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
+            return 128 + stop.sigval, True
+        result = None
     except (UnreachableError, RendezvousError) as error:
-        return _unreachable(error, meeting)
+        return _unreachable(error, meeting), False
     finally:
         _close(agent)
-    return _code(agent, result)
+    if agent.has_left:
+        print("windlass launch: told to leave; the job has saved and can be started again", file=sys.stderr)
+        return EXIT_PREEMPTED, agent.told
+    return _code(agent, result), False
 
 
 def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> WatchingAgent:
@@ -69,7 +92,7 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
         monitor_interval=plan.monitor_interval,
     )
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
-    return WatchingAgent(spec, logs, folder, Patience(plan.stall_timeout), "[rank ${rank}]: ")
+    return WatchingAgent(spec, logs, folder, Patience(plan.stall_timeout, plan.grace), "[rank ${rank}]: ")
 
 
 def command(plan: LaunchPlan) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.launching.report import Incident, Kind, RankFacts
+from windlass.core.errors import EXIT_PREEMPTED
 from windlass.dist.beacon import STACKS_SIGNAL, Mark, read_mark, stacks_path
 
 # How long the stacks of all ranks may take to arrive: a share of the ten seconds in which a job is stopped.
@@ -36,6 +37,15 @@ class Watch:
         self._machine = machine
         self._processes = processes
         self._seen: dict[int, tuple[int, float]] = {}
+
+    def codes(self) -> list[int | None]:
+        """Exit codes, None of those that run."""
+        return [process.poll() for process in self._processes]
+
+    def leaving(self) -> bool:
+        """Whether processes end because a scheduler asked the job to leave, and none for another reason."""
+        codes = self.codes()
+        return EXIT_PREEMPTED in codes and all(code in (None, 0, EXIT_PREEMPTED) for code in codes)
 
     def failed(self) -> bool:
         """Whether a process has ended badly."""
