@@ -169,6 +169,7 @@ def test_every_byte_is_verified(run: Run, say: Say) -> None:
         (("verify", "nowhere"), "is no folder"),
         (("ls", "s3://bucket/run"), "is not a folder of this machine"),
         (("diff", "empty", "nowhere"), "is no folder"),
+        (("diff", "empty", "empty"), "holds no weights"),
         (("export", "empty", "out.safetensors"), "holds no weights"),
         (("export", "empty", "out"), "holds no weights"),
         (("prune", "empty", "--keep-last", "1"), "holds no whole checkpoints"),
@@ -185,6 +186,27 @@ def test_errors_are_one_line(
     assert said in err
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "few"])
+def test_a_number_to_keep_says_what_it_may_be(
+    number: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["checkpoint", "prune", str(run.root), f"--keep-last={number}"])
+    assert left.value.code == 2
+    assert (
+        f"argument --keep-last: must be a whole number from 1 on, and is {number}" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("words", [("export", "RUN", "out"), ("diff", "RUN", "RUN")])
+def test_a_runs_folder_in_the_place_of_a_checkpoint_is_told_of_those_in_it(
+    words: tuple[str, ...], run: Run, say: Say
+) -> None:
+    code, out, err = say(*(str(run.root) if word == "RUN" else word for word in words))
+    assert (code, out) == (2, "")
+    assert f"holds no weights, but checkpoints do: name one, such as {run.root / 'checkpoint-4'}" in err
 
 
 # --- diff

@@ -25,7 +25,6 @@ from windlass.checkpoint.stored import (
     weights_stem,
 )
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.core.errors import CheckpointError
 
 _PIECE = 1 << 22  # elements that are compared at a time
 _SHOWN = 60  # characters of a plain value
@@ -57,8 +56,10 @@ def compare(first: Folder, second: Folder) -> Comparison:
     """Compare two checkpoints, or folders of a model; they may have been written in different layouts.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or there are no weights to compare.
     """
+    for folder in (first, second):
+        weights_stem(folder)
     found = Comparison([])
     for where, opener in _tensor_groups(first, second):
         _compare_groups(found, where, opener, first, second)
@@ -71,18 +72,10 @@ _Opener = Callable[[Folder], AbstractContextManager[StoredTensors] | None]
 
 
 def _tensor_groups(first: Folder, second: Folder) -> Iterator[tuple[str, _Opener]]:
-    yield "model", lambda folder: open_weights(folder) if _has_weights(folder) else None
+    yield "model", open_weights
     yield OPTIMIZER, lambda folder: open_optimizer(folder) if _has_optimizer(folder) else None
     for name in sorted({*state_files(first), *state_files(second)}):
         yield name, lambda folder, name=name: open_state_file(folder, name) if name in folder else None  # type: ignore[misc]
-
-
-def _has_weights(folder: Folder) -> bool:
-    try:
-        weights_stem(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _has_optimizer(folder: Folder) -> bool:

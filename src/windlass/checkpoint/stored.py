@@ -30,6 +30,7 @@ OPTIMIZER = "optimizer"
 _TORCH_WEIGHTS, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Weights as transformers writes them where they are not one file of safetensors.
 FURTHER_FORMS = (SPLIT_INDEX_NAME, _TORCH_WEIGHTS, _TORCH_INDEX)
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
 
@@ -114,10 +115,22 @@ def weights_stem(folder: Folder) -> str:
         return "adapter_model"
     if _TORCH_WEIGHTS in folder or _TORCH_INDEX in folder:
         return "model"
+    inside = _checkpoints_inside(folder)
+    if inside:
+        raise CheckpointError(
+            f"{folder.path} holds no weights, but checkpoints do: name one, such as {folder.path / inside[-1]}"
+        )
     raise CheckpointError(
         f"{folder.path} holds no weights: there is no {WEIGHTS_NAME}, {index_name('model')}, {SPLIT_INDEX_NAME}, "
         f"{ADAPTER_WEIGHTS} or {_TORCH_WEIGHTS}"
     )
+
+
+def _checkpoints_inside(folder: Folder) -> list[str]:
+    """Checkpoints that lie in a folder which is none itself, by their steps."""
+    parents = (name.removesuffix(f"/{MANIFEST_NAME}") for name in folder.names if "/" in name)
+    steps = [found for found in map(_CHECKPOINT.fullmatch, parents) if found is not None]
+    return [found[0] for found in sorted(steps, key=lambda found: int(found[1]))]
 
 
 @contextmanager

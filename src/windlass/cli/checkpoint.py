@@ -98,7 +98,10 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise ValueError(f"{text} is less than 1")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, and is {text}")
     return number
