@@ -208,3 +208,21 @@ def test_a_disk_that_fails_on_one_rank_costs_all_of_them_that_checkpoint(
         assert newest(root) == 2
         failed_at = [files.at for files in faulty if files.at]
         assert failed_at == [at]
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_ranks_that_all_leave_with_an_error_leave_a_checkpoint_behind(
+    victim: int | None, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ask each other nothing: the keeper sees by their lists of files that all have written."""
+    monkeypatch.setattr("windlass.checkpoint.background._PATIENCE", 0.2 if victim else 60)
+    ranks = Ranks(3)
+
+    def body(rank: int) -> None:
+        files = CountingFiles(3, failing(errno.EIO)) if rank == victim else Files()
+        saver = BackgroundSaver(CheckpointManager(ranks.store(rank, fast_disk, files), Retention(2)))
+        assert begin(saver, 1)
+        saver.leave()
+
+    ranks.run(body)
+    assert newest(fast_disk) == (1 if victim is None else None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from windlass.checkpoint.store import SaveDropped
 
 # The writer gives way to what trains, where both want the same core.
 _NICENESS = 5
+# How long a run that ends in an error waits for what other ranks of the disk write (seconds): they may be gone.
+_PATIENCE, _WAIT = 5.0, 0.05
 
 
 class Counters(NamedTuple):
@@ -150,8 +153,16 @@ class BackgroundSaver:
         return self._end(dropped=not self._store.vote(flight.error is None))
 
     def leave(self) -> None:
-        """Wait for this rank's thread without asking others, for a run that ends in an error."""
+        """End the save under way with what this rank can do alone, for a run that ends in an error: the keeper commits
+        where it sees that all ranks have written. Where there are several disks it cannot see that.
+        """
         self._join()
+        flight, store = self._flight, self._store
+        if flight is None or flight.committing or flight.error is not None:
+            return
+        if store.keeps and store.disks.nodes == 1 and _is_sealed_in_time(flight.draft):
+            self._commit()
+            self._join()
 
     # --- the thread
 
@@ -217,6 +228,16 @@ class BackgroundSaver:
         if not costs_one_save(error):
             raise error
         self._manager.warn(step, error)
+
+
+def _is_sealed_in_time(draft: Draft) -> bool:
+    """Whether the others of this disk have sealed the draft, or do so shortly."""
+    until = time.monotonic() + _PATIENCE
+    while not draft.is_sealed_by_others():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_WAIT)
+    return True
 
 
 def _give_way() -> None:

@@ -123,6 +123,15 @@ class Draft:
                 self.files.sync_file(path)
                 self._written[name] = self.files.digest(path)
 
+    def is_sealed_by_others(self) -> bool:
+        """The keeper: whether every other rank of this disk has left its list of files, which is the last it writes."""
+        try:
+            for rank in self._disks.others:
+                self._list_of(rank)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
     def commit(self, serial: int) -> None:
         """The keeper, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
 
@@ -148,11 +157,16 @@ class Draft:
     def _entries_of_others(self) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
         for rank in self._disks.others:
-            path = self.folder / f"{rank_stem(rank)}.files.json"
-            listed = strict_json.parse(self.files.read(path, MAX_MANIFEST_BYTES), str(path))
+            path, listed = self._list_of(rank)
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
             self.files.remove_file(path)
         return entries
+
+    def _list_of(self, rank: int) -> tuple[Path, dict[str, Any]]:
+        """The list of files that another rank left, and where it lies."""
+        path = self.folder / f"{rank_stem(rank)}.files.json"
+        listed: dict[str, Any] = strict_json.parse(self.files.read(path, MAX_MANIFEST_BYTES), str(path))
+        return path, listed
 
     def drop(self) -> None:
         """The keeper: remove the folder. What cannot be removed is left for the next save to clear."""
