@@ -6,7 +6,7 @@ from torch import Tensor
 
 from windlass.checkpoint.codec import Encoded
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.host_memory import HostMemory
+from windlass.checkpoint.host_memory import HostMemory, devices_of
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.weights import split_aliases
 from windlass.core.errors import CheckpointError
@@ -94,6 +94,19 @@ def test_any_strides_and_dtypes_are_copied_as_they_are() -> None:
 def test_what_cannot_be_saved_is_found_when_it_is_copied() -> None:
     with pytest.raises(CheckpointError, match="'hook'"):
         HostMemory(CPU).snapshot(Content(shared={"callback": {"hook": lambda: 0}}))
+
+
+@pytest.mark.parametrize("place", ["shared", "per_rank", "weights", "parts"])
+def test_copies_are_waited_for_wherever_they_come_from(place: str) -> None:
+    """A rank that writes no weights may have nothing on a device but its own buffers."""
+    away = {"buffer": torch.empty(3, device="meta")}
+    content = Content(
+        shared={"optimizer": Encoded({}, away if place == "shared" else {})},
+        per_rank=Encoded({}, away if place == "per_rank" else {}),
+        weights={"w": torch.ones(2), **(away if place == "weights" else {})},
+        parts=[RankParts("model", 0, away if place == "parts" else {}, None)],
+    )
+    assert devices_of(content) == {torch.device("meta")}
 
 
 @pytest.mark.gpu

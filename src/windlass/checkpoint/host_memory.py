@@ -6,7 +6,7 @@ accelerator the blocks stay pinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,7 @@ class HostMemory:
         Raises:
             CheckpointError: a state holds a type that cannot be saved.
         """
+        content = content.encoded()
         self._taken = set()
         copied = replace(
             content,
@@ -52,7 +53,7 @@ class HostMemory:
         )
         for name in self._blocks.keys() - self._taken:
             del self._blocks[name]
-        return copied, _arrival(content)
+        return copied, _arrival(devices_of(content))
 
     def _state(self, name: str, state: State | Encoded) -> Encoded:
         # Encoding makes containers of its own, so only the tensors are left to copy.
@@ -78,14 +79,23 @@ class HostMemory:
         return block.copy_(tensor, non_blocking=True)
 
 
-def _arrival(content: Content) -> Callable[[], None]:
-    tensors = [
-        *(content.weights or {}).values(),
-        *(t for part in content.parts for t in part.tensors.values()),
-    ]
-    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
-    if device is None:
-        return lambda: None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event.synchronize
+def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
+    events = []
+    for device in devices:
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return wait
+
+
+def devices_of(content: Content) -> set[torch.device]:
+    """The accelerators on which tensors of `content` lie, whose states are split already."""
+    groups = [content.weights or {}, *(part.tensors for part in content.parts)]
+    states = [*content.shared.values(), content.per_rank]
+    groups += [state.tensors for state in states if isinstance(state, Encoded)]
+    return {tensor.device for group in groups for tensor in group.values() if not tensor.is_cpu}
