@@ -23,7 +23,7 @@ from windlass.checkpoint.tensor_file import TensorFile, open_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.optional import require
 from windlass.core.types import State
-from windlass.dist.sharded import copy_whole_, whole
+from windlass.dist.sharded import local, part, whole
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -173,8 +173,9 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
         _check_adapter(path, file, adapter, state)
         if base is not None:
             _check_base(folder, base, adapter)
-        for name, stored in adapter.names.items():
-            copy_whole_(state[name], file.read(stored))
+        with torch.no_grad():
+            for name, stored in adapter.names.items():
+                local(state[name]).copy_(file.read(stored, part(state[name])))
     with torch.no_grad():
         for name, value in (base or {"buffers": {}})["buffers"].items():
             state[name].copy_(value)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.tensor_file import TensorFile, check_tensor, nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
@@ -171,8 +172,13 @@ def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
 
 
 class _Decoder:
-    def __init__(self, tensors: TensorFile | dict[str, Tensor]) -> None:
-        self._tensors = tensors
+    """
+    Args:
+        deferred: tensors of a file are left there: a `Deferred` stands for each (for real ones; arrays are read).
+    """
+
+    def __init__(self, tensors: TensorFile | dict[str, Tensor], deferred: bool = False) -> None:
+        self._tensors, self._deferred = tensors, deferred
         self._taken: set[str] = set()
 
     def value(self, tree: Any, path: tuple[str, ...]) -> Any:
@@ -202,6 +208,13 @@ class _Decoder:
             return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(content))
         if tag == "$map" and isinstance(content, list):
             return self._map(content, path)
+        if (
+            tag == "$tensor"
+            and tree.keys() == {tag}
+            and self._deferred
+            and isinstance(self._tensors, TensorFile)
+        ):
+            return Deferred(self._name(content, path), self._tensors)
         if tag == "$tensor":
             return self._tensor(content, tree, path)
         if tag == "$array":
@@ -214,7 +227,8 @@ class _Decoder:
             raise CheckpointError(f"state {_show(path)} is a map with keys that are neither str nor int")
         return {key: self.value(item, (*path, str(key))) for key, item in pairs}
 
-    def _tensor(self, name: Any, tree: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+    def _name(self, name: Any, path: tuple[str, ...]) -> str:
+        """The name of a tensor that the tree refers to, checked."""
         if not isinstance(name, str) or name not in self._tensors:
             raise CheckpointError(
                 f"state {_show(path)} refers to tensor {str(name)[:100]!r}, which is not in the file"
@@ -222,6 +236,10 @@ class _Decoder:
         if name in self._taken:  # never written so; read so, a small file could fill the memory
             raise CheckpointError(f"state {_show(path)} refers to tensor {name[:100]!r} a second time")
         self._taken.add(name)
+        return name
+
+    def _tensor(self, content: Any, tree: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+        name = self._name(content, path)
         tensor = self._tensors[name] if isinstance(self._tensors, dict) else self._tensors.read(name)
         return torch.view_as_complex(tensor) if tree.get("complex") else tensor
 
@@ -247,17 +265,29 @@ def load_state(stem: Path, files: Files | None = None) -> State:
     Raises:
         CheckpointError: a file is missing, no plain file, too large, or not what `save_state` writes; it is named.
     """
-    files = files or Files()
+    with _opened(stem, files or Files(), deferred=False) as state:
+        return state
+
+
+@contextmanager
+def open_state(stem: Path, files: Files | None = None) -> Iterator[State]:
+    """As `load_state`, with a `Deferred` in the place of each tensor, which can be read while the context lasts."""
+    with _opened(stem, files or Files(), deferred=True) as state:
+        yield state
+
+
+@contextmanager
+def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
     tree_path, tensor_path = _pair(stem)
     tree = strict_json.parse(files.read(tree_path, strict_json.MAX_JSON_BYTES), str(tree_path))
     with _tensors_of(tree, tensor_path, files) as tensors:
         try:
-            state = decode(tree, tensors)
+            state = _Decoder(tensors, deferred).value(tree, ())
         except CheckpointError as error:
             raise CheckpointError(f"{tree_path}: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{tree_path} holds a {type(state).__name__}, not a map")
-    return state
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{tree_path} holds a {type(state).__name__}, not a map")
+        yield state
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.sharded import index_name, load_parts
 from windlass.checkpoint.stored import FURTHER_FORMS, open_folder, open_weights
 from windlass.checkpoint.weights import WEIGHTS_NAME, fill, load_weights
-from windlass.dist.sharded import copy_whole_
 
 
 def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -> None:
@@ -35,8 +34,6 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
         )
     elif any((folder / name).exists() for name in FURTHER_FORMS):
         with open_weights(replace(open_folder(folder), files=files)) as tensors:
-            fill(
-                folder, tensors, tensors.aliases, model, lambda to, name: copy_whole_(to, tensors.read(name))
-            )
+            fill(folder, tensors, tensors.aliases, model)
     else:
         load_weights(folder, model, files=files)  # says what is missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,12 +122,13 @@ class Checkpoint:
         Raises:
             CheckpointError: none was saved, or it does not fit.
         """
-        state = self.shared(name)
-        if not self.has_parts(name):
+        self._check_saved(name, f"part {name!r}")
+        with ExitStack() as opened:
+            state = opened.enter_context(codec.open_state(self.folder / name, self._files))
+            if self.has_parts(name):
+                parts = opened.enter_context(open_parts(self.folder, name, self._files))
+                state = join_parts(state, parts)
             load_optimizer_state(optimizer, model, state)
-            return
-        with open_parts(self.folder, name, self._files) as parts:
-            load_optimizer_state(optimizer, model, join_parts(state, parts))
 
     def read(self, name: str) -> bytes | None:
         """A small file of the checkpoint, None where it was not saved.
@@ -138,9 +140,12 @@ class Checkpoint:
             return None
         return self._files.read(self.folder / name, MAX_JSON_BYTES)
 
-    def _load(self, stem: str, what: str) -> State:
+    def _check_saved(self, stem: str, what: str) -> None:
         if f"{stem}.json" not in self.info.files:
             raise CheckpointError(f"{self.folder} has no {what} ({stem}.json is not in its manifest)")
+
+    def _load(self, stem: str, what: str) -> State:
+        self._check_saved(stem, what)
         return codec.load_state(self.folder / stem, self._files)
 
 

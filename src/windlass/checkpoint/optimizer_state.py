@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.names import canonical_names, shorten
-from windlass.checkpoint.sharded import InParts, Parts
+from windlass.checkpoint.sharded import Parts
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.dist.sharded import (
@@ -104,7 +105,7 @@ def join_parts(state: State, parts: Parts) -> State:
             return {key: joined(item) for key, item in value.items()}
         if name not in parts:
             raise CheckpointError(f"{parts.path} lacks {name!r}, which the optimizer's state refers to")
-        return InParts(name, parts)
+        return Deferred(name, parts)
 
     return {**state, "state": joined(state["state"])}
 
@@ -122,7 +123,8 @@ def _gathered(value: Any) -> Any:
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
     """Put `state` back into `optimizer`, in place: the object, its parameters and tensors of equal shape keep
-    their identity. Every rank has all of `state`; of what belongs to a sharded parameter it takes its part.
+    their identity. Every rank has all of `state`, in which `Deferred` may stand for tensors; of what belongs to a
+    sharded parameter it takes its part.
 
     Tensors come onto their parameter's device and keep their saved dtype. Options of a group (learning rate,
     betas, ...) are the saved ones, but for those that choose an implementation (`fused`, `foreach`, ...).
@@ -240,7 +242,7 @@ def _load_parameter(
 
 def _device_for(group: dict[str, Any], parameter: Tensor, key: str, value: Any) -> torch.device | None:
     """`step` counters stay on the host (None) unless the kernel reads them on the device: torch's own rule."""
-    is_counter = key == "step" and isinstance(value, Tensor) and value.ndim == 0
+    is_counter = key == "step" and isinstance(value, Tensor | Deferred) and value.ndim == 0
     if is_counter and not (group.get("fused") or group.get("capturable")):
         return None
     return parameter.device
@@ -250,7 +252,7 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
     """`value` where it belongs: in the live tensor if that has its shape and dtype, else on `device` (None: as
     it came), and spread as `parameter` is.
     """
-    if isinstance(value, InParts):
+    if isinstance(value, Deferred):
         like = live if is_sharded(live) and live.shape == value.shape else parameter
         if is_sharded(like) and like.shape == value.shape:
             return _placed_part(value, live, like)
@@ -270,7 +272,7 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
     return value
 
 
-def _placed_part(value: InParts, live: Any, like: Tensor) -> Tensor:
+def _placed_part(value: Deferred, live: Any, like: Tensor) -> Tensor:
     mine = value.read(part(like))
     if live is not like or live.dtype != value.dtype:
         return from_part(mine.to(local(like).device), like)
@@ -279,7 +281,7 @@ def _placed_part(value: InParts, live: Any, like: Tensor) -> Tensor:
     return live
 
 
-def _is_spread(value: Tensor | InParts, parameter: Tensor) -> bool:
+def _is_spread(value: Tensor | Deferred, parameter: Tensor) -> bool:
     """Whether the optimizer would keep this tensor in parts beside a sharded parameter; counters it keeps whole."""
     return is_sharded(parameter) and (value.numel() > 1 or value.shape == parameter.shape)
 
@@ -291,7 +293,7 @@ def _check_spread(
     for name, parameter in by_name.items():
         live = optimizer.state.get(parameter, {})
         for key, value in entries.get(name, {}).items():
-            if not isinstance(value, Tensor | InParts) or not _is_spread(value, parameter):
+            if not isinstance(value, Tensor | Deferred) or not _is_spread(value, parameter):
                 continue
             if value.shape not in (parameter.shape, getattr(live.get(key), "shape", None)):
                 raise CheckpointError(

@@ -35,7 +35,7 @@ from windlass.checkpoint.weights import fill, save_weights, split_aliases
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.core.world import World
-from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local, part
+from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local
 
 VERSION = 1
 
@@ -216,18 +216,20 @@ class Parts:
         wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
         result = torch.empty(wanted.sizes, dtype=stored.dtype)
         if not stored.shape:
-            return result.copy_(self._read_part(name, stored, stored.parts[0]))
+            self._file_of(name, stored, stored.parts[0]).read_into(result, name, wanted)
+            return result
         begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
         for rank, offset, size in stored.parts:
             low, high = max(begin, offset), min(end, offset + size)
             if low >= high:
                 continue
-            piece = self._read_part(name, stored, (rank, offset, size))
-            inside = _narrowed(wanted, stored.dim, low - offset, high - low).of(piece)
-            result.narrow(stored.dim, low - begin, high - low).copy_(inside)
+            inside = _narrowed(wanted, stored.dim, low - offset, high - low)
+            target = result.narrow(stored.dim, low - begin, high - low)
+            self._file_of(name, stored, (rank, offset, size)).read_into(target, name, inside)
         return result
 
-    def _read_part(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> Tensor:
+    def _file_of(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> TensorFile:
+        """The file that holds a part of a tensor, as the index says."""
         rank, _, size = found
         shape = list(stored.shape)
         if shape:
@@ -235,35 +237,13 @@ class Parts:
         file, path = self._file(rank), self._folder / rank_file(self._stem, rank)
         if name not in file or file.shape(name) != tuple(shape) or file.dtype(name) != stored.dtype:
             raise CheckpointError(f"{path} does not hold {name!r} as {self.path.name} says")
-        return file.read(name)
+        return file
 
     def _file(self, rank: int) -> TensorFile:
         if rank not in self._by_rank:
             path = self._folder / rank_file(self._stem, rank)
             self._by_rank[rank] = self._opened.enter_context(open_tensors(path, self._files))
         return self._by_rank[rank]
-
-
-@dataclass(frozen=True, slots=True)
-class InParts:
-    """A stored tensor that is yet to be read, in a state whose other values are read already."""
-
-    name: str
-    source: Parts
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.source.shape(self.name))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype(self.name)
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def read(self, wanted: Part | None = None) -> Tensor:
-        return self.source.read(self.name, wanted)
 
 
 def merge_parts(source: Path, target: Path, stem: str = "model") -> FileEntry:
@@ -286,12 +266,7 @@ def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Fi
         CheckpointError: they do not fit the model, or a part is missing or damaged.
     """
     with open_parts(folder, stem, files) as parts:
-
-        def take(target: Tensor, name: str) -> None:
-            with torch.no_grad():
-                local(target).copy_(parts.read(name, part(target)))
-
-        fill(parts.path, parts, parts.aliases, model, take)
+        fill(parts.path, parts, parts.aliases, model)
 
 
 def _narrowed(wanted: Part, dim: int, offset: int, size: int) -> Part:

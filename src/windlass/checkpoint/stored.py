@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
+from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.sharded import index_name, open_parts
@@ -23,8 +24,9 @@ from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import Shaped, TensorFile, open_tensors
 from windlass.checkpoint.torch_file import TorchWeights, open_torch_file
 from windlass.checkpoint.verified import VerifiedFiles
-from windlass.checkpoint.weights import WEIGHTS_NAME, TensorSource, read_aliases
+from windlass.checkpoint.weights import WEIGHTS_NAME, read_aliases
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 
 OPTIMIZER = "optimizer"
 _TORCH_WEIGHTS, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -97,10 +99,10 @@ class StoredTensors:
     def shaped(self, name: str) -> Shaped:
         return Shaped(self.dtype(name), self.shape(name))
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the host."""
+    def read(self, name: str, wanted: Part | None = None) -> Tensor:
+        """One tensor, or this part of it, on the host."""
         source, stored = self._places[name]
-        return source.read(stored)
+        return source.read(stored, wanted)
 
 
 def weights_stem(folder: Folder) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 
 MAX_HEADER_BYTES = 1 << 25  # some 250,000 tensors; a larger header is an attack or a broken file
 DTYPES: dict[str, torch.dtype] = {
@@ -33,6 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+_AT_ONCE = 1 << 24  # bytes that are read at once of what does not lie together in the file
 
 
 def check_tensor(tensor: Tensor, what: str) -> None:
@@ -211,16 +213,42 @@ class TensorFile:
     def dtype(self, name: str) -> torch.dtype:
         return self._slots[name].dtype
 
-    def read(self, name: str) -> Tensor:
-        """One tensor on the host, in memory of its own."""
+    def read(self, name: str, wanted: Part | None = None) -> Tensor:
+        """One tensor, or this part of it, on the host in memory of its own. Rows that are not wanted are not read."""
         slot = self._slots[name]
+        wanted = wanted or Part((0,) * len(slot.shape), slot.shape)
         try:
-            tensor = torch.empty(slot.shape, dtype=slot.dtype)
+            tensor = torch.empty(wanted.sizes, dtype=slot.dtype)
         except (RuntimeError, OverflowError) as error:
             raise self._error(f"tensor {name[:100]!r} cannot be made: {error}") from None
-        self._file.seek(self._data_start + slot.begin)
-        self._fill(_bytes_of(tensor))
+        self.read_into(tensor, name, wanted)
         return tensor
+
+    def read_into(self, target: Tensor, name: str, wanted: Part) -> None:
+        """Fill `target`, a host tensor of the tensor's dtype and of the part's sizes, with any strides."""
+        slot = self._slots[name]
+        if not target.numel():
+            return
+        if target.is_contiguous() and wanted.sizes[1:] == slot.shape[1:]:
+            self._read_rows(slot, wanted.offsets[0] if slot.shape else 0, target)
+            return
+        row = Part((0, *wanted.offsets[1:]), (1, *wanted.sizes[1:]))
+        at_once = min(max(_AT_ONCE // _row_bytes(slot), 1), wanted.sizes[0])
+        block = torch.empty((at_once, *slot.shape[1:]), dtype=slot.dtype)
+        for start in range(0, wanted.sizes[0], at_once):
+            rows = block[: wanted.sizes[0] - start]
+            self._read_rows(slot, wanted.offsets[0] + start, rows)
+            inside = Part(row.offsets, (len(rows), *row.sizes[1:])).of(rows)
+            target[start : start + len(rows)].copy_(inside)
+
+    def _read_rows(self, slot: _Slot, first: int, target: Tensor) -> None:
+        self._file.seek(self._data_start + slot.begin + first * _row_bytes(slot))
+        self._fill(_bytes_of(target))
+
+
+def _row_bytes(slot: _Slot) -> int:
+    """Bytes between the first elements of two rows; a scalar is one row."""
+    return math.prod(slot.shape[1:]) * slot.dtype.itemsize
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.pickle_reader import MAX_BYTES, StoredTensor, read_pickle
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import Part
 
 _MAX_READ = 1 << 24  # of the container's directory: some 200,000 storages
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch before 1.6, pickled
@@ -195,9 +196,10 @@ class TorchWeights:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the host."""
-        return self._file.read(self._tensors[name])
+    def read(self, name: str, wanted: Part | None = None) -> Tensor:
+        """One tensor, or this part of it, on the host. It is read whole either way."""
+        tensor = self._file.read(self._tensors[name])
+        return tensor if wanted is None else wanted.of(tensor)
 
 
 @contextmanager

@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.dist.sharded import copy_whole_, is_sharded
+from windlass.dist.sharded import Part, is_sharded, local, part
 
 WEIGHTS_NAME = "model.safetensors"
 ALIASES_KEY = "windlass.aliases"  # metadata: JSON map of tied name -> name it is stored under
+_COMPARED = 1 << 21  # elements that are compared at once
 _logger = get_logger(__name__)
 
 
@@ -124,48 +127,29 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
     path = source / WEIGHTS_NAME if source.is_dir() else source
     with open_tensors(path, files or Files()) as file:
         aliases = read_aliases(path, file.metadata)
-        fill(path, file, aliases, model, lambda target, name: copy_whole_(target, file.read(name)))
+        fill(path, file, aliases, model)
 
 
-class TensorSource(Protocol):
-    """Stored tensors by name."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def read(self, name: str) -> Tensor: ...
-
-
-def fill(
-    path: Path,
-    file: TensorSource,
-    aliases: Mapping[str, str],
-    model: nn.Module,
-    take: Callable[[Tensor, str], None],
-) -> None:
-    """Load `model` from any source, with the checks of `load_weights`.
+def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.Module) -> None:
+    """Load `model` from any source, with the checks of `load_weights`. Of one tensor after another this rank's part is
+    read, and nothing else.
 
     Args:
         path: names the source in errors.
         aliases: tied name -> the name that it is stored under.
-        take: copies a stored tensor into the model's.
     """
     targets = _canonical_state(model.state_dict(keep_vars=True))
     sources = _match(file, aliases, targets)
     _check(path, file, targets, sources)
     _check_ties(path, file, targets, sources)
+    _check_overlaps(path, file, targets, sources)
     stored, _ = split_aliases(targets)
     changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
     if changed:
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
-    for name, tensor in stored.items():
-        take(tensor, sources[name])
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            local(tensor).copy_(file.read(sources[name], part(tensor)))
 
 
 def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str, Tensor]) -> dict[str, str]:
@@ -231,7 +215,73 @@ def _check_ties(
     _, twins = split_aliases(targets)
     for name, kept in twins.items():
         mine, other = sources[name], sources[kept]
-        if mine != other and not torch.equal(file.read(mine), file.read(other)):
+        if mine != other and not _same_values(file, mine, other):
             raise CheckpointError(
                 f"{path} has different values for {name!r} and {kept!r}, which this model ties together"
             )
+
+
+def _same_values(file: TensorSource, one: str, other: str) -> bool:
+    """Compared some rows at a time: either may be too large to be held whole."""
+    shape = file.shape(one)
+    if not shape:
+        return _equal(file.read(one), file.read(other))
+    at_once = max(_COMPARED // max(math.prod(shape[1:]), 1), 1)
+    for start in range(0, shape[0], at_once):
+        rows = Part((start, *(0,) * (len(shape) - 1)), (min(at_once, shape[0] - start), *shape[1:]))
+        if not _equal(file.read(one, rows), file.read(other, rows)):
+            return False
+    return True
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """By value; what is no number equals itself."""
+    same = (one == other) | ((one != one) & (other != other))
+    return bool(same.all())
+
+
+def _check_overlaps(
+    path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]
+) -> None:
+    """Views that share some of their memory must be given the same values there: tried in memory like theirs."""
+    for names in _overlapping(split_aliases(targets)[0]):
+        views = {name: targets[name].detach() for name in names}
+        begin = min(view.storage_offset() for view in views.values())
+        scratch = torch.empty(max(map(_end, views.values())) - begin, dtype=views[names[0]].dtype)
+        copies = {
+            name: scratch.as_strided(view.shape, view.stride(), view.storage_offset() - begin)
+            for name, view in views.items()
+        }
+        for name, copy in copies.items():
+            copy.copy_(file.read(sources[name]))
+        for name, copy in copies.items():
+            if not _equal(copy, file.read(sources[name]).to(copy.dtype)):
+                raise CheckpointError(
+                    f"{path} has different values for {shorten(names)}, which share memory in this model"
+                )
+
+
+def _overlapping(stored: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of plain tensors whose memory overlaps, together; tensors of different dtypes are never."""
+    places = [
+        (str(t.device), t.untyped_storage().data_ptr(), str(t.dtype), t.storage_offset(), _end(t), name)
+        for name, t in stored.items()
+        if not is_sharded(t) and not t.is_meta and t.layout == torch.strided and t.numel()
+    ]
+    group, memory, until = list[str](), None, 0
+    for device, storage, dtype, begin, end, name in sorted(places):
+        if memory == (device, storage, dtype) and begin < until:
+            group.append(name)
+            until = max(until, end)
+            continue
+        if len(group) > 1:
+            yield group
+        group, memory, until = [name], (device, storage, dtype), end
+    if len(group) > 1:
+        yield group
+
+
+def _end(view: Tensor) -> int:
+    """Index behind the last element of `view` in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return int(view.storage_offset() + reach + 1)
