@@ -284,6 +284,7 @@ class Trainer(TrainerParts):
         self._watch_memory()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         try:
+            self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
             with self._taking_signals():
                 checkpoint = self._resume_point(resume)
                 plan = self._prepare_run(checkpoint)
@@ -292,7 +293,7 @@ class Trainer(TrainerParts):
                 output = self._finish_training(plan, started)
                 self._leave_if_told()
             return output
-        except Exception:
+        except (Exception, SystemExit):
             self._leave_saving()
             raise
         finally:
