@@ -58,11 +58,12 @@ def test_flags_become_the_plan(script: str) -> None:
         "--max_restarts", "3", "--monitor_interval", "0.5", "--log_dir", "logs", "--tee", "3",
         "--num_cpu_threads_per_process", "2", "--engine", "slurm",
         "--engine_options", "partition=long", "--stall_timeout", "60", "--role", "worker",
+        "--preemption-grace", "30", "--requeue", "--max_requeues", "5",
         "--cpu", "--enable_cpu_affinity", "--environment", "A=1,2", script, "--lr", "1e-3",
     )  # fmt: skip
     assert plan.environment.keys() == {"A", "WINDLASS_PARALLEL"}
     assert plan.environment["A"] == "1,2"
-    assert len(plan.settings) == 17
+    assert len(plan.settings) == 20
     shown = {
         name: getattr(plan, name) for name in LaunchPlan.__slots__ if name not in ("environment", "settings")
     }
@@ -72,7 +73,7 @@ def test_flags_become_the_plan(script: str) -> None:
         "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
-        "grace": 120, "requeue": False,
+        "grace": 30, "requeue": True, "max_requeues": 5,
     }  # fmt: skip
 
 
@@ -195,6 +196,7 @@ def test_a_clusters_machines_are_not_this_one(script: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "words"), [
+    ("ray", ["--requeue"]), ("ray", ["--preemption_grace", "9"]),
     ("ray", ["--stall_timeout", "60"]), ("ray", ["--log_dir", "logs"]), ("ray", ["--tee", "3"]),
     ("ray", ["--num_machines", "2"]), ("ray", ["--main_process_port", "29400"]), ("ray", ["--gpu_ids", "0,1"]),
     ("slurm", ["--main_process_ip", "10.0.0.1"]), ("local", ["--engine_options", "partition=long"]),
@@ -203,6 +205,27 @@ def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: li
     said = complaints("--engine", engine, "--num_processes", "2", *words, script)
     assert f"{words[0]}=" in said
     assert f"cannot be had with the {engine} engine" in said
+
+
+def test_starting_a_job_again_needs_a_queue_or_one_machine(script: str, tmp_path: Path) -> None:
+    assert "--max_requeues=2: limits --requeue" in complaints("--max_requeues", "2", script)
+    two = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "h",
+        "--main_process_port",
+        "29400",
+    ]
+    assert "--requeue=True: needs Slurm for several machines" in complaints(*two, "--requeue", script)
+    assert resolved(*two, "--machine_rank", "1", "--requeue", script, SLURM_JOB_ID="4711").requeue
+    file = tmp_path / "my.yaml"
+    file.write_text("requeue: true\npreemption_grace: 60\n")
+    plan = resolved("--config_file", str(file), script)
+    assert (plan.requeue, plan.grace, plan.max_requeues) == (True, 60, None)
+    assert "must be at least 1" in complaints("--preemption_grace", "0", script)
 
 
 @pytest.mark.parametrize("words", [

@@ -67,19 +67,5 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--print", action="store_true", help="show the job that would run, and start nothing")
-    parser.add_argument(
-        "--requeue",
-        action="store_true",
-        help="after exit code 75 put the job back into Slurm's queue; elsewhere start it again here, unless the "
-        "launcher itself was told to stop",
-    )
-    parser.add_argument(
-        "--preemption_grace",
-        "--preemption-grace",
-        type=int,
-        default=120,
-        metavar="SECONDS",
-        help="time that processes have to save when they are told to leave (default 120)",
-    )
     add_launch_flags(parser)
     return parser

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from windlass.config.launch_checks import Machine, launch_problems
+from windlass.config.launch_checks import Machine, launch_problems, requeue_problems
 from windlass.config.launch_file import find_file
 from windlass.config.launch_plan import LaunchPlan
 from windlass.config.parallel import rows_launch as rows
@@ -51,7 +51,8 @@ def resolve_launch(
     here = machine or Machine()
     settings = launch_settings(options, environ)
     plan = _plan(options, settings, here)
-    problems = [*launch_problems(plan, here), *parallel_problems(settings, _world(plan))]
+    problems = [*launch_problems(plan, here), *requeue_problems(plan, environ)]
+    problems += [*parallel_problems(settings, _world(plan))]
     if problems:
         raise ConfigError(problems)
     for note in settings.notes:
@@ -102,8 +103,9 @@ def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> 
         environment=settings.value(rows.ENVIRONMENT),
         settings=settings,
         stall_timeout=settings.value(rows.STALL_TIMEOUT),
-        grace=int(vars(options).get("preemption_grace", 120)),
-        requeue=bool(vars(options).get("requeue", False)),
+        grace=settings.value(rows.PREEMPTION_GRACE),
+        requeue=settings.value(rows.REQUEUE),
+        max_requeues=settings.value(rows.MAX_REQUEUES),
     )
 
 

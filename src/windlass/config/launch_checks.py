@@ -6,7 +6,7 @@ import importlib.util
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,10 @@ _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
         ("it does not watch the marks of its processes", (rows.STALL_TIMEOUT, rows.MONITOR_INTERVAL)),
         ("it keeps the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
         ("it gives each process its device", (rows.DEVICES,)),
+        ("it tells its processes itself when they are to leave", (rows.PREEMPTION_GRACE, rows.REQUEUE)),
     ),
 }
+SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -135,6 +137,15 @@ def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
                 yield _problem(
                     plan, key, f"cannot be had with the {plan.engine} engine: {reason}; leave it out"
                 )
+
+
+def requeue_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """What stands in the way of starting a job again that a scheduler wanted gone."""
+    if plan.max_requeues is not None and not plan.requeue:
+        yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which was not asked for; add it")
+    if plan.requeue and plan.engine == "local" and plan.machines > 1 and SLURM_JOB_VARIABLE not in environ:
+        fix = "needs Slurm for several machines, whose launchers cannot start a job again by themselves; leave it out"
+        yield _problem(plan, rows.REQUEUE, fix)
 
 
 def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ class LaunchPlan:
         stall_timeout: seconds without progress after which the job is ended and reported.
         grace: seconds that processes have to save and end when they are told to leave.
         requeue: a job that left, because a scheduler asked it to, is started again.
+        max_requeues: how often, at most; None without a limit.
     """
 
     script: str
@@ -54,3 +55,4 @@ class LaunchPlan:
     stall_timeout: float | None = None
     grace: int = 120
     requeue: bool = False
+    max_requeues: int | None = None

@@ -26,6 +26,8 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 
 # How the mark begins of a process that came out of an exchange and is in code of its own.
 AFTER = "after "
+# The call of a process that saved and left because it was asked to.
+LEFT = "left"
 # A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1

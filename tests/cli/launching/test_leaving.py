@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT, run_to_its_end
+from tests.cli.launching.machines import free_port, two_machines
+from tests.cli.launching.test_two_machines import start
+from tests.dist.launch import ROOT, end_all, run_to_its_end
 
-from windlass.cli.launching.requeue import back_into_the_queue, starts_again_here
+from windlass.checkpoint.store import Store
+from windlass.cli.launching.requeue import Requeue
 from windlass.core.errors import EXIT_PREEMPTED
 
 SCRIPT = Path(__file__).with_name("leaving_script.py")
+# Rank 1 leaves; rank 0 stays.
+DEAF = """
+import os, time
+from windlass.core.errors import Preempted
+if os.environ["RANK"] == "1":
+    raise Preempted(3, None)
+time.sleep(1000)
+"""
 
 
 def launched(
@@ -35,57 +47,112 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "hash").read_text()
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("whom", "times"), [("launcher", 2), ("rank1", 1)])
-def test_it_ends_with_75_when_its_processes_have_saved(
-    whom: str, times: int, tmp_path: Path, untouched: str
-) -> None:
-    code, said = launched(tmp_path, whom, times)
-    assert code == EXIT_PREEMPTED, said
-    assert "told to leave; the job has saved" in said
+def check_left(folder: Path, said: str) -> None:
+    """All left at one step; nobody calls it a failure."""
+    first, second = (int((folder / f"left-{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert f"the job left at step {first}, as it was told to, and can be started again" in said
     assert "the job failed" not in said
     assert "Traceback" not in said
-    assert list((tmp_path / "run").glob("checkpoint-*/manifest.json"))
-    assert not (tmp_path / "hash").exists(), "the script ended there"
-    code, said = launched(tmp_path, "nobody")
-    assert code == 0, said
-    assert (tmp_path / "hash").read_text() == untouched
 
 
-@pytest.mark.dist
-def test_a_job_starts_again_by_itself(tmp_path: Path, untouched: str) -> None:
-    code, said = launched(tmp_path, "rank1", flags=("--requeue",))
-    assert code == 0, said
-    assert said.count("starting the job again") == 1
-    assert (tmp_path / "hash").read_text() == untouched
+def check_saved(folder: Path) -> None:
+    """The script ended where it left, and that step is saved whole."""
+    newest, problems = Store(folder / "run").newest_verified()
+    assert newest is not None
+    assert newest.name == f"checkpoint-{(folder / 'left-0').read_text()}"
+    assert not problems
+    assert not (folder / "hash").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("works", [True, False])
-def test_under_slurm_the_job_goes_back_into_the_queue(works: bool, tmp_path: Path) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n' + ("" if works else "echo not allowed >&2; exit 1\n")
-    )
+def fake_scontrol(folder: Path, then: str) -> dict[str, str]:
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n{then}\n')
     scontrol.chmod(0o755)
-    environ = {"SLURM_JOB_ID": "4711", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    code, said = launched(tmp_path / "job", "rank1", flags=("--requeue",), environ=environ)
+    return {"SLURM_JOB_ID": "4711", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.dist
+def test_it_ends_with_75_when_its_processes_have_saved(tmp_path: Path, untouched: str) -> None:
+    environ = fake_scontrol(tmp_path, "echo not allowed >&2; exit 1")
+    job = tmp_path / "job"
+    code, said = launched(job, "launcher1", 2, flags=("--max_restarts", "1", "--requeue"), environ=environ)
     assert code == EXIT_PREEMPTED, said
+    check_left(job, said)
+    check_saved(job)
+    assert "restart 1" not in said
     assert (tmp_path / "asked").read_text() == "requeue 4711\n"
-    assert ("job 4711 is queued again" if works else "scontrol requeue 4711 failed: not allowed") in said
+    assert "scontrol requeue 4711 failed: not allowed" in said
+    code, said = launched(job, "nobody")
+    assert code == 0, said
+    assert (job / "hash").read_text() == untouched
 
 
-def test_who_told_whom_decides() -> None:
-    assert starts_again_here(told=False, environ={})
-    assert not starts_again_here(told=True, environ={})
-    assert not starts_again_here(told=False, environ={"SLURM_JOB_ID": "1"})
+@pytest.mark.dist
+def test_a_job_whose_process_was_told_starts_again_by_itself(tmp_path: Path, untouched: str) -> None:
+    code, said = launched(tmp_path, "rank1", flags=("--requeue", "--max_requeues", "2"))
+    assert code == 0, said
+    check_left(tmp_path, said)
+    assert said.count("starting the job again (1 of 2)") == 1
+    assert (tmp_path / "hash").read_text() == untouched
+
+
+@pytest.mark.dist
+def test_the_launchers_of_all_machines_end_with_75(tmp_path: Path) -> None:
+    port = free_port()
+    with two_machines() as machines:
+        jobs = [
+            start(machines[rank], rank, machines[0].address, port, SCRIPT, tmp_path, "launcher0")
+            for rank in (1, 0)
+        ]
+        try:
+            said = [job.communicate(timeout=200)[0] for job in jobs]
+        finally:
+            for job in jobs:
+                end_all(job)
+    assert [job.returncode for job in jobs] == [EXIT_PREEMPTED] * 2, "\n".join(said)
+    for text in said:
+        check_left(tmp_path, text)
+    check_saved(tmp_path)
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_leave_in_time_is_a_failure(tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text(DEAF)
+    command = ["windlass", "launch", "--cpu", "--num_processes", "2", "--preemption_grace", "1", str(script)]
+    code, said = run_to_its_end(
+        [sys.executable, "-m", *command], timeout=100, environ={"WINDLASS_HOME": "/nowhere"}
+    )
+    assert code == 128 + signal.SIGTERM, said
+    assert "the job failed: rank 0 was killed by SIGTERM" in said
+    assert "rank 1 (machine 0): had left, as it was asked to" in said
+
+
+def test_who_told_whom_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Requeue(2, {})
+    assert not job.starts_here(told=True)
+    assert [job.starts_here(told=False) for _ in range(3)] == [True, True, False]
+    assert "started again 2 time(s), as often as --max_requeues allows" in capsys.readouterr().err
+    assert all(Requeue(None, {}).starts_here(told=False) for _ in range(9))
+
+
+def test_a_queue_is_asked_as_often_as_it_may_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = fake_scontrol(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "2"}).starts_here(told=True)
+    assert "job 4711 is queued again" in capsys.readouterr().err
+    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "3"}).starts_here(told=True)
+    assert "started again 3 time(s)" in capsys.readouterr().err
+    assert not Requeue(None, environ).starts_here(told=True, machine_rank=1)
+    assert (tmp_path / "asked").read_text() == "requeue 4711\n"
 
 
 def test_a_queue_that_cannot_be_asked_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(ROOT))
-    back_into_the_queue({"SLURM_JOB_ID": "4711"})
+    assert not Requeue(None, {"SLURM_JOB_ID": "4711"}).starts_here(told=False)
     assert "scontrol requeue 4711 failed" in capsys.readouterr().err
-    back_into_the_queue({})
-    assert capsys.readouterr().err == ""

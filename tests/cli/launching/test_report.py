@@ -63,6 +63,15 @@ def test_the_rank_that_holds_up_the_others_is_named(ranks: list[RankFacts], culp
     assert Incident("stalled", ranks).culprit.rank == culprit
 
 
+def test_one_that_left_is_no_cause_where_another_failed() -> None:
+    left = failed(0, code=75, time=0.0)
+    incident = Incident("failed", [left, failed(1, "KeyError: 'x'", time=5.0)])
+    assert incident.culprit.rank == 1
+    assert exit_code(incident) == 1
+    assert "rank 0 (machine 0): had left, as it was asked to" in describe(incident, 2, "logs")
+    assert exit_code(Incident("failed", [left, failed(1, code=-9, time=5.0)])) == 137
+
+
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (-9, 137), (-15, 143)])
 def test_the_exit_code_is_the_culprits(code: int, expected: int) -> None:
     assert exit_code(Incident("failed", [failed(0, PEER), failed(1, code=code)])) == expected

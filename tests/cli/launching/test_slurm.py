@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
         "--time=90", "--job-name=train",
     ):  # fmt: skip
         assert f"#SBATCH {line}\n" in text
+
+
+def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -> None:
+    given = {"setup": ["module load cuda"], "additional_parameters": {"qos": "low"}}
+    text = print_slurm(replace(PLAN, requeue=True, grace=90, engine_options=given))
+    for line in ("#SBATCH --signal=USR1@90", "#SBATCH --requeue", "#SBATCH --qos=low", "module load cuda",
+                 "export SUBMITIT_PREEMPT_SIGNAL=USR1"):  # fmt: skip
+        assert f"\n{line}\n" in text
+    assert "USR1" not in print_slurm(PLAN)
+    there = plan_of_node(replace(PLAN, requeue=True, max_requeues=3), 0, ["n17"], job=1)
+    assert (there.requeue, there.max_requeues) == (True, 3)
 
 
 def test_options_that_slurm_does_not_have_are_refused_together() -> None:

@@ -92,6 +92,7 @@ class WatchingAgent(LocalElasticAgent):
             self._wait_for_the_rest(watch)
         if self.has_left:
             self._remaining_restarts = 0
+            self._wait_for_other_machines()
             return RunResult(state=WorkerState.FAILED)
         if watch is not None:
             kind = self._trouble(watch, worker_group)
@@ -111,6 +112,11 @@ class WatchingAgent(LocalElasticAgent):
         """Every process has ended, asked by a scheduler to leave."""
         return self._watch is not None and self._watch.leaving() and None not in self._watch.codes()
 
+    @property
+    def left_at(self) -> int | None:
+        """The step at which they left; None where it is not known."""
+        return None if self._watch is None else self._watch.left_at()
+
     def _wait_for_the_rest(self, watch: Watch) -> None:
         """Ranks that leave agree on an update and save: they need not end in one moment."""
         end = time.monotonic() + self._patience.grace
@@ -119,6 +125,13 @@ class WatchingAgent(LocalElasticAgent):
         if watch.leaving() and not self.has_left:
             self._stop_the_rest()
 
+    def _wait_for_other_machines(self) -> None:
+        """The one that the others meet at would take the store along, which they still look into."""
+        if _machines(self._worker_group) > 1:
+            self._exit_barrier_timeout = self._patience.grace
+            meet: Any = self._exit_barrier
+            meet()
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.told = self.told or sys.exc_info()[0] is SignalException
         if self.told:
@@ -126,6 +139,8 @@ class WatchingAgent(LocalElasticAgent):
             for number in _REPEATED:
                 signal.signal(number, signal.SIG_IGN)
         super()._shutdown(death_sig, timeout)
+        if self.told and self.has_left:
+            self._wait_for_other_machines()
 
     def _trouble(self, watch: Watch, group: WorkerGroup) -> Kind | None:
         if watch.failed():

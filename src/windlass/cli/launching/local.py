@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from windlass.cli.launching.agent import Patience, WatchingAgent
 from windlass.cli.launching.environment import can_listen, worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
-from windlass.cli.launching.requeue import back_into_the_queue, starts_again_here
+from windlass.cli.launching.requeue import Requeue
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.dist.elastic import quiet_elastic
 
@@ -42,15 +43,14 @@ def run_local(plan: LaunchPlan) -> int:
         the machines did not meet.
     """
     quiet_elastic()
-    while True:
-        code, told = _run_once(plan)
-        if code != EXIT_PREEMPTED or not plan.requeue:
-            return code
-        if not starts_again_here(told):
-            if plan.machine_rank == 0:
-                back_into_the_queue()
-            return code
-        print("windlass launch: starting the job again", file=sys.stderr)
+    requeue = Requeue(plan.max_requeues) if plan.requeue else None
+    try:
+        while True:
+            code, told = _run_once(plan)
+            if code != EXIT_PREEMPTED or requeue is None or not requeue.starts_here(told, plan.machine_rank):
+                return code
+    except SignalException as stop:  # between two runs: nobody is there to be told
+        return _stopped(stop)
 
 
 def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
@@ -58,7 +58,8 @@ def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
     folder = _folder(plan)
     os.environ.update(worker_environment(plan))
     # Torch's launcher hands on what it knows; this one is for the schedulers that send it instead of SIGTERM.
-    os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    if hasattr(signal, "SIGUSR1"):
+        os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     meeting = _meeting(plan)
     try:
         agent = _agent(plan, meet(meeting), folder)
@@ -68,17 +69,25 @@ def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
         result = agent.run()
     except SignalException as stop:
         if not agent.has_left:
-            print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
-            return 128 + stop.sigval, True
+            return _stopped(stop), True
         result = None
     except (UnreachableError, RendezvousError) as error:
         return _unreachable(error, meeting), False
     finally:
         _close(agent)
     if agent.has_left:
-        print("windlass launch: told to leave; the job has saved and can be started again", file=sys.stderr)
+        where = "" if agent.left_at is None else f" at step {agent.left_at}"
+        print(
+            f"windlass launch: the job left{where}, as it was told to, and can be started again",
+            file=sys.stderr,
+        )
         return EXIT_PREEMPTED, agent.told
     return _code(agent, result), False
+
+
+def _stopped(stop: SignalException) -> int:
+    print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
+    return 128 + int(stop.sigval)
 
 
 def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> WatchingAgent:

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from windlass.core.errors import EXIT_PREEMPTED
 from windlass.dist.beacon import AFTER
 
 # What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
@@ -62,6 +63,11 @@ class RankFacts:
         return bool(self.message) and _LOST_PEERS.search(self.message) is not None
 
     @property
+    def left(self) -> bool:
+        """Whether it ended because a scheduler asked the job to leave."""
+        return self.exit_code == EXIT_PREEMPTED and not self.message
+
+    @property
     def waits(self) -> bool:
         """Whether it was in an exchange, where a rank stands still because another one does not come."""
         return self.call is not None and self.call.startswith(_EXCHANGES)
@@ -94,7 +100,7 @@ class Incident:
         Of ranks that failed, the first that did not merely lose its peers; a process that was killed said nothing and
         comes before those that did. Where all lost their peers it is one that had ended early. Of ranks that stand
         still, the one with the oldest step that is not waiting in an exchange with the others; where all of them wait,
-        again one that had ended.
+        again one that had ended. One that left because it was asked to is a cause for nobody.
         """
         gone = [rank for rank in self.ranks if rank.ending == "done"]
         if self.kind == "stalled":
@@ -102,7 +108,7 @@ class Incident:
             waiting = bool(gone) and all(rank.waits for rank in alive)
             return min(gone if waiting else alive, key=_lag, default=None)
         failed = [rank for rank in self.ranks if rank.ending == "failed"]
-        causes = [rank for rank in failed if not rank.lost_its_peers]
+        causes = [rank for rank in failed if not rank.lost_its_peers and not rank.left]
         if causes:
             return min(causes, key=lambda rank: (rank.time, rank.rank))
         return min(gone or failed, key=lambda rank: (rank.time, rank.rank), default=None)
@@ -194,6 +200,8 @@ def _state(rank: RankFacts) -> str:
         return "was running, and was stopped"
     if rank.ending == "done":
         return "had ended well"
+    if rank.left:
+        return "had left, as it was asked to"
     said = f"lost its peers: {rank.message.strip()}" if rank.lost_its_peers else _cause(rank)
     return textwrap.shorten(said.splitlines()[0], _LINE, placeholder=" ...")
 

@@ -7,34 +7,57 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-_JOB_VARIABLE = "SLURM_JOB_ID"
+from windlass.config.launch_checks import SLURM_JOB_VARIABLE
+
+# How often Slurm has started this job again; absent at first.
+_COUNT_VARIABLE = "SLURM_RESTART_COUNT"
 _PATIENCE_SECONDS = 60
 
 
-def starts_again_here(told: bool, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the launcher is to start the job anew itself.
+class Requeue:
+    """Starts a job again: through Slurm's queue where the job came from one, else in place.
 
-    Under Slurm it is not: the job goes back into the queue. Nor where the launcher was told to stop: whoever did that
-    wants it gone, and finds the exit code.
+    Args:
+        limit: how often; None without a limit.
+        environ: of this process.
     """
-    return not told and _JOB_VARIABLE not in (os.environ if environ is None else environ)
+
+    def __init__(self, limit: int | None, environ: Mapping[str, str] | None = None) -> None:
+        self._limit = limit
+        environ = os.environ if environ is None else environ
+        self._job = environ.get(SLURM_JOB_VARIABLE)
+        said = environ.get(_COUNT_VARIABLE, "")
+        self._done = int(said) if self._job is not None and said.isdecimal() else 0
+
+    def starts_here(self, told: bool, machine_rank: int = 0) -> bool:
+        """Whether the launcher is to start the job anew itself, now; a line says what happens.
+
+        Under Slurm it is not: machine 0 puts the job back into the queue. Nor where the launcher was told to stop:
+        whoever did that wants it gone, and finds the exit code.
+        """
+        if machine_rank != 0 or (self._job is None and told):
+            return False
+        if self._limit is not None and self._done >= self._limit:
+            _say(f"the job has been started again {self._done} time(s), as often as --max_requeues allows")
+            return False
+        if self._job is not None:
+            _put_back(self._job)
+            return False
+        self._done += 1
+        _say(f"starting the job again ({self._done}{'' if self._limit is None else f' of {self._limit}'})")
+        return True
 
 
-def back_into_the_queue(environ: Mapping[str, str] | None = None) -> None:
-    """Under Slurm, ask for the job to be queued again; a refusal is said, and changes nothing else."""
-    job = (os.environ if environ is None else environ).get(_JOB_VARIABLE)
-    if job is None:
-        return
+def _put_back(job: str) -> None:
+    """Ask for the job to be queued again; a refusal is said, and changes nothing else."""
+    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(
-            ["scontrol", "requeue", job],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
-        problem = done.stderr.strip() if done.returncode else None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False)
+        problem = done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
-    said = f"job {job} is queued again" if problem is None else f"scontrol requeue {job} failed: {problem}"
-    print(f"windlass launch: {said}", file=sys.stderr)
+    _say(f"job {job} is queued again" if problem is None else f"{' '.join(command)} failed: {problem}")
+
+
+def _say(text: str) -> None:
+    print(f"windlass launch: {text}", file=sys.stderr)

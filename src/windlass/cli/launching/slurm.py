@@ -105,9 +105,21 @@ def _options(plan: LaunchPlan) -> _Options:
         "tasks_per_node": 1,
         **({} if plan.cpu else {"gpus_per_node": each}),
         **{key: value for key, value in given.items() if key not in _OWN},
+        **(_notice(plan, given) if plan.requeue else {}),
     }
     wait = bool(given["wait"]) or given["cluster"] != "slurm"
     return _Options(str(Path(given["folder"]).resolve()), str(given["cluster"]), wait, parameters)
+
+
+def _notice(plan: LaunchPlan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Slurm says that it takes the machines back while there is time to save, and may queue the job again."""
+    signal = {"signal": f"USR1@{plan.grace}", "requeue": True}
+    # Submitit listens for a signal of its own until the launcher takes it.
+    listen = "export SUBMITIT_PREEMPT_SIGNAL=USR1"
+    return {
+        "additional_parameters": {**signal, **(given.get("additional_parameters") or {})},
+        "setup": [listen, *(given.get("setup") or [])],
+    }
 
 
 def _problems(options: Mapping[str, Any]) -> list[Problem]:

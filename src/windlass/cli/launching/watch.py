@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass.cli.launching.report import Incident, Kind, RankFacts
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.dist.beacon import STACKS_SIGNAL, Mark, read_mark, stacks_path
+from windlass.dist.beacon import LEFT, STACKS_SIGNAL, Mark, read_mark, stacks_path
 
 # How long the stacks of all ranks may take to arrive: a share of the ten seconds in which a job is stopped.
 _STACKS_SECONDS = 2.0
@@ -46,6 +46,11 @@ class Watch:
         """Whether processes end because a scheduler asked the job to leave, and none for another reason."""
         codes = self.codes()
         return EXIT_PREEMPTED in codes and all(code in (None, 0, EXIT_PREEMPTED) for code in codes)
+
+    def left_at(self) -> int | None:
+        """The step at which processes left in an orderly way; None where none of them said so."""
+        marks = [read_mark(self._folder, process.rank) for process in self._processes]
+        return next((mark.step for mark in marks if mark is not None and mark.call == LEFT), None)
 
     def failed(self) -> bool:
         """Whether a process has ended badly."""

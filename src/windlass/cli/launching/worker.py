@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from windlass.dist.beacon import FOLDER_VARIABLE, beacon, read_mark
+from windlass.core.errors import Preempted
+from windlass.dist.beacon import FOLDER_VARIABLE, LEFT, beacon, read_mark
 
 # Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
@@ -45,6 +46,10 @@ def main(words: Sequence[str]) -> None:
             if not sys.flags.safe_path:
                 sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
+    except Preempted as leaving:
+        beacon().step(leaving.step)
+        beacon().call(LEFT)
+        raise
     except Exception as error:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)

@@ -78,6 +78,21 @@ STALL_TIMEOUT = _row(
     "stall_timeout", kinds.seconds, None, "Seconds without progress after which the job is ended and reported.",
     "stall_timeout",
 )  # fmt: skip
+PREEMPTION_GRACE = _row(
+    "preemption_grace", kinds.positive, 120, "Seconds that processes have to save when they are told to leave.",
+    "preemption_grace",
+)  # fmt: skip
+REQUEUE = _row(
+    "requeue", kinds.flag, False,
+    "After exit code 75 put the job back into Slurm's queue, or start it again where there is none.", "requeue",
+)  # fmt: skip
+MAX_REQUEUES = _row(
+    "max_requeues",
+    kinds.natural,
+    None,
+    "How often, at most; without a limit where nothing is said.",
+    "max_requeues",
+)
 ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", "role", written="default")
 ENVIRONMENT = _row(
     "environment",
@@ -137,8 +152,8 @@ _REFUSED_LAUNCH = (
 )  # fmt: skip
 LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, MAX_RESTARTS,
-    MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT, ROLE,
-    ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+    MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT, PREEMPTION_GRACE,
+    REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
 FP8 = _refused(
     "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",
