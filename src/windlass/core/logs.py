@@ -7,10 +7,19 @@ import logging
 import sys
 import threading
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
+from typing import TYPE_CHECKING
+
+from windlass.core.world import world_from_environment
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
 
 __all__ = [
     "CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING", "disable_default_handler",
-    "disable_propagation", "enable_default_handler", "enable_explicit_format", "enable_propagation", "get_logger",
+    "disable_propagation", "enable_default_handler", "enable_explicit_format", "enable_propagation",
+    "get_job_logger", "get_logger",
     "get_verbosity", "log_levels", "set_verbosity", "set_verbosity_debug", "set_verbosity_error",
     "set_verbosity_info", "set_verbosity_warning", "warn_once",
 ]  # fmt: skip
@@ -55,6 +64,18 @@ def get_logger(name: str | None = None) -> logging.Logger:
     """A logger of the `windlass` tree; its level is that of `set_verbosity`."""
     _root()
     return logging.getLogger(name or "windlass")
+
+
+class JobLogger(_Adapter):
+    """Speaks on the main process only."""
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 (the name is the standard library's)
+        return world_from_environment().is_main and super().isEnabledFor(level)
+
+
+def get_job_logger(name: str) -> JobLogger:
+    """A logger for what all processes of a job find out alike, and one says for all."""
+    return JobLogger(get_logger(name), {})
 
 
 def get_verbosity() -> int:

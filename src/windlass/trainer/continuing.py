@@ -21,14 +21,14 @@ from windlass.checkpoint.foreign import (
 from windlass.checkpoint.foreign_optimizer import Division
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.optim.groups import decay_parameter_names
 from windlass.optim.schedule import FactorSchedule
 from windlass.trainer.saving import SavingMixin
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

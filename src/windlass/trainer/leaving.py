@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from windlass.config.quantities import seconds
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.trainer.interrupt import Deadline, say, told_by_signals
 from windlass.trainer.saving import SavingMixin
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 
 class WaitBrokenOff(BaseException):
@@ -30,7 +30,8 @@ class LeavingMixin(SavingMixin):
 
         def tell(name: str) -> None:
             self._told_to_leave = True
-            say(f"{name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}")
+            if self.is_world_process_zero():
+                say(f"{name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}")
             deadline.start()
             if self._gang.size == 1 and self._run is not None and self._run.loop.waits_for_data:
                 raise WaitBrokenOff

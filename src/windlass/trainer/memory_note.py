@@ -10,9 +10,9 @@ from typing import Any
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.strict_json import dump, parse
 from windlass.core.errors import CheckpointError
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 FILE_NAME = "batch_sizes.json"
 _LIMIT = 1 << 12  # bytes; a note has about two hundred
 

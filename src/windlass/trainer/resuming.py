@@ -20,13 +20,13 @@ from windlass.checkpoint.opening import store_of_checkpoint
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.rng import load_rng_state
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.continuing import ContinuingMixin
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 
 # Arguments in which a resumed run may differ from the checkpoint's without a word.
 _FREE_TO_DIFFER = frozenset(

@@ -9,11 +9,11 @@ from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.store import is_checkpoint
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerState
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.trainer.parts import TrainerParts
 
-logger = get_logger(__name__)
+logger = get_job_logger(__name__)
 _PATIENCE = 3
 
 

@@ -15,7 +15,7 @@ from windlass.checkpoint.background import Counters
 from windlass.config.plan import RunPlan
 from windlass.core.device import visible_devices
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
 from windlass.data.group import Group
@@ -279,7 +279,7 @@ class TrainingRun:
         if self._plan.stability.nonfinite == "rollback":
             roll_back(self._trainer, what)
             return True
-        logger.warning("%s; this update is skipped", what)
+        get_job_logger(__name__).warning("%s; this update is skipped", what)
         self._trainer.log({"skipped_update": self._trainer.state.global_step, "reason": what})
         return False
 

@@ -26,7 +26,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
-from windlass.core.logs import get_logger, set_verbosity
+from windlass.core.logs import get_job_logger, get_logger, set_verbosity
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.types import TrainOutput
 from windlass.core.world import world_from_environment
@@ -326,7 +326,7 @@ class Trainer(TrainerParts):
         resumed = self._resumed_progress(checkpoint, source)
         plan = resolve(self.args, self._facts(per_epoch, resumed, saved_size))
         if note is not None:
-            logger.warning(note)
+            get_job_logger(__name__).warning(note)
         self.accelerator.gradient_accumulation_steps = plan.batch.accumulation
         self._fill_state(plan)
         self._build(plan, source)
