@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
-from windlass import Trainer
+from windlass import Trainer, TrainerCallback
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.store import Store
 from windlass.core.errors import ConfigError
 
 
@@ -207,6 +212,53 @@ def test_the_best_evaluations_survive_a_resume(tmp_path: Path) -> None:
     assert again._best_evaluations == [[0.9, 1]]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
     assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+
+def metrics_of(folder: Path) -> dict[int, float | None]:
+    return {info.step: info.meta["metric"] for info in Store(folder).list()}
+
+
+def test_a_checkpoint_says_the_metric_of_its_own_run_and_step(tmp_path: Path) -> None:
+    """A run that is stopped as soon as it was resumed saves its step again; a new run knows nothing of an earlier."""
+
+    class Stopping(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step:
+                again._stop_here()
+
+    scripted(tmp_path, [0.5, 0.6], max_steps=2).train()
+    again = scripted(tmp_path, [])
+    again.add_callback(Stopping())
+    again.train(resume_from_checkpoint=True)
+    assert metrics_of(tmp_path) == {1: 0.5, 2: 0.6}
+
+    twice = scripted(tmp_path / "twice", [0.5, 0.6], max_steps=2)
+    twice.train()
+    twice.args.eval_strategy, twice.args.load_best_model_at_end = "no", False
+    twice.args.metric_for_best_model = None
+    twice._saves_ephemeral = True  # as the last save of a run may have been
+    twice.train()
+    assert metrics_of(tmp_path / "twice") == {1: None, 2: None}
+    assert twice._saves_ephemeral is False
+
+
+def test_the_best_evaluation_is_one_whose_checkpoint_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails when the best of all is saved: the best of the others comes back, not the first of them."""
+    write = Files.write_some
+
+    def fail(files: Files, descriptor: int, piece: memoryview) -> int:
+        if threading.current_thread().name == "windlass-save-2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(files, descriptor, piece)
+
+    monkeypatch.setattr(Files, "write_some", fail)
+    trainer = scripted(tmp_path, [0.1, 0.9, 0.3, 0.5, 0.2, 0.4], greater_is_better=True)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 4)
+    assert weights_hash(trainer.model) == trainer.hashes[3]
 
 
 @pytest.mark.parametrize(

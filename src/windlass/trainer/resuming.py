@@ -208,9 +208,11 @@ class ResumingMixin(ContinuingMixin):
             CheckpointError: it is gone, and the run needs it at its end.
         """
         self._best_evaluations = checkpoint.shared("best")["evaluations"] if checkpoint.has("best") else []
-        noted = self.state.best_model_checkpoint
+        self._last_metric = checkpoint.step, checkpoint.meta.get("metric")
+        noted, self._best_saved = self.state.best_model_checkpoint, (None, None)
         if noted is None:
             return
+        self._best_saved = self.state.best_metric, self.state.best_global_step
         name = Path(noted).name
         places = [Path(noted), self.output_folder / name, checkpoint.folder.parent / name]
         store = self._checkpoint_manager().store

@@ -45,6 +45,8 @@ class SavingMixin(TrainerBase):
     _best_evaluations: list[list[float]]
     # The last evaluation's step, and what it gave for the metric that the run goes by.
     _last_metric: tuple[int, float | None] = (-1, None)
+    # Metric and step of the evaluation that `best_model_checkpoint` was saved at.
+    _best_saved: tuple[float | None, int | None] = (None, None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
@@ -221,15 +223,24 @@ class SavingMixin(TrainerBase):
     def _save_ended(self, folder: Path | None, as_saved: TrainerState, previous_best: str | None) -> None:
         """A save that this run began stands now, or was given up."""
         if folder is None:
-            if self.state.best_model_checkpoint == as_saved.best_model_checkpoint:
-                self.state.best_model_checkpoint = previous_best  # the best of those that exist
+            self._forget_best(as_saved, previous_best)
             kept = [noted for noted in self._best_evaluations if noted[1] != as_saved.global_step]
             self._best_evaluations = kept
             return
         self._newest_checkpoint, self._rollbacks = folder, 0
+        if as_saved.best_global_step == as_saved.global_step:
+            self._best_saved = as_saved.best_metric, as_saved.best_global_step
         asked = self.control.should_save
         self.control = self.callback_handler.fire("on_save", self.args, as_saved, self.control)
         self.control.should_save |= asked  # what is asked for by now is another save
+
+    def _forget_best(self, as_saved: TrainerState, previous_best: str | None) -> None:
+        """The best is one of those that exist, where every new best is saved."""
+        state = self.state
+        if state.best_model_checkpoint == as_saved.best_model_checkpoint:
+            state.best_model_checkpoint = previous_best
+        if self.args.load_best_model_at_end and state.best_global_step == as_saved.global_step:
+            state.best_metric, state.best_global_step = self._best_saved
 
     def _finish_saving(self) -> None:
         """Wait until the save under way stands or is given up. Every rank calls it."""

@@ -314,6 +314,7 @@ class Trainer(TrainerParts):
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         self._newest_checkpoint, self._rollbacks, self._best_evaluations = None, 0, []
+        self._last_metric, self._best_saved, self._saves_ephemeral = (-1, None), (None, None), False
         self._read_memory_note()
         loader = self.get_train_dataloader()
         source = self._group_source(loader)
