@@ -113,7 +113,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         nargs="?",
         const=True,
         metavar="CHECKPOINT",
-        help="go on from the newest whole checkpoint of the output folder, or from the one named",
+        help="go on from the newest whole checkpoint of the output folder, or from the one named; "
+        "auto: from the newest, or afresh where there is none",
     )
     train.add_argument(
         "--print-config", action="store_true", help="print the whole recipe as it would run, and stop"
