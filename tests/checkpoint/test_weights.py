@@ -11,8 +11,10 @@ import torch
 from tests.checkpoint.faults import CountingFiles, failing
 from torch import Tensor, nn
 
+from windlass.checkpoint.sharded import load_parts, write_parts
 from windlass.checkpoint.weights import ALIASES_KEY, load_weights, save_weights, weights_bytes
 from windlass.core.errors import CheckpointError
+from windlass.core.world import World
 
 
 class Tied(nn.Module):
@@ -58,6 +60,34 @@ def test_round_trip(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     assert {name: value.data_ptr() for name, value in other.state_dict().items()} == pointers  # ties stand
     assert entry.size == (tmp_path / "model.safetensors").stat().st_size
     assert 0 <= entry.size - weights_bytes(model.state_dict()) < 4096
+
+
+def test_views_of_one_memory_are_given_one_value(tmp_path: Path) -> None:
+    model = Overlapping()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    save_weights(tmp_path, state)
+    load_weights(tmp_path, model)
+    model.whole.data[1, 0] = torch.nan
+    save_weights(tmp_path, model.state_dict())
+    load_weights(tmp_path, model)  # what is no number equals itself
+    before = model.whole.detach().clone()
+    for name in ("part", "turned"):
+        save_weights(tmp_path, {**state, name: state[name] + 1})
+        with pytest.raises(CheckpointError, match=r"different values for .*, which share memory"):
+            load_weights(tmp_path, model)
+        assert torch.equal(model.whole.nan_to_num(), before.nan_to_num()), "nothing was written"
+
+
+def test_parts_of_ranks_keep_ties_and_views(tmp_path: Path) -> None:
+    for build in (Tied, Overlapping):
+        folder = tmp_path / build.__name__
+        folder.mkdir()
+        model, other = build(), build()
+        pointers = {name: value.data_ptr() for name, value in other.state_dict().items()}
+        write_parts(folder, "model", model.state_dict(keep_vars=True), World())
+        load_parts(folder, other)
+        assert_equal(model, other)
+        assert {name: value.data_ptr() for name, value in other.state_dict().items()} == pointers
 
 
 def test_tied_weights_are_stored_once_and_the_map_says_so(tmp_path: Path) -> None:

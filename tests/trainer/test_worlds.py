@@ -14,6 +14,8 @@ import pytest
 from tests.dist.launch import run_to_its_end
 from tests.trainer.worlds_ranks import LAST, LAYOUTS, PAIRS, STOP
 
+from windlass.checkpoint.stored import open_folder, open_optimizer, open_weights
+
 SCRIPT = Path(__file__).parent / "worlds_ranks.py"
 TOLERANCE = 1e-12
 
@@ -43,6 +45,21 @@ def test_layouts_are_what_was_asked_for(folder: Path, name: str) -> None:
         assert len(of_ranks) == (holders if in_parts else 0)
         assert (f"{stem}.parts.json" in files) == in_parts
     assert ("model.safetensors" in files) == (not in_parts)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_tied_weights_are_saved_once_with_one_state(folder: Path, name: str) -> None:
+    with open_weights(open_folder(folder / name / f"checkpoint-{STOP}")) as tensors:
+        assert tensors.aliases == {
+            "again.weight": "out.weight",
+            "blocks.2.mix.weight": "blocks.0.mix.weight",
+        }
+        assert not tensors.aliases.keys() & set(tensors.names)
+        weights = set(tensors.names)
+    with open_optimizer(open_folder(folder / name / f"checkpoint-{STOP}")) as tensors:
+        assert set(tensors.names) == {
+            f"{n}/{key}" for n in weights for key in ("step", "exp_avg", "exp_avg_sq")
+        }
 
 
 def test_clipping_and_the_schedule_have_a_part_in_it(folder: Path) -> None:

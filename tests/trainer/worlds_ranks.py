@@ -21,7 +21,7 @@ from tests.trainer.small import arguments, rows
 from torch import Tensor, nn
 
 from windlass import Trainer, read_metrics
-from windlass.dist.sharded import is_sharded, whole
+from windlass.dist.sharded import is_sharded, local, whole
 
 SAMPLES, STOP, LAST = 44, 3, 6
 SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
@@ -50,13 +50,16 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Rows that four ranks cannot share alike: of five, the last rank has none. The head is tied over two units."""
+    """Rows that four ranks cannot share alike: of five, the last rank has none. Weights are tied in the root, and
+    between two of the blocks, which are units of their own where nothing ties them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.into = nn.Linear(4, 5)
-        self.blocks = nn.ModuleList([Block(5) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(5) for _ in range(3)])
+        self.blocks[2].mix.weight = self.blocks[0].mix.weight
         self.out, self.again = nn.Linear(5, 3), nn.Linear(5, 3)
         self.again.weight = self.out.weight
         self.scale = nn.Parameter(torch.tensor(0.7))
@@ -90,7 +93,15 @@ def train(folder: Path, how: dict[str, Any], *, stop: int = 0, resume: bool = Fa
     trainer = Trainer(Blocks(), args, train_dataset=data, callbacks=[StopAt(stop)] if stop else [])
     trainer.train(resume_from_checkpoint=resume or None)
     assert any(is_sharded(p) for p in trainer.model.parameters()) == bool(how)
+    check_ties(trainer.model)
     return trainer
+
+
+def check_ties(model: Any) -> None:
+    """Tied weights are the same parameter, and one memory on every rank."""
+    for one, other in ((model.out, model.again), (model.blocks[0].mix, model.blocks[2].mix)):
+        assert one.weight is other.weight
+        assert local(one.weight).data_ptr() == local(other.weight).data_ptr()
 
 
 def save_all(folder: Path, size: int) -> None:

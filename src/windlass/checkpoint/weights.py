@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.dist.sharded import Part, is_sharded, local, part
+from windlass.dist.views import end_of, overlapping
 
 WEIGHTS_NAME = "model.safetensors"
 ALIASES_KEY = "windlass.aliases"  # metadata: JSON map of tied name -> name it is stored under
@@ -244,10 +245,10 @@ def _check_overlaps(
     path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]
 ) -> None:
     """Views that share some of their memory must be given the same values there: tried in memory like theirs."""
-    for names in _overlapping(split_aliases(targets)[0]):
+    for names in overlapping(split_aliases(targets)[0]):
         views = {name: targets[name].detach() for name in names}
         begin = min(view.storage_offset() for view in views.values())
-        scratch = torch.empty(max(map(_end, views.values())) - begin, dtype=views[names[0]].dtype)
+        scratch = torch.empty(max(map(end_of, views.values())) - begin, dtype=views[names[0]].dtype)
         copies = {
             name: scratch.as_strided(view.shape, view.stride(), view.storage_offset() - begin)
             for name, view in views.items()
@@ -259,29 +260,3 @@ def _check_overlaps(
                 raise CheckpointError(
                     f"{path} has different values for {shorten(names)}, which share memory in this model"
                 )
-
-
-def _overlapping(stored: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of plain tensors whose memory overlaps, together; tensors of different dtypes are never."""
-    places = [
-        (str(t.device), t.untyped_storage().data_ptr(), str(t.dtype), t.storage_offset(), _end(t), name)
-        for name, t in stored.items()
-        if not is_sharded(t) and not t.is_meta and t.layout == torch.strided and t.numel()
-    ]
-    group, memory, until = list[str](), None, 0
-    for device, storage, dtype, begin, end, name in sorted(places):
-        if memory == (device, storage, dtype) and begin < until:
-            group.append(name)
-            until = max(until, end)
-            continue
-        if len(group) > 1:
-            yield group
-        group, memory, until = [name], (device, storage, dtype), end
-    if len(group) > 1:
-        yield group
-
-
-def _end(view: Tensor) -> int:
-    """Index behind the last element of `view` in its storage."""
-    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return int(view.storage_offset() + reach + 1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
+from windlass.dist.views import overlapping
 
 # A table of a module's parameters or buffers, and a name in it.
 _Slot = tuple[dict[str, Any], str]
@@ -33,7 +34,8 @@ def check_same_structure(module: nn.Module, gang: Gang) -> None:
     """Refuse modules that differ between ranks: sharding them together would wait for ever.
 
     Raises:
-        ModelError: names, shapes, types or ties of parameters or buffers differ.
+        ModelError: names, shapes, types or ties of parameters or buffers differ; or a trained parameter shares its
+            memory with another one or a buffer, other than by being the same.
     """
     seen: dict[int, int] = {}
     lines = [
@@ -42,8 +44,9 @@ def check_same_structure(module: nn.Module, gang: Gang) -> None:
         for name, tensor in named(remove_duplicate=False)
     ]
     on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    found = gang.gather_objects([hashlib.sha256("\n".join(lines).encode()).hexdigest(), on_meta])
-    other = [str(rank) for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    found = gang.gather_objects([digest, on_meta, _torn_apart(module)])
+    other = [str(rank) for rank, (digest, _, _) in enumerate(found) if digest != found[0][0]]
     if other:
         raise ModelError(
             f"the model of rank(s) {', '.join(other)} differs from rank 0's in the names, shapes, types or ties of its "
@@ -51,6 +54,23 @@ def check_same_structure(module: nn.Module, gang: Gang) -> None:
         )
     if found[0][1]:
         raise ModelError("rank 0's model is on the meta device: there are no weights for the ranks to take")
+    torn = next((names for _, _, names in found if names), None)
+    if torn:
+        raise ModelError(
+            f"{', '.join(torn)} are views of the same memory, and sharded each would have its own and be trained apart "
+            "from the others: tie weights by assigning the same Parameter (head.weight = embed.weight), and compute "
+            "other views of it in the forward"
+        )
+
+
+def _torn_apart(module: nn.Module) -> list[str]:
+    """Names of the first tensors that share memory now and would not when they are sharded: none where it never shows,
+    as nothing of them is trained.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return next(
+        (names for names in overlapping(tensors) if any(tensors[name].requires_grad for name in names)), []
+    )
 
 
 class FirstRank:

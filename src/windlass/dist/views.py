@@ -1,0 +1,36 @@
+"""Tensors that are views of the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from windlass.dist.sharded import is_sharded
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of plain tensors of one dtype that reach into each other's memory, together."""
+    places = [
+        (str(t.device), t.untyped_storage().data_ptr(), str(t.dtype), t.storage_offset(), end_of(t), name)
+        for name, t in tensors.items()
+        if not is_sharded(t) and not t.is_meta and t.layout == torch.strided and t.numel()
+    ]
+    group, memory, until = list[str](), None, 0
+    for device, storage, dtype, begin, end, name in sorted(places):
+        if memory == (device, storage, dtype) and begin < until:
+            group.append(name)
+            until = max(until, end)
+            continue
+        if len(group) > 1:
+            yield group
+        group, memory, until = [name], (device, storage, dtype), end
+    if len(group) > 1:
+        yield group
+
+
+def end_of(view: Tensor) -> int:
+    """Index behind the last element of `view` in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return int(view.storage_offset() + reach + 1)

@@ -1,0 +1,43 @@
+"""Models whose tensors share memory in ways that sharding would end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.core.errors import ModelError
+from windlass.dist.gang import Gang
+from windlass.transforms.first_rank import check_same_structure
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def test_a_transposed_view_of_a_trained_weight_is_refused_by_name() -> None:
+    model = layers()
+    model[1].weight = nn.Parameter(model[0].weight.detach().T)
+    with pytest.raises(ModelError, match=r"0\.weight, 1\.weight are views of the same memory"):
+        check_same_structure(model, Gang())
+
+
+def test_a_buffer_that_is_a_trained_weight_is_refused_by_name() -> None:
+    model = layers()
+    model.register_buffer("mirror", model[0].weight.detach())
+    with pytest.raises(ModelError, match=r"0\.weight, mirror are views"):
+        check_same_structure(model, Gang())
+
+
+def test_what_is_tied_frozen_or_only_side_by_side_is_not() -> None:
+    model = layers()
+    model[1].weight = model[0].weight
+    check_same_structure(model, Gang())
+    frozen = layers().requires_grad_(False)
+    frozen.register_buffer("mirror", frozen[0].weight.detach())
+    check_same_structure(frozen, Gang())
+    flat = torch.rand(18)
+    beside = layers()
+    for index, layer in enumerate(beside):
+        layer.weight = nn.Parameter(flat[9 * index : 9 * index + 9].view(3, 3))
+    check_same_structure(beside, Gang())
