@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from tests.trainer.background_cases import SlowDisk, Weights, trainer_of
 
-from windlass import TrainerCallback
+from windlass import Trainer, TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
+from windlass.metrics.gather import PeerError
 
 RANK = int(os.environ["RANK"])
 
@@ -73,6 +74,43 @@ def unsavable(folder: Path) -> str:
     return "saved"
 
 
+class FailsInEvaluation(Trainer):
+    """Rank 1 cannot make its second prediction."""
+
+    made = 0
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.made += 1
+        if RANK == 1 and self.made == 2:
+            raise ValueError("a prediction's own mistake")
+        return super().prediction_step(*args, **kwargs)
+
+
+class TornData(list[Any]):
+    """Rank 1 cannot read its second sample."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        if RANK == 1 and self.read == 2:
+            raise ValueError("a sample's own mistake")
+        return super().__getitem__(index)
+
+
+def failing_evaluation(folder: Path, kind: type[Trainer] = Trainer, torn: bool = False) -> str:
+    """The others are between batches, where ranks hear of each other: they learn of it all the same."""
+    often = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+    trainer = trainer_of(folder, kind=kind, **often)
+    if torn:
+        trainer.eval_dataset = TornData(trainer.eval_dataset)
+    try:
+        trainer.train()
+    except (PeerError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "evaluated"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     said = {
@@ -80,6 +118,8 @@ def main() -> None:
         "sharded": slow(folder / "sharded", fsdp="full_shard"),
         "failing": failing(folder / "failing"),
         "unsavable": unsavable(folder / "unsavable"),
+        "prediction": failing_evaluation(folder / "prediction", FailsInEvaluation),
+        "sample": failing_evaluation(folder / "sample", torn=True),
     }
     (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 

@@ -130,6 +130,8 @@ def test_ranks_agree_while_they_train(folder: Path) -> None:
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     for rank in (first, second):
         assert "object" in rank.pop("unsavable")
+        assert "a prediction's own mistake" in rank.pop("prediction")
+        assert "a sample's own mistake" in rank.pop("sample")
     assert first == second
     for kind in ("slow", "sharded"):
         assert first[kind]["same"] == [True] * 4

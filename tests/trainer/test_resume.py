@@ -208,7 +208,9 @@ def test_early_stopping_that_was_decided_stays_decided(folder: Path) -> None:
 
 @pytest.mark.parametrize(("micro", "accumulation"), [(8, 1), (2, 4)])
 def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, folder: Path) -> None:
-    case = Case({"save_in_background": False})  # so that checkpoint 3 stands when the run is killed in update 4
+    case = Case(
+        {"save_in_background": False}
+    )  # so that checkpoint 3 stands when the run is killed in update 4
     whole = run(folder / "whole", case)
     killed = folder / "killed"
     assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
@@ -283,7 +285,9 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(folder: Path, warned: list[str]) -> None:
-    case = Case({"save_in_background": False})  # so that checkpoint 3 stands when the run is killed in update 4
+    case = Case(
+        {"save_in_background": False}
+    )  # so that checkpoint 3 stands when the run is killed in update 4
     whole = run(folder / "whole", case)
     killed = folder / "killed"
     assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from windlass.dist.gang import Gang
@@ -19,18 +20,22 @@ def attentive(
     gang: Gang,
     signals: Callable[[], Sequence[float]],
     agreed: Callable[[Sequence[float]], None],
+    in_step: bool = False,
 ) -> Generator[T, None, None]:
     """The batches, of which ranks may have different numbers; before each the ranks exchange signals, one batch ahead.
 
-    A rank that has run out keeps answering until all have. One that leaves early, for an error of its own, must close
-    the iterator (`contextlib.closing`): it answers the others until they have run out, too.
+    A rank that has run out keeps answering until all have. One that leaves early, for an error of its own or of its
+    data, answers the others until they have run out, too; therefore who iterates must close the iterator.
 
     Args:
         signals: what this rank tells the others.
         agreed: called with the sums, at the same exchange on every rank; it may raise `EvaluationAbandoned`.
+        in_step: every forward needs all ranks. One that leaves early answers nobody then, for the others wait for it
+            in a forward, and are let go when its process ends.
     """
     remaining = iter(batches)
-    batch = next(remaining, None)
+    with _others_answered(gang, signals, in_step):
+        batch = next(remaining, None)
     while True:
         told = gang.start_sum([float(batch is not None), *signals()])
         going_on, *sums = told.wait()
@@ -38,12 +43,20 @@ def attentive(
         if not going_on:
             return
         if batch is not None:
-            try:
+            with _others_answered(gang, signals, in_step):
                 yield batch
-            except GeneratorExit:
-                _answer_until_all_are_done(gang, signals)
-                raise
-            batch = next(remaining, None)
+                batch = next(remaining, None)
+
+
+@contextmanager
+def _others_answered(gang: Gang, signals: Callable[[], Sequence[float]], in_step: bool) -> Iterator[None]:
+    """Keeps the exchanges going where this rank leaves: closed by who iterates, or failed in its own data."""
+    try:
+        yield
+    except (Exception, GeneratorExit):
+        if not in_step:
+            _answer_until_all_are_done(gang, signals)
+        raise
 
 
 def _answer_until_all_are_done(gang: Gang, signals: Callable[[], Sequence[float]]) -> None:

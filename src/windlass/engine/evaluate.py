@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,15 +129,22 @@ def evaluation_loop(
     ranks = SoloGroup() if group is None else group
     run = _Evaluation(request, weigh, ranks)
     with contextlib.nullcontext() if in_step else telling_others(ranks):
-        for ids, batch in batches:
-            if ids is None:
-                predict_step(batch)
-            else:
-                run.step(predict_step, ids, batch)
-                on_batch()
+        # Closed before anything is told: ranks may be answering each other between batches.
+        with closing_if_possible(batches):
+            for ids, batch in batches:
+                if ids is None:
+                    predict_step(batch)
+                else:
+                    run.step(predict_step, ids, batch)
+                    on_batch()
         batchwise = run.batch_metrics.finish()
         totals = run.totals()
     return run.conclude(totals, batchwise)
+
+
+def closing_if_possible(batches: Any) -> AbstractContextManager[Any]:
+    """Closes a generator at the end of the body, however it ends; other iterables have nothing to close."""
+    return contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext()
 
 
 class _Evaluation:

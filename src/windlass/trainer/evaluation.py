@@ -19,7 +19,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
-from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
@@ -253,12 +253,13 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
     def _probed(self, batches: Iterable[Placed]) -> Iterator[Placed]:
         """The batches; the first shows which labels are targets, where training has not done so. Collective."""
         remaining = iter(batches)
-        first = next(remaining, None)
-        if not self._loss_probed:
-            self._probe_shift(first[1] if first is not None and self._has_loss(first[1]) else None)
-        if first is not None:
-            yield first
-            yield from remaining
+        with closing_if_possible(remaining):
+            first = next(remaining, None)
+            if not self._loss_probed:
+                self._probe_shift(first[1] if first is not None and self._has_loss(first[1]) else None)
+            if first is not None:
+                yield first
+                yield from remaining
 
     def _has_loss(self, batch: Any) -> bool:
         if not isinstance(batch, Mapping):

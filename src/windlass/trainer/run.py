@@ -388,7 +388,8 @@ class TrainingRun:
             if self._trainer._leaving:
                 raise EvaluationAbandoned
 
-        return attentive(batches, self._trainer._gang, self._signals, heard)
+        sharded = self.executor.strategy.sharded
+        return attentive(batches, self._trainer._gang, self._signals, heard, in_step=sharded)
 
     def _evaluate(self) -> None:
         trainer = self._trainer

@@ -56,5 +56,6 @@ class ResumeSection:
 @dataclass(repr=False, eq=False)
 class ResumeFromSection:
     resume_from_checkpoint: str | bool | None = setting(
-        None, "Checkpoint to resume from; True: the newest; 'auto': that, or a fresh start where there is none."
+        None,
+        "Checkpoint to resume from; True: the newest; 'auto': that, or a fresh start where there is none.",
     )
