@@ -3,7 +3,8 @@
 A model of 100 M parameters with AdamW is trained and saved by each library, one after the other in turns, each in a
 process of its own. The first save of a process is left out: host memory is new to it. "Stands still" is the time
 between the end of a step and the beginning of the next, where a save lies; "stands" is counted from the end of that
-step. On a slow disk (`--disk` MB/s, by waiting in each write) the processors are left to training, as on a machine that
+step; "steps meanwhile" is how much longer steps take on average while a checkpoint is being written. On a slow disk
+(`--disk` MB/s, by waiting in each write) the processors are left to training, as on a machine that
 trains on an accelerator; there only Windlass is measured, for the others stand still that long.
 """
 
@@ -46,24 +47,27 @@ def contend(name: str, options: argparse.Namespace, place: Path) -> dict[str, An
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians over all saves but the first of each process, in seconds; steps as ratio of those during a save to the
-    others."""
-    times = [{int(step): value for step, value in run["steps"].items()} for run in runs]
-    during = [found[step] for run, found in zip(runs, times, strict=True) for step in run["during"]]
-    idle = [
-        value
-        for run, found in zip(runs, times, strict=True)
-        for step, value in found.items()
-        if step not in run["during"]
-    ]
+    """Medians over all saves but the first of each process, in seconds; the mean step during a save as ratio to the
+    mean of the others. Steps before the first save are left out, in which a process warms up.
+    """
     middle = statistics.median
+    during, idle = _steps(runs, meanwhile=True), _steps(runs, meanwhile=False)
     return {
         "blocked": middle(value for run in runs for value in run["blocked"][1:]),
         "committed": middle(value for run in runs for value in run["committed"][1:]),
         "step": middle(idle),
-        "during": statistics.mean(during) / middle(idle) if during else float("nan"),
+        "during": statistics.mean(during) / statistics.mean(idle) if during else float("nan"),
         "steps_during": len(during),
     }
+
+
+def _steps(runs: list[dict[str, Any]], meanwhile: bool) -> list[float]:
+    return [
+        seconds
+        for run in runs
+        for step, seconds in run["steps"].items()
+        if int(step) > run["first_save"] and (int(step) in run["during"]) is meanwhile
+    ]
 
 
 def hashing(place: Path, size: int = 1 << 30) -> float:

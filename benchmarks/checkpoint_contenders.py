@@ -137,6 +137,7 @@ def measure(
     stands = durable or seen.seen
     saved = [every * number for number in range(1, saves + 1)]
     return {
+        "first_save": every,
         "blocked": [timer.begun[step] - timer.ended[step] for step in saved],
         "committed": [stands[step] - timer.ended[step] for step in saved],
         "steps": {step: timer.ended[step] - timer.begun[step - 1] for step in range(1, steps + 1)},

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoint.faults import ShortFiles
 
-from windlass.checkpoint.files import FileEntry, Files, is_disk_failure
+from windlass.checkpoint.files import PIECE, FileEntry, Files, is_disk_failure
 from windlass.core.errors import CheckpointError
 
 
@@ -40,7 +43,78 @@ class Chatter(Files):
 def test_a_file_is_flushed_after_its_last_byte(tmp_path: Path) -> None:
     files = Chatter()
     files.write(tmp_path / "a", [b"x", b"y"])
-    assert files.said == ["create", "write", "write", "fsync"]
+    assert files.said == ["create", "write", "fsync"]
+
+
+class Noting(Files):
+    """How long each piece is that the disk is offered, and whether it goes past the page cache; of a long one it takes
+    at most `at_most` bytes.
+    """
+
+    def __init__(self, at_most: int = 1 << 30) -> None:
+        self.pieces: list[tuple[int, bool]] = []
+        self._at_most = at_most
+
+    def write_some(self, descriptor: int, piece: memoryview) -> int:
+        past = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        self.pieces.append((len(piece), past))
+        return super().write_some(descriptor, piece[: self._at_most])
+
+
+LARGE = [os.urandom(3), os.urandom(PIECE), os.urandom(PIECE + 5), b"", os.urandom(9)]
+ALL = b"".join(LARGE)
+
+
+def goes_past_the_page_cache(folder: Path) -> bool:
+    path = folder / "probe"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    path.unlink()
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no O_DIRECT")
+def test_full_pieces_go_past_the_page_cache(tmp_path: Path) -> None:
+    if not goes_past_the_page_cache(tmp_path):
+        pytest.skip("the file system of the temporary folder has no O_DIRECT")
+    files = Noting()
+    entry = files.write(tmp_path / "large", LARGE)
+    assert files.pieces == [(PIECE, True), (PIECE, True), (17, True), (17, False)]
+    assert (tmp_path / "large").read_bytes() == ALL
+    assert entry == FileEntry(len(ALL), hashlib.sha256(ALL).hexdigest())
+    small = Noting()
+    small.write(tmp_path / "small", [ALL[: PIECE - 1]])
+    assert small.pieces == [(PIECE - 1, False)]
+
+
+@pytest.mark.parametrize("at_most", [PIECE - 1, PIECE // 2, 4096 * 3 + 1])
+def test_a_large_file_survives_short_writes(at_most: int, tmp_path: Path) -> None:
+    """What follows a short write may lie on no block of the disk."""
+    Noting(at_most).write(tmp_path / "large", LARGE)
+    assert (tmp_path / "large").read_bytes() == ALL
+
+
+def test_a_disk_that_refuses_pieces_after_all_gets_them_through_the_page_cache(tmp_path: Path) -> None:
+    class Refusing(Noting):
+        def write_some(self, descriptor: int, piece: memoryview) -> int:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().write_some(descriptor, piece)
+
+    Refusing().write(tmp_path / "large", LARGE)
+    assert (tmp_path / "large").read_bytes() == ALL
+
+
+def test_another_refusal_of_the_disk_is_an_error(tmp_path: Path) -> None:
+    class Refusing(Files):
+        def write_some(self, descriptor: int, piece: memoryview) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    for name, chunks in (("small", [b"x"]), ("large", LARGE)):
+        with pytest.raises(OSError, match="Invalid argument"):
+            Refusing().write(tmp_path / name, chunks)
 
 
 def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -19,7 +21,11 @@ from pathlib import Path
 
 from windlass.core.errors import CheckpointError
 
-CHUNK = 1 << 24  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
+if sys.platform == "linux":
+    import fcntl
+
+CHUNK = 1 << 24  # bytes that are read at a time
+PIECE = 1 << 22  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
 # A disk (or a share) that is full or failing: it costs one checkpoint, not the run.
@@ -28,6 +34,7 @@ DISK_ERRNOS = frozenset(
     for name in ("ENOSPC", "EDQUOT", "EIO", "EFBIG", "EROFS", "ESTALE", "EREMOTEIO")
     if hasattr(errno, name)
 )
+_FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
 
 
 # Of an open file: inode, size, time of the last change to its content and to itself (ns). Whoever changes a byte
@@ -44,14 +51,21 @@ class FileEntry:
 
 
 def is_disk_failure(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a full or failing disk.
+    """Whether `error`, or what caused it, is a full or failing disk."""
+    return _has_number(error, DISK_ERRNOS)
 
-    Libraries written in Rust (safetensors, tokenizers) turn the number into text: "... (os error 28)".
-    """
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is a disk without room."""
+    return _has_number(error, _FULL_ERRNOS)
+
+
+def _has_number(error: BaseException | None, numbers: frozenset[int]) -> bool:
+    """Libraries written in Rust (safetensors, tokenizers) turn the number into text: "... (os error 28)"."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        if isinstance(error, OSError) and error.errno in numbers:
             return True
-        if any(f"(os error {number})" in str(error) for number in DISK_ERRNOS):
+        if any(f"(os error {number})" in str(error) for number in numbers):
             return True
         error = error.__cause__
     return False
@@ -78,7 +92,11 @@ class Files:
         path.mkdir()
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-        """Write a new file and fsync it. The hash is taken from the bytes as they pass."""
+        """Write a new file and fsync it. The hash is taken from the bytes as they pass.
+
+        What fills whole pieces goes past the page cache where the file system can do that: a checkpoint is hardly
+        read again, and copying it there takes more of the processor than hashing it, and the place of data that is.
+        """
         self.before("create", path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY
         descriptor = os.open(path, flags, 0o666)
@@ -87,6 +105,8 @@ class Files:
             for piece in _pieces(chunks):
                 self.before("write", path)
                 digest.update(piece)
+                if size == 0 and len(piece) == PIECE:
+                    _use_page_cache(descriptor, False)
                 self._write_all(descriptor, piece)
                 size += len(piece)
             self.before("fsync", path)
@@ -97,7 +117,14 @@ class Files:
 
     def _write_all(self, descriptor: int, piece: memoryview) -> None:
         while len(piece):
-            written = self.write_some(descriptor, piece)
+            try:
+                written = self.write_some(descriptor, piece)
+            except OSError as error:
+                # Only whole blocks of the disk go past the page cache: neither a file's end nor what follows a short
+                # write does.
+                if error.errno != errno.EINVAL or not _use_page_cache(descriptor, True):
+                    raise
+                continue
             if written <= 0:
                 raise OSError(errno.EIO, "the disk took no bytes and gave no reason")
             piece = piece[written:]
@@ -235,7 +262,33 @@ def _digest(file: FileIO) -> FileEntry:
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces that are full but for the last, each to be used before the next is asked for."""
+    # Memory of the system begins at the edge of a page, as a disk wants it that reads it by itself.
+    buffer, filled = memoryview(mmap.mmap(-1, PIECE)), 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
-        for start in range(0, len(view), CHUNK):
-            yield view[start : start + CHUNK]
+        while len(view):
+            fits = view[: PIECE - filled]
+            buffer[filled : filled + len(fits)] = fits
+            view, filled = view[len(fits) :], filled + len(fits)
+            if filled == PIECE:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _use_page_cache(descriptor: int, wanted: bool) -> bool:
+    """Whether writes go through the page cache from now on as is wanted and did not before; only Linux has the choice,
+    and not for every file system.
+    """
+    if sys.platform != "linux":
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if wanted != bool(flags & os.O_DIRECT):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+    except OSError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from windlass.checkpoint import codec
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import rank_stem
-from windlass.checkpoint.files import Files, is_disk_failure
+from windlass.checkpoint.files import Files, is_disk_failure, is_full_disk
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import Retention, prune
@@ -206,9 +206,10 @@ class CheckpointManager:
             return  # the rank that failed and rank 0 say it; a thousand others need not
         last = self.store.list()
         standing = f"{last[-1].path} is still whole" if last else "there is no earlier one"
+        advice = f". Make room in {self.store.root} before the next save" if is_full_disk(error) else ""
         _logger.error(
-            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s. Training goes on; %s. Make room in %s before the next save.",
-            step, self.store.rank, error, standing, self.store.root,
+            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s. Training goes on; %s%s",
+            step, self.store.rank, error, standing, advice,
         )  # fmt: skip
 
     def prune(self, protected: list[Path]) -> None:

@@ -194,7 +194,7 @@ def prepare_output(output_dir: str, resuming: bool) -> None:
         newest, others = earlier[-1].path.name, len(earlier) - 1
         logger.warning(
             "%s holds another run (%s%s), and this is a fresh one. Its checkpoints count as older than this run's: "
-            "save_total_limit removes them first, one of the same step is replaced, and from this run's first save on "
-            "resume_from_checkpoint=True continues this run. To keep both, choose another output_dir",
+            "save_total_limit and keep_last remove them first, one of the same step is replaced, and from this run's "
+            "first save on resume_from_checkpoint=True continues this run. To keep both, choose another output_dir",
             output_dir, newest, f" and {others} more" if others else ""
         )  # fmt: skip
