@@ -25,6 +25,7 @@ from tests.trainer.resume_cases import bits, in_a_child, run
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.store import Store
+from windlass.core.errors import EXIT_PREEMPTED
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
@@ -69,6 +70,11 @@ class Ended:
     @property
     def killed(self) -> bool:
         return KILLED in self.codes and not self.hung
+
+    @property
+    def left(self) -> bool:
+        """All did because they were told to."""
+        return set(self.codes) == {EXIT_PREEMPTED} and not self.hung
 
     @property
     def finished(self) -> bool:
@@ -141,7 +147,9 @@ def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         work()
         code = 0
-    except BaseException:
+    except BaseException as end:
+        if isinstance(end, SystemExit) and isinstance(end.code, int):
+            code = end.code
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -175,7 +183,7 @@ def _rank(
         counts = Counts()
         count_operations(counts)
         callbacks.append(counts)
-    elif strike is not None and rank == strike.doom.victim:
+    elif strike is not None and (rank == strike.doom.victim or (strike.doom.leaves and strike.doom.everyone)):
         arm(strike.doom, strike.doom.place(strike.counts, strike.left))
         callbacks += callbacks_of(strike.doom, strike.counts, strike.left)
     trainer = run(output_dir(folder, trial.remote), trial.case, *callbacks, resume=resume or None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.reliability.dooms import LEAVE
 from tests.trainer.resume_cases import SAMPLES, Case, Drawing, Net, Quiet, Samples, Stream, sample
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -155,6 +156,8 @@ _ELASTIC = {
 }
 # A disk that costs a run its best checkpoint costs it the best weights too, so that its end may differ.
 _NO_LOSS = frozenset({"full disk", "failing disk"})
+# What lets a run that goes back find another checkpoint than an undisturbed one.
+_OTHER_CHECKPOINTS = _NO_LOSS | {"damage", LEAVE}
 
 TRIALS = [
     Trial("one process", Case(BY_EPOCHS, callbacks=own_callbacks)),
@@ -180,7 +183,7 @@ TRIALS = [
     Trial(
         "rolled back",
         Case({"nonfinite_policy": "rollback", "save_steps": 2, "logging_steps": 1}, dataset=Poisoned),
-        unfit=frozenset({"full disk", "failing disk", "damage"}),  # another checkpoint to go back to
+        unfit=_OTHER_CHECKPOINTS,
     ),
     Trial(
         "rolled back in fp16",
@@ -189,7 +192,7 @@ TRIALS = [
             dataset=Poisoned,
             callbacks=own_callbacks,
         ),
-        unfit=_NO_LOSS | {"damage"},
+        unfit=_OTHER_CHECKPOINTS,
     ),
     Trial("saved by the clock", Case({"save_every": 0.02, "save_steps": 4, "num_train_epochs": 4, **BY_EPOCHS})),
     Trial("a step that draws", Case({**BY_EPOCHS, "save_steps": 2}, dataset=Quiet, trainer=Drawing)),

@@ -1,4 +1,4 @@
-"""What befalls an attempt: where it is killed, or how its disk behaves."""
+"""What befalls an attempt: where it is killed or told to leave, or how its disk behaves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ KILLS = {
     UPLOADING: "upload",
     "at a file operation": "any",
 }
+LEAVE, KILLED_LEAVING = LEAVES = ("told to leave", "told to leave, then killed")
+_EVERY_EVENT = tuple(name for names in EVENTS.values() for name in names)
+_LONGEST_NOTICE = 0.05  # seconds between being told to leave and being killed; a save takes about as long
 FAULTS = ("full disk", "failing disk", "short writes", "slow disk", "stale folders", "damage")
 _FULL_FOR = 100  # writing operations; a save makes about 65
 
@@ -47,11 +50,12 @@ class Doom:
     """One attempt's fate.
 
     Attributes:
-        kind: of KILLS or FAULTS.
+        kind: of KILLS or FAULTS, or LEAVE.
         share: how far into what is left of the run, in [0, 1).
         victim: the rank it befalls.
-        everyone: whether all ranks are killed with it, as when a machine loses its power.
-        then: of a fault: how far into the run it is killed as well; None where it is not.
+        everyone: whether all ranks are killed with it, as when a machine loses its power, or told to leave.
+        then: of a fault: how far into the run it is killed as well; None where it is not. Of what is told to leave: how
+            much of the longest notice it gets before it is killed.
         at: the place itself, from 1, instead of a share.
     """
 
@@ -64,11 +68,19 @@ class Doom:
 
     @property
     def kills(self) -> bool:
+        """Whether it may kill."""
         return self.kind in KILLS or self.then is not None
 
     @property
+    def leaves(self) -> bool:
+        """Whether it tells the run to leave."""
+        return self.kind == LEAVE
+
+    @property
     def killer(self) -> Doom | None:
-        """The kill in it."""
+        """The kill in it, where that has a place of its own."""
+        if self.leaves:
+            return None
         if self.then is None:
             return self if self.kills else None
         return Doom("between updates", self.then, self.victim, self.everyone)
@@ -77,9 +89,13 @@ class Doom:
         """Which occurrence of its kind it strikes at, from 1; `left` is the share of the run that is to be made."""
         if self.at is not None:
             return self.at
-        names = EVENTS.get(self.kind) or (KILLS.get(self.kind) or _COUNTED.get(self.kind, "any"),)
+        names = _events_of(self.kind) or (KILLS.get(self.kind) or _COUNTED.get(self.kind, "any"),)
         total = sum(counts.get(name, 0) for name in names)
         return 1 + int(self.share * max(1.0, total * left))
+
+
+def _events_of(kind: str) -> tuple[str, ...]:
+    return _EVERY_EVENT if kind == LEAVE else EVENTS.get(kind, ())
 
 
 def die() -> None:
@@ -132,16 +148,28 @@ class Countdown:
 
 
 def callbacks_of(doom: Doom, counts: Mapping[str, int], left: float) -> list[TrainerCallback]:
-    """The callback that kills at an event, for a doom that does; see `Doom.place`."""
-    if doom.killer is None:
+    """The callback that kills or tells to leave at an event, for a doom that does; see `Doom.place`."""
+    if doom.leaves:
+        return [_at_events(_EVERY_EVENT, Countdown(doom.place(counts, left), lambda: _tell(doom.then)))]
+    names = () if doom.killer is None else _events_of(doom.killer.kind)
+    if doom.killer is None or not names:
         return []
-    countdown = Countdown(doom.killer.place(counts, left), die)
+    return [_at_events(names, Countdown(doom.killer.place(counts, left), die))]
+
+
+def _tell(notice: float | None) -> None:
+    """As a scheduler that wants the machine back; some are less patient than others."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    if notice is not None:
+        threading.Timer(notice * _LONGEST_NOTICE, die).start()
+
+
+def _at_events(names: Iterable[str], countdown: Countdown) -> TrainerCallback:
 
     def event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         countdown()
 
-    names = EVENTS.get(doom.killer.kind, ())
-    return [type("Killer", (TrainerCallback,), dict.fromkeys(names, event))()] if names else []
+    return type("Striking", (TrainerCallback,), dict.fromkeys(names, event))()  # type: ignore[no-any-return]
 
 
 def arm(doom: Doom, place: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.reliability.attempts import Ended, Strike, attempt
 from tests.reliability.cases import TRIALS, Trial, trial
-from tests.reliability.dooms import FAULTS, KILLS, UPLOADING, Doom
+from tests.reliability.dooms import FAULTS, KILLED_LEAVING, KILLS, LEAVE, UPLOADING, Doom
 from tests.reliability.whereabouts import logs, store_of
 from tests.trainer.resume_cases import rows
 
@@ -23,6 +23,7 @@ from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.store import Store
 
 KILLS_OF_A_HISTORY = 5
+_GROUPS = {"kill": tuple(KILLS), "leave": (LEAVE,), "fault": FAULTS}
 CLEAN = "clean.json"
 
 
@@ -31,7 +32,7 @@ class Told:
     """What came of a history; everything in it goes through JSON.
 
     Attributes:
-        struck: kind of each kill that struck, and of each fault that was there.
+        struck: kind of each kill that struck, of each leave that was taken, and of each fault that was there.
         problems: what did not hold, each in one line.
     """
 
@@ -57,33 +58,34 @@ class Plan:
 def plan(seed: int, name: str) -> Plan:
     """The history of a name: the same for the same seed.
 
-    `kill-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at its N-th file operation,
-    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
+    `kill-N`, `leave-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at its N-th file
+    operation, `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
     """
     group, *numbers = name.split("-")
-    if group in ("kill", "fault"):
-        return _random_plan(seed, name, int(numbers[0]), fault=group == "fault")
+    if group in _GROUPS:
+        return _random_plan(seed, name, int(numbers[0]), group)
     chosen, rank, number = TRIALS[int(numbers[0])], int(numbers[1]), int(numbers[2])
     kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
     world = max(chosen.worlds)
     return Plan(name, chosen, (Doom(kind, 0.0, rank, number % 2 == 0, at=number),), (world, world))
 
 
-def _random_plan(seed: int, name: str, number: int, fault: bool) -> Plan:
+def _random_plan(seed: int, name: str, number: int, group: str) -> Plan:
     chance = random.Random(f"{seed} {name}")
-    chosen = TRIALS[number % len(TRIALS)]
+    fit = [one for one in TRIALS if not one.unfit.issuperset(_GROUPS[group])]
+    chosen = fit[number % len(fit)]
     unfit = chosen.unfit | (frozenset() if chosen.remote else {UPLOADING})
-    kinds = [kind for kind in (FAULTS if fault else KILLS) if kind not in unfit]
+    kinds = [kind for kind in _GROUPS[group] if kind not in unfit]
     chance.shuffle(kinds)
-    count = 1 if fault else KILLS_OF_A_HISTORY
+    count = 1 if group == "fault" else KILLS_OF_A_HISTORY
     worlds = tuple(chance.choice(chosen.worlds) for _ in range(count + 1))
     dooms = tuple(
         Doom(
-            kinds[(number // len(TRIALS) + i) % len(kinds)],
+            kinds[(number // len(fit) + i) % len(kinds)],
             share=chance.random(),
             victim=chance.randrange(world),
             everyone=chance.random() < 0.5,
-            then=chance.choice([None, chance.random()]) if fault else None,
+            then=None if group == "kill" else chance.choice([None, chance.random()]),
         )
         for i, world in enumerate(worlds[:-1])
     )
@@ -168,11 +170,13 @@ class History:
     def _judge(self, ended: Ended, doom: Doom | None) -> None:
         if ended.hung:
             self._problem(f"ranks had to be ended by force: {ended.codes}")
-        elif not ended.finished and not (doom is not None and doom.kills and ended.killed):
+        elif not ended.finished and (doom is None or not _is_its_end(doom, ended)):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
-        if doom is not None and (ended.killed or (doom.kind in FAULTS and ended.finished)):
-            self._told.struck.append(doom.kind)
+        if doom is not None and (ended.killed or ended.left or (doom.kind in FAULTS and ended.finished)):
+            self._told.struck.append(KILLED_LEAVING if doom.leaves and ended.killed else doom.kind)
         self._check_store()
+        if ended.left and not self._newest:
+            self._problem("it left, and no checkpoint stands")
 
     def _whole(self) -> CheckpointInfo | None:
         store = store_of(self._place, self._plan.trial.remote)
@@ -236,6 +240,11 @@ class History:
         assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
             "losses"
         )
+
+
+def _is_its_end(doom: Doom, ended: Ended) -> bool:
+    """Whether this doom may end an attempt like that."""
+    return (doom.kills and ended.killed) or (doom.leaves and ended.left)
 
 
 def _ends(place: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Kills runs in every way and compares what becomes of them with runs that nobody killed.
+"""Kills runs in every way, tells them to leave, and compares what becomes of them with runs that nobody killed.
 
     python -m tests.reliability.kill_matrix --kills 500 --seed 0 --write docs/reliability.md
 
@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--faults", type=int, help="histories with failing disks and damaged files (kills / 5)"
     )
+    parser.add_argument("--leaves", type=int, help="histories that are told to leave (kills / 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="page whose section 'kill matrix' gets the table")
@@ -166,7 +167,9 @@ def everything(matrix: Matrix, given: argparse.Namespace) -> int:
     else:
         matrix.prepare([one.name for one in TRIALS])
         faults = given.kills // 5 if given.faults is None else given.faults
+        leaves = given.kills // 10 if given.leaves is None else given.leaves
         matrix.make([f"fault-{number}" for number in range(faults)])
+        matrix.make([f"leave-{number}" for number in range(leaves)])
         matrix.until(given.kills)
     chosen = f'--every "{given.every}"' if given.every else f"--kills {given.kills}"
     write(

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common import caption, facts, rewrite, table
 from tests.reliability.cases import TRIALS
-from tests.reliability.dooms import FAULTS, KILLS
+from tests.reliability.dooms import FAULTS, KILLS, LEAVES
 
 SECTION = "kill matrix"
 _Results = Iterable[dict[str, Any]]
@@ -24,18 +24,27 @@ def write(results: _Results, command: str, page: Path | None) -> None:
 
 
 def by_case(results: _Results) -> str:
-    """For each case: kills, faults, ends reached, checkpoints lost, ends that differ, other problems."""
+    """For each case: kills, leaves, faults, ends reached, checkpoints lost, ends that differ, other problems."""
     told = list(results)
     rows = [_row(trial.name, [one for one in told if one["trial"] == trial.name]) for trial in TRIALS]
     return table(_HEAD, [*rows, _row("**all**", told)])
 
 
-_HEAD = ("case", "kills", "faults", "runs", "came to their end", "lost a checkpoint", "end differs")
+_HEAD = (
+    "case",
+    "kills",
+    "told to leave",
+    "faults",
+    "runs",
+    "came to their end",
+    "lost a checkpoint",
+    "end differs",
+)
 
 
 def _row(name: str, told: list[dict[str, Any]]) -> tuple[object, ...]:
     kinds = [kind for one in told for kind in one["struck"]]
-    struck = [sum(kind in group for kind in kinds) for group in (KILLS, FAULTS)]
+    struck = [sum(kind in group for kind in kinds) for group in (KILLS, LEAVES, FAULTS)]
     reached = sum(not one["problems"] or one["differs"] for one in told)
     return (
         name, *struck, len(told), reached, sum(one["lost"] for one in told), sum(one["differs"] for one in told)
@@ -43,6 +52,8 @@ def _row(name: str, told: list[dict[str, Any]]) -> tuple[object, ...]:
 
 
 def by_kind(results: _Results) -> str:
-    """How often each kind of kill and fault struck."""
+    """How often each kind of kill, leave and fault struck."""
     struck = [kind for one in results for kind in one["struck"]]
-    return table(("what happened", "times"), [(kind, struck.count(kind)) for kind in (*KILLS, *FAULTS)])
+    return table(
+        ("what happened", "times"), [(kind, struck.count(kind)) for kind in (*KILLS, *LEAVES, *FAULTS)]
+    )
