@@ -136,10 +136,11 @@ def nested_list(depth: int) -> bytes:
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
-def doubled_tuples(levels: int) -> bytes:
-    """A tuple of twice the tuple below, on every level: small in the file and in memory, endless to walk through."""
-    level = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(levels))
-    return b"\x80\x02N" + level + b"."
+def doubled_tuple(levels: int) -> bytes:
+    """Makes a tuple of twice the tuple below, on every level: small in the file and in memory, endless to walk
+    through.
+    """
+    return b"N" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(levels))
 
 
 def endless_list() -> bytes:
@@ -151,7 +152,9 @@ def endless_list() -> bytes:
     [
         (nested_list(1000), "nested more than"),
         (nested_list(1_000_000), "nested more than"),
-        (doubled_tuples(60), "refer to each other too often"),
+        (b"\x80\x02" + doubled_tuple(60) + b".", "refer to each other too often"),
+        (b"\x80\x02ctorch\ndevice\n" + doubled_tuple(60) + b"\x85R.", "device is malformed"),
+        (b"\x80\x02cnumpy\ndtype\n" + doubled_tuple(60) + b"\x85R.", "no plain number"),
         (endless_list(), "nested more than"),
     ],
 )

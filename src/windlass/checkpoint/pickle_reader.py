@@ -361,8 +361,10 @@ def _size(machine: _Machine, sizes: Any = ()) -> tuple[Any, ...]:
 
 
 def _device(machine: _Machine, kind: Any, index: Any = None) -> str:
-    """Where a tensor was says nothing about where it goes, so text will do."""
-    return str(kind)[:_MAX_NAME] if index is None else f"{str(kind)[:_MAX_NAME]}:{int(index)}"
+    """Where a tensor was says nothing about where it goes, so its kind will do."""
+    if not isinstance(kind, str):
+        raise machine.error("the name of a device is malformed")
+    return kind[:_MAX_NAME]
 
 
 def _latin(machine: _Machine, text: Any, encoding: Any) -> bytes:
@@ -373,7 +375,7 @@ def _latin(machine: _Machine, text: Any, encoding: Any) -> bytes:
 
 
 def _numpy_type(machine: _Machine, code: Any, align: Any = False, copy: Any = True) -> _NumpyType:
-    if code not in _NUMPY_CODES:
+    if not isinstance(code, str) or code not in _NUMPY_CODES:
         raise machine.error("a number of numpy is of a type that is no plain number")
     return _NumpyType(code)
 
@@ -492,8 +494,7 @@ def _check_tree(value: Any, machine: _Machine) -> None:
             visited += len(item)
             if visited > MAX_OPCODES:
                 raise machine.error("its containers refer to each other too often")
-            waiting.extend(
-                (inner, depth + 1) for inner in (item.values() if isinstance(item, dict) else item)
-            )
+            inside = item.values() if isinstance(item, dict) else item
+            waiting.extend((inner, depth + 1) for inner in inside)
         elif not isinstance(item, _PLAIN):
             raise machine.error("it holds a bare function or class, which is no data")

@@ -162,7 +162,7 @@ class TorchFile:
 
 
 class TorchWeights:
-    """The state dict of an open file as a source of tensors by name (see `weights.TensorSource`).
+    """The state dict of an open file as a source of tensors by name (see `deferred.TensorSource`).
 
     Attributes:
         aliases: tied name -> the name that it is listed under.
