@@ -27,6 +27,7 @@ from windlass.checkpoint.sharded import rank_file
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.tensor_file import CODES, TensorFile, write_tensors
 from windlass.cli.main import main
+from windlass.dist.sharded import Part
 
 METRICS = {1: 0.5, 2: 0.2, 3: 0.9, 4: None}
 
@@ -384,8 +385,8 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, say: Say, monkeypatch
     del layers
     read = TensorFile.read
 
-    def counted(self: TensorFile, name: str) -> Tensor:
-        tensor = read(self, name)
+    def counted(self: TensorFile, name: str, wanted: Part | None = None) -> Tensor:
+        tensor = read(self, name, wanted)
         live[0] += 1
         peak[0] = max(peak[0], live[0])
         weakref.finalize(tensor, lambda: live.__setitem__(0, live[0] - 1))
