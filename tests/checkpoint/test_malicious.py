@@ -189,6 +189,8 @@ def test_paths_in_a_manifest_stay_inside(name: str, tmp_path: Path) -> None:
         {"files": {"x": {"size": -1, "sha256": "0" * 64}}},
         {"files": {"x": {"size": 1, "sha256": "zz"}}},
         {"meta": []}, {"meta": {"a": {"$tensor": "x"}}}, {"meta": {"a": {"$class": "x"}}},
+        {"meta": {"$tuple": []}}, {"meta": {"$float": "nan"}},
+        {"world_size": 1 << 62}, {"node": 0, "nodes": 2}, {"node": 0, "nodes": 1 << 62, "world_size": 4},
     ],
 )  # fmt: skip
 def test_a_malformed_manifest_is_one_clear_error(change: dict[str, Any], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from windlass.core.errors import CheckpointError
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "windlass-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 24
+_MAX_RANKS = 1 << 20  # who reads a manifest may count them one by one
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
@@ -82,7 +83,7 @@ def manifest_bytes(
     """The text of a manifest: of a whole checkpoint, or of what lies on one of several nodes.
 
     Raises:
-        CheckpointError: `meta` holds tensors, or a type that cannot be saved.
+        CheckpointError: `meta` holds tensors, or a type that cannot be saved; or it is larger than is read.
     """
     tree, tensors = codec.encode(dict(meta))
     if tensors:
@@ -100,7 +101,13 @@ def manifest_bytes(
     }
     if nodes > 1:
         body |= {"node": node, "nodes": nodes}
-    return strict_json.dump(body | {"sha256": _seal(body)}, MANIFEST_NAME)
+    text = strict_json.dump(body | {"sha256": _seal(body)}, MANIFEST_NAME)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} would have {len(text):,} bytes, of which at most {MAX_MANIFEST_BYTES:,} are read: "
+            f"{len(entries):,} files are too many for one checkpoint"
+        )
+    return text
 
 
 def listing(entries: Mapping[str, FileEntry]) -> dict[str, dict[str, int | str]]:
@@ -165,18 +172,20 @@ def parse_manifest(folder: Path, data: bytes, name: str = MANIFEST_NAME) -> Chec
 
 def _info(folder: Path, path: Path, body: dict[str, Any]) -> CheckpointInfo:
     step, world, listed, meta = (body.get(key) for key in ("step", "world_size", "files", "meta"))
-    if type(step) is not int or step < 0 or type(world) is not int or world < 1:
-        raise CheckpointError(f"{path} is malformed: step and world_size must be whole numbers")
+    if type(step) is not int or step < 0 or type(world) is not int or not 1 <= world <= _MAX_RANKS:
+        raise CheckpointError(f"{path} is malformed: step and world_size must be whole numbers of a run")
     serial = body.get("serial", 0)
     if type(serial) is not int or serial < 0:
         raise CheckpointError(f"{path} is malformed: serial must be a whole number")
     node, nodes = body.get("node", 0), body.get("nodes", 1)
-    if type(node) is not int or type(nodes) is not int or not 0 <= node < nodes:
-        raise CheckpointError(f"{path} is malformed: node and nodes must be whole numbers, the first smaller")
+    if type(node) is not int or type(nodes) is not int or not 0 <= node < nodes <= world:
+        raise CheckpointError(f"{path} is malformed: node must be below nodes, and nodes at most world_size")
     if not isinstance(listed, dict) or not isinstance(meta, dict):
         raise CheckpointError(f"{path} is malformed: files and meta must be maps")
     entries = {_safe_name(name, path): _entry(name, entry, path) for name, entry in listed.items()}
     meta = codec.decode(meta, {})
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{path} is malformed: meta must be a map")
     return CheckpointInfo(folder, step, world, entries, meta, serial, nodes=nodes, held=(node,))
 
 

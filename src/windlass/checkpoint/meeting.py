@@ -124,9 +124,9 @@ def _refuse_what_lies_elsewhere(store: Store, info: CheckpointInfo | None) -> No
     problem = None
     if info is not None and not info.complete:
         needed = store.disks.members if info.world_size == store.world else range(info.world_size)
-        away = [rank for rank in needed if f"{rank_stem(rank)}.json" not in info.files]
-        if away:
-            name = f"{info.path / rank_stem(away[0])}.json"
+        away = next((rank for rank in needed if f"{rank_stem(rank)}.json" not in info.files), None)
+        if away is not None:
+            name = f"{info.path / rank_stem(away)}.json"
             problem = f"node {store.disks.node}: {name} is missing{lies_elsewhere(info)}"
     problems = [why for why in store.gather(problem) if why is not None]
     if problems:

@@ -74,9 +74,9 @@ def best_of(whole: list[CheckpointInfo], count: int, greater_is_better: bool) ->
 def metric_of(info: CheckpointInfo) -> float | None:
     """The metric that was evaluated at the step of this checkpoint; None where none was, or it was not finite."""
     value = info.meta.get("metric")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 def _lasting_name(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
+from windlass.checkpoint.retention import metric_of
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
 from windlass.cli.estimate_memory import in_words
@@ -95,7 +96,7 @@ def _row(one: Found, whole: list[CheckpointInfo], notes: RunNotes) -> dict[str, 
         "saved_at": one.saved_at,
         "bytes": None if info is None else info.nbytes,
         "world_size": None if info is None else info.world_size,
-        "metric": None if info is None else info.meta.get("metric"),
+        "metric": None if info is None else metric_of(info),
         "metric_name": notes.metric,
         "marks": [] if info is None or one.problem else marks_of(info, whole, notes),
         "problem": one.problem,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.checkpoint.retention import Retention, surplus
+from windlass.checkpoint.retention import Retention, metric_of, surplus
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.survey import notes_of
 from windlass.cli.checkpoint_listing import local_path
@@ -27,7 +27,7 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
     if not whole:
         raise CheckpointError(f"{store.root} holds no whole checkpoints")
     notes = notes_of(whole)
-    if keep_best is not None and all(info.meta.get("metric") is None for info in whole):
+    if keep_best is not None and all(metric_of(info) is None for info in whole):
         raise CheckpointError(f"no checkpoint in {store.root} says how it was evaluated; use --keep-last")
     policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
     going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
