@@ -263,7 +263,8 @@ def _digest(file: FileIO) -> FileEntry:
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     """The same bytes in pieces that are full but for the last, each to be used before the next is asked for."""
-    # Memory of the system begins at the edge of a page, as a disk wants it that reads it by itself.
+    # A disk that reads memory by itself wants it to begin at the edge of a page, and to be shared (as mmap's is) with
+    # processes that are forked meanwhile: of other memory they might get the page that the disk reads (open(2), NOTES).
     buffer, filled = memoryview(mmap.mmap(-1, PIECE)), 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
