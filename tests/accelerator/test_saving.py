@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator
+from windlass.checkpoint.codec import load_state
 from windlass.config.plugins import DataLoaderConfiguration, ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError
 
@@ -204,7 +205,10 @@ def test_two_models_and_an_optimizer_over_both(tmp_path: Path) -> None:
 
 def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
     accelerator, model = make(False), tiny()
+    for name in ("tmp-model-00001-of-00004.safetensors", "tmp-model.safetensors.index.json"):
+        (tmp_path / name).write_text("left by a process that was cut off")
     accelerator.save_model(model, tmp_path, max_shard_size=300)
+    assert not list(tmp_path.glob("tmp-*"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(model.state_dict())
     found = {}
@@ -219,10 +223,15 @@ def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
 
 def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:
     accelerator = make(False)
+    for name in ("tmp-a.safetensors", "tmp-notes.json"):
+        (tmp_path / name).write_text("left by a process that was cut off")
     accelerator.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(2))
     accelerator.save({"epoch": 3}, tmp_path / "notes.json")
     assert json.loads((tmp_path / "notes.json").read_text()) == {"epoch": 3}
+    accelerator.save({"epoch": 4, "mean": torch.ones(2)}, tmp_path / "notes.json")
+    assert load_state(tmp_path / "notes")["epoch"] == 4
+    assert torch.equal(load_state(tmp_path / "notes")["mean"], torch.ones(2))
     with pytest.raises(ConfigError, match="pickle is never written"):
         accelerator.save({"a": 1}, tmp_path / "a.bin")
     with pytest.raises(CheckpointError, match="holds a dict of tensors"):

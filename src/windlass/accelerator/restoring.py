@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.prepared import Prepared
-from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import Checkpoint
-from windlass.checkpoint.tensor_file import write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, seed_generators
@@ -108,17 +105,3 @@ def _load_buffers(saved: Mapping[str, Mapping[str, Tensor]], prepared: Prepared)
         for name, buffer in strategy.own_buffers().items():
             if name in known:
                 buffer.copy_(known[name])
-
-
-def save_tensors(path: Path, tensors: Any) -> None:
-    """One safetensors file of a dict of tensors; what is the same memory is written once for each name.
-
-    Raises:
-        CheckpointError: it is no dict of tensors.
-    """
-    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
-    new = path.with_name("tmp-" + path.name)
-    files = Files()
-    write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
-    files.rename(new, path)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator import restoring
 from windlass.accelerator.base import Core
+from windlass.accelerator.own_files import save_tensors, save_values
 from windlass.checkpoint import codec
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
@@ -316,9 +317,9 @@ class Saving(Core):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
-            codec.save_state(path.with_suffix(""), obj)
+            save_values(path, obj)
         else:
-            restoring.save_tensors(path, obj)
+            save_tensors(path, obj)
 
 
 def _local(folder: str | os.PathLike[str]) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import CODES, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 
@@ -66,11 +67,8 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
     files.ensure_folder(folder)
     path = folder / INDEX_NAME
     merged = {**(read_offload_index(folder) if path.exists() else {}), **index}
-    new = folder / f"tmp-{INDEX_NAME}"
-    if new.exists():  # left by a process that was cut off
-        files.remove_file(new)
-    files.write(new, [strict_json.dump(merged, str(path))])
-    files.rename(new, path)
+    with replacing(path, files) as new:
+        files.write(new, [strict_json.dump(merged, str(path))])
     named = {entry["safetensors_file"] for entry in merged.values()}
     for file in sorted(folder.glob(f"{_OURS}*.safetensors")):
         if file.name not in named:

@@ -24,6 +24,7 @@ from windlass.checkpoint.manifest import (
     node_manifest_name,
     parse_manifest,
 )
+from windlass.checkpoint.replacing import replacing
 from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
 from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
@@ -343,9 +344,5 @@ class Mirror:
         """Take the remote copy of a file of the run, where there is one."""
         if self._loose is None or not self._loose.has(name):
             return
-        target = self.root / name
-        draft = target.with_name("tmp-" + target.name)
-        if draft.exists():
-            files.remove_file(draft)
-        files.write(draft, self._loose.chunks(name))
-        files.rename(draft, target)
+        with replacing(self.root / name, files) as new:
+            files.write(new, self._loose.chunks(name))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names
+from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
 from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, save_weights, split_aliases
 
@@ -104,24 +105,23 @@ def _write_part(
     metadata: Mapping[str, str],
     files: Files,
 ) -> None:
-    new = folder / f"tmp-{name}"
-    stream_tensors(new, shaped, read, metadata, files=files)
-    files.rename(new, folder / name)
+    with replacing(folder / name, files) as new:
+        stream_tensors(new, shaped, read, metadata, files=files)
 
 
 def _write_index(
     folder: Path, metadata: Mapping[str, object], places: Mapping[str, str], files: Files
 ) -> None:
     index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
-    new = folder / f"tmp-{SPLIT_INDEX_NAME}"
-    files.write(new, [index.encode() + b"\n"])
-    files.rename(new, folder / SPLIT_INDEX_NAME)
+    with replacing(folder / SPLIT_INDEX_NAME, files) as new:
+        files.write(new, [index.encode() + b"\n"])
 
 
 def _remove_others(folder: Path, written: list[str], files: Files) -> None:
-    """What an earlier save left: a reader would find two sets of weights."""
+    """What an earlier save left, whole or cut off: a reader would find two sets of weights."""
     single = written == [WEIGHTS_NAME]
     for path in folder.iterdir():
-        stale = SPLIT_FILE.fullmatch(path.name) is not None and path.name not in written
+        of_a_split = SPLIT_FILE.fullmatch(path.name.removeprefix("tmp-")) is not None
+        stale = of_a_split and path.name not in written
         if stale or path.name == (SPLIT_INDEX_NAME if single else WEIGHTS_NAME):
             files.remove_file(path)

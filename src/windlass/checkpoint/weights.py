@@ -7,7 +7,6 @@ that only overlap are written each in full, and rewritten in place on load.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -54,18 +54,9 @@ def save_weights(
     header = {**(metadata or {}), "format": "pt"}
     if aliases:
         header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
-    files, path = files or Files(), folder / name
-    new = path.with_name("tmp-" + name)
-    if new.exists():  # left by a process that was cut off
-        files.remove_file(new)
-    try:
-        entry = write_tensors(new, stored, header, files=files)
-    except OSError:
-        with contextlib.suppress(OSError):
-            files.remove_file(new)  # on a full disk, a part of the weights only takes room from others
-        raise
-    files.rename(new, path)
-    return entry
+    files = files or Files()
+    with replacing(folder / name, files) as new:
+        return write_tensors(new, stored, header, files=files)
 
 
 def weights_bytes(state_dict: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.restoring import save_tensors
+from windlass.accelerator.own_files import save_tensors
 from windlass.accelerator.state import PartialState
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors
