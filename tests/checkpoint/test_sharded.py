@@ -88,6 +88,9 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
         (lambda index: weight(index).update(dtype="F99"), "malformed"),
         (lambda index: weight(index).update(dtype="F64"), "does not hold 'weight'"),
         (lambda index: weight(index).update(shape=[5, 4]), "does not hold 'weight'"),
+        (lambda index: weight(index).update(shape=[1 << 50], parts=[[0, 0, 1 << 50]]), "does not hold 'weight'"),
+        (lambda index: weight(index).update(shape=[5, 1 << 50]), "does not hold 'weight'"),
+        (lambda index: weight(index).update(shape=[0, 1 << 61, 1 << 61], parts=[]), "cannot be made"),
     ],
 )  # fmt: skip
 def test_an_index_that_is_wrong_is_refused(

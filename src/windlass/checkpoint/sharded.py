@@ -214,19 +214,24 @@ class Parts:
         """
         stored = self._tensors[name]
         wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
-        result = torch.empty(wanted.sizes, dtype=stored.dtype)
         if not stored.shape:
-            self._file_of(name, stored, stored.parts[0]).read_into(result, name, wanted)
-            return result
+            return self._file_of(name, stored, stored.parts[0]).read(name, wanted)
         begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
-        for rank, offset, size in stored.parts:
+        touched = [part for part in stored.parts if max(begin, part[1]) < min(end, part[1] + part[2])]
+        # Before any memory is taken: a file that holds its part bounds what the index may claim of it.
+        files = [self._file_of(name, stored, part) for part in touched]
+        result = self._empty(name, wanted, stored.dtype)
+        for (_, offset, size), file in zip(touched, files, strict=True):
             low, high = max(begin, offset), min(end, offset + size)
-            if low >= high:
-                continue
             inside = _narrowed(wanted, stored.dim, low - offset, high - low)
-            target = result.narrow(stored.dim, low - begin, high - low)
-            self._file_of(name, stored, (rank, offset, size)).read_into(target, name, inside)
+            file.read_into(result.narrow(stored.dim, low - begin, high - low), name, inside)
         return result
+
+    def _empty(self, name: str, wanted: Part, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.empty(wanted.sizes, dtype=dtype)
+        except (RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name[:100]!r} cannot be made: {error}") from None
 
     def _file_of(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> TensorFile:
         """The file that holds a part of a tensor, as the index says."""
