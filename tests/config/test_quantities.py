@@ -32,7 +32,8 @@ def test_sizes(text: str | float, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "5", "min", "5 parsecs", "-5min", 0, -1, math.nan, math.inf, "0s", "1e3s"]
+    "wrong",
+    ["", "5", "min", "5 parsecs", "-5min", 0, -1, math.nan, math.inf, "0s", "1e3s", "500ms", "2hs", "1bs"],
 )
 def test_what_is_neither_is_refused(wrong: str | float) -> None:
     with pytest.raises(ValueError, match="must be a time above 0"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600, "hour": 3600, "d": 86400, "day": 86400}
+_SECONDS = {
+    "s": 1, "sec": 1, "secs": 1, "m": 60, "min": 60, "mins": 60,
+    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
+}  # fmt: skip
 _BYTES = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -35,7 +38,7 @@ def size_in_bytes(value: str | float) -> int:
 def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
     if isinstance(value, str):
         match = _TEXT.fullmatch(value)
-        unit = match and (units.get(match[2].lower()) or units.get(match[2].lower().removesuffix("s")))
+        unit = match and units.get(match[2].lower())
         number = float(match[1]) * unit if match and unit else 0.0
     else:
         number = float(value)
