@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -80,6 +81,37 @@ def test_told_while_a_checkpoint_is_written(folder: Path) -> None:
 
 def saving_code(place: Path) -> int:
     return CODE if newest(place) >= 3 else 1
+
+
+READ_AHEAD = Case({**EVALUATED.arguments, "dataloader_num_workers": 2})
+
+
+def told_as_a_group(folder: Path, number: int) -> int:
+    """Schedulers and terminals signal every process of a job, its data workers among them."""
+
+    def tell() -> None:
+        sender = os.fork()
+        if not sender:
+            os.killpg(0, number)
+            os._exit(0)
+        os.waitpid(sender, 0)
+        signal.sigtimedwait([], 0.3)  # the end of a worker would be an error in here
+
+    def work() -> None:
+        os.setpgid(0, 0)
+        build(folder, READ_AHEAD, At("on_step_end", 3, tell)).train()
+
+    return in_a_child(work)
+
+
+def test_workers_that_are_told_too_read_on(folder: Path) -> None:
+    whole = run(folder / "whole", READ_AHEAD)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        place = folder / number.name
+        assert told_as_a_group(place, number) == CODE
+        same_run(place, run(place, READ_AHEAD, resume=True), folder / "whole", whole)
+    assert told_as_a_group(folder / "interrupted", signal.SIGINT) == 0
+    assert newest(folder / "interrupted") == 3
 
 
 def test_the_exception_says_where_the_run_goes_on(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
+from windlass.core.job_signals import WorkerStart
 from windlass.data.pin import pin, wants_pinning
 
 Task = list[int]
@@ -114,7 +115,7 @@ def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
         "persistent_workers": persistent,
         "multiprocessing_context": plan.multiprocessing_context,
         "in_order": plan.in_order,
-        "worker_init_fn": plan.worker_init,
+        "worker_init_fn": WorkerStart.now(plan.worker_init),
         "timeout": plan.worker_timeout,
         # Its own, because otherwise every pass would draw from the program's default generator.
         "generator": torch.Generator().manual_seed(plan.seed),

@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+
+from windlass.core.job_signals import taking
 
 
 @contextlib.contextmanager
@@ -22,15 +23,12 @@ def stopping_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop()
 
-    signal.signal(signal.SIGINT, handle)
-    try:
+    with taking(signal.SIGINT, handle):
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -40,24 +38,20 @@ def told_by_signals(names: Iterable[str], tell: Callable[[str], None]) -> Iterat
     Only the main thread can take signals; a signal that this system does not have, and one for which the script has a
     handler of its own, is left alone.
     """
-    taken: dict[signal.Signals, object] = {}
     told = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int) -> None:
         nonlocal told
         if not told:
             told = True
             tell(signal.Signals(number).name)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                taken[number] = signal.signal(number, handle)
-    try:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    stack.enter_context(taking(number, handle))
         yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def say(text: str) -> None:
