@@ -54,7 +54,7 @@ REFUSED = {
     "neftune_noise_alpha": "is not built yet",
     "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
-    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, for free",
+    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, or says what it reads again",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -134,7 +134,7 @@ CALLBACKS = """
 DefaultFlowCallback ProgressCallback PrinterCallback NotebookProgressCallback EarlyStoppingCallback TrainerCallback
 """
 CALLBACKS_REFUSED = {
-    "JITCheckpointCallback": "is not built yet",
+    "JITCheckpointCallback": "is not needed: every run saves and leaves on the signals that preemption_signals names",
 }
 COLLATORS = """
 default_data_collator DefaultDataCollator DataCollatorWithPadding DataCollatorForTokenClassification

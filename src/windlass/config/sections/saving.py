@@ -14,7 +14,9 @@ class SaveSection:
     save_only_model: bool = setting(False, "Save the model without what resuming needs.")
     save_strategy: SaveStrategy | str = setting("steps", "When to save a checkpoint.")
     save_steps: float = setting(500, "Updates between checkpoints; below 1 it is a share of all updates.")
-    save_on_each_node: bool = setting(False, "Save on every machine, for machines without a shared folder.")
+    save_on_each_node: bool = setting(
+        False, "Write the final model on every machine that has a disk of its own."
+    )
     save_total_limit: int | None = setting(
         None, "Checkpoints to keep; the best and the last are always kept."
     )
