@@ -54,7 +54,7 @@ REFUSED = {
     "neftune_noise_alpha": "is not built yet",
     "trackio_static_space_id": "is not built; trackio.freeze(...) after training makes a static space",
     "eval_use_gather_object": "is not built yet; tensors in nested tuples, lists and dicts are gathered",
-    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data at once, or says what it reads again",
+    "ignore_data_skip": "is not built yet; a resumed run finds its place in the data, or says what it reads again",
     "push_to_hub": _HUB,
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
