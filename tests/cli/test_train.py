@@ -19,6 +19,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.store import Store
+from windlass.cli.build import saved_tokenizer
 from windlass.cli.main import main
 
 Run = Callable[..., str]
@@ -221,6 +223,16 @@ def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(
     assert "output_dir='full': it can't be written (No space left on device)" in said
     assert not list((room / "full").glob("*.safetensors"))  # nor a part of one
     assert rows(room / "full")  # what was learnt of the run is kept
+
+
+@pytest.mark.parametrize("resume", [True, "auto", "checkpoint-2"])
+def test_a_resumed_run_takes_the_tokenizer_of_its_checkpoint(resume: bool | str, tmp_path: Path) -> None:
+    with Store(tmp_path).writing(2, {}) as draft:
+        draft.write_file("tokenizer.json", b"{}")
+        draft.write_rank_state({})
+    place = str(tmp_path / resume) if resume == "checkpoint-2" else resume
+    assert saved_tokenizer(tmp_path, place) == tmp_path / "checkpoint-2"
+    assert saved_tokenizer(tmp_path, None) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")

@@ -67,7 +67,8 @@ def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
     """The checkpoint that a resumed run takes its tokenizer from, or None where that is not a checkpoint with one."""
     if not resume:
         return None
-    path = Path(resume) if isinstance(resume, str) else Store(folder).newest_verified()[0]
+    by_path = isinstance(resume, str) and resume != "auto"
+    path = Path(str(resume)) if by_path else Store(folder).newest_verified()[0]
     return path if path is not None and (path / "tokenizer.json").is_file() else None
 
 

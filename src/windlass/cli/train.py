@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from windlass.cli.options import EXIT_INTERRUPTED, TrainOptions
@@ -35,8 +36,8 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
         return _train(recipe, args, resume, command)
     except KeyboardInterrupt:
         return _interrupted(args, command)
-    except Preempted:
-        _interrupted(args, command)
+    except Preempted as left:
+        _say_how_to_go_on(left.folder, command)
         return EXIT_PREEMPTED
 
 
@@ -135,8 +136,12 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
 def _interrupted(args: TrainingArguments, command: str) -> int:
     from windlass.checkpoint.store import Store
 
-    newest, _ = Store(run_folder(args)).newest_verified()
-    if world_from_environment().is_main:
-        state = f"{newest} is whole. Go on with:\n  {command}" if newest else "there is no checkpoint yet."
-        print(f"\nInterrupted: {state}", file=sys.stderr)
+    if world_from_environment().is_main:  # one process reads every byte, not all of them
+        _say_how_to_go_on(Store(run_folder(args)).newest_verified()[0], command)
     return EXIT_INTERRUPTED
+
+
+def _say_how_to_go_on(newest: Path | None, command: str) -> None:
+    state = f"{newest} is whole. Go on with:\n  {command}" if newest else "there is no checkpoint yet."
+    if world_from_environment().is_main:
+        print(f"\nInterrupted: {state}", file=sys.stderr)
