@@ -30,7 +30,7 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
         NonFiniteError: there is no checkpoint of this run yet, or going back to it has not helped.
     """
     trainer._finish_saving()  # what is being saved is newer than what stands
-    undone = trainer.state.global_step
+    refused = trainer.state.global_step
     if trainer._newest_checkpoint is None:
         raise NonFiniteError(
             f"{what}, and this run has saved no checkpoint yet to roll back to; save more often"
@@ -55,7 +55,7 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
             callback.roll_back(trainer.state)
     trainer._restore_rank(checkpoint)
     trainer._rollbacks += 1
-    _report(trainer, what, undone, checkpoint)
+    _report(trainer, what, refused, checkpoint)
 
 
 def _report(trainer: TrainerParts, what: str, refused: int, checkpoint: Checkpoint) -> None:
