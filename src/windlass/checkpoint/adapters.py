@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.tensor_file import TensorFile, open_tensors
+from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
 from windlass.core.optional import require
 from windlass.core.types import State
@@ -183,22 +184,9 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
 
 def _check_adapter(path: Path, file: TensorFile, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
     wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
-    missing = [name for name in wanted if name not in file]
-    unexpected = [name for name in file.names if name not in wanted]
-    wrong = [
-        f"{name} is {list(file.shape(name))} in the file and {list(shape)} in the model"
-        for name, shape in wanted.items()
-        if name in file and file.shape(name) != shape
-    ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} that the adapter does not have: {shorten(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
+    problems = misfits(file, wanted, {name: name for name in wanted}, "adapter")
     if problems:
-        raise CheckpointError(f"{path} does not fit this model's adapter: " + "; ".join(problems))
+        raise CheckpointError(f"{path} does not fit this model's adapter: {problems}")
 
 
 def _check_base(folder: Path, base: State, adapter: Adapter) -> None:

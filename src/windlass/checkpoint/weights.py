@@ -176,28 +176,42 @@ def read_aliases(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check(path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
-    missing = [name for name, source in sources.items() if source not in file]
-    used = set(sources.values())
-    unexpected = [name for name in file.names if name not in used]
-    wrong = [
-        f"{name} is {list(file.shape(source))} in the file and {list(targets[name].shape)} in the model"
-        for name, source in sources.items()
-        if source in file and file.shape(source) != tuple(targets[name].shape)
-    ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} that the model does not have: {shorten(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+    problems = misfits(file, shapes, sources, "model")
     if problems:
-        raise CheckpointError(f"{path} does not fit this {len(targets)}-tensor model: " + "; ".join(problems))
+        raise CheckpointError(f"{path} does not fit this {len(targets)}-tensor model: {problems}")
     on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
     if on_meta:
         raise CheckpointError(
             f"the model has {len(on_meta)} tensors on the meta device, which cannot take weights: {shorten(on_meta)}"
         )
+
+
+def misfits(
+    file: TensorSource, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str], owner: str
+) -> str:
+    """What keeps a file from filling tensors of these shapes, in words; empty where nothing does.
+
+    Args:
+        sources: which tensor of the file each of them takes.
+        owner: what they belong to ("model").
+    """
+    missing = [name for name, source in sources.items() if source not in file]
+    used = set(sources.values())
+    unexpected = [name for name in file.names if name not in used]
+    wrong = [
+        f"{name} is {list(file.shape(source))} in the file and {list(shapes[name])} in the model"
+        for name, source in sources.items()
+        if source in file and file.shape(source) != shapes[name]
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} that the {owner} does not have: {shorten(unexpected)}")
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
+    return "; ".join(problems)
 
 
 def _check_ties(
