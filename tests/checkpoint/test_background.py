@@ -98,6 +98,44 @@ def test_a_failing_disk_costs_that_checkpoint_only(number: int, fast_disk: Path)
     assert at > 15
 
 
+class Panic(BaseException):
+    """As compiled code raises it."""
+
+
+class Panicking(Files):
+    """In a thread, where it comes to this operation."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == self.operation and threading.current_thread() is not threading.main_thread():
+            raise Panic("in Rust")
+
+
+def test_no_end_of_the_thread_passes_for_a_success(tmp_path: Path) -> None:
+    for operation in ("write", "rename"):
+        root = tmp_path / operation
+        begin(first := saver_of(root), 1)
+        first.finish()
+        begin(saver := saver_of(root, Panicking(operation)), 2)
+        with pytest.raises(CheckpointError, match="checkpoint 2 could not be written: Panic: in Rust"):
+            saver.finish()
+        assert newest(root) == 1
+
+
+def test_a_disk_that_does_not_even_list_its_folders_costs_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(saver := saver_of(tmp_path), 1)
+    saver.finish()
+    with monkeypatch.context() as broken:
+        broken.setattr(Store, "_candidates", lambda store: failing(errno.EIO)())
+        assert not begin(saver, 2)
+    assert begin(saver, 3)
+    assert saver.finish() == Outcome(3, tmp_path / "checkpoint-3")
+
+
 def test_the_end_of_the_process_at_any_operation_leaves_a_whole_checkpoint(fast_disk: Path) -> None:
     at, code = 1, 77
     while code == 77:

@@ -22,6 +22,7 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import CheckpointManager, costs_one_save
 from windlass.checkpoint.store import SaveDropped
+from windlass.core.errors import CheckpointError
 
 # The writer gives way to what trains, where both want the same core.
 _NICENESS = 5
@@ -174,8 +175,8 @@ class BackgroundSaver:
             _give_way()
             try:
                 work()
-            except Exception as error:
-                flight.error = error
+            except BaseException as error:  # a panic of compiled code, say
+                flight.error = _as_failure(flight.step, error)
             count()
 
         flight.thread = threading.Thread(target=run, name=f"windlass-save-{flight.step}", daemon=True)
@@ -238,6 +239,14 @@ def _is_sealed_in_time(draft: Draft) -> bool:
             return False
         time.sleep(_WAIT)
     return True
+
+
+def _as_failure(step: int, error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    failure = CheckpointError(f"checkpoint {step} could not be written: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _give_way() -> None:

@@ -170,8 +170,8 @@ class Draft:
 
     def drop(self) -> None:
         """The keeper: remove the folder. What cannot be removed is left for the next save to clear."""
-        if self.folder.exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.folder.exists():
                 self.files.remove_tree(self.folder)
 
 

@@ -204,13 +204,19 @@ class CheckpointManager:
         """Say loudly that a checkpoint was given up, and what stands."""
         if isinstance(error, SaveDropped) and self.store.rank != 0:
             return  # the rank that failed and rank 0 say it; a thousand others need not
-        last = self.store.list()
-        standing = f"{last[-1].path} is still whole" if last else "there is no earlier one"
+        standing = self._what_stands()
         advice = f". Make room in {self.store.root} before the next save" if is_full_disk(error) else ""
         _logger.error(
             "CHECKPOINT %d WAS NOT SAVED on rank %d: %s. Training goes on; %s%s",
             step, self.store.rank, error, standing, advice,
         )  # fmt: skip
+
+    def _what_stands(self) -> str:
+        try:
+            last = self.store.list()
+        except OSError as error:  # the disk that failed may not even list its folders
+            return f"what stands in {self.store.root} cannot be looked at now ({error.strerror or error})"
+        return f"{last[-1].path} is still whole" if last else "there is no earlier one"
 
     def prune(self, protected: list[Path]) -> None:
         """The keeper's part of `retain`; a disk that refuses is no failure."""
