@@ -34,27 +34,29 @@ def attentive(
             in a forward, and are let go when its process ends.
     """
     remaining = iter(batches)
-    with _others_answered(gang, signals, in_step):
+    with _others_answered(gang, signals, silent=in_step):
         batch = next(remaining, None)
     while True:
         told = gang.start_sum([float(batch is not None), *signals()])
         going_on, *sums = told.wait()
-        agreed(sums)
+        # Where nobody goes on, nobody waits for an answer.
+        with _others_answered(gang, signals, silent=in_step or not going_on):
+            agreed(sums)
         if not going_on:
             return
         if batch is not None:
-            with _others_answered(gang, signals, in_step):
+            with _others_answered(gang, signals, silent=in_step):
                 yield batch
                 batch = next(remaining, None)
 
 
 @contextmanager
-def _others_answered(gang: Gang, signals: Callable[[], Sequence[float]], in_step: bool) -> Iterator[None]:
-    """Keeps the exchanges going where this rank leaves: closed by who iterates, or failed in its own data."""
+def _others_answered(gang: Gang, signals: Callable[[], Sequence[float]], *, silent: bool) -> Iterator[None]:
+    """Keeps the exchanges going where this rank leaves: closed by who iterates, or with an error. Not if `silent`."""
     try:
         yield
     except (Exception, GeneratorExit):
-        if not in_step:
+        if not silent:
             _answer_until_all_are_done(gang, signals)
         raise
 

@@ -149,8 +149,10 @@ class Loop:
             while True:
                 self._hooks.data_ahead()
                 self.waits_for_data = True
-                portion = next(portions, None)
-                self.waits_for_data = False
+                try:
+                    portion = next(portions, None)
+                finally:
+                    self.waits_for_data = False
                 if portion is None:
                     return
                 yield portion
