@@ -19,6 +19,7 @@ from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.metrics.gather import PeerError
+from windlass.trainer import run_saver
 
 RANK = int(os.environ["RANK"])
 
@@ -111,6 +112,58 @@ def failing_evaluation(folder: Path, kind: type[Trainer] = Trainer, torn: bool =
     return "evaluated"
 
 
+class Waiting(TrainerCallback):
+    """Predicts until the thread of a save of rank 0 has ended."""
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "windlass-save-2":
+                thread.join(60)
+
+
+def refused_in_evaluation(folder: Path) -> str:
+    """What rank 0 may not write is found out while all evaluate: the others hear of it there."""
+    write = Files.write_some
+
+    def refuse(files: Files, descriptor: int, piece: memoryview) -> int:
+        if RANK == 0 and threading.current_thread().name == "windlass-save-2":
+            raise PermissionError(errno.EACCES, "not for this rank")
+        return write(files, descriptor, piece)
+
+    Files.write_some = refuse  # type: ignore[method-assign]
+    often = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
+    small = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 1, "max_steps": -1}
+    trainer = trainer_of(folder, Waiting(), **often, **small)
+    trainer.eval_dataset = list(trainer.eval_dataset) * 4
+    try:
+        trainer.train()
+    except (PeerError, PermissionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Files.write_some = write  # type: ignore[method-assign]
+    return "saved"
+
+
+def shared_memory(folder: Path) -> list[int]:
+    """The processes of a machine take their copies out of the same memory: each has room for its own alone."""
+    whole = run_saver.available_memory
+    needed: list[int] = []
+    trainer = trainer_of(folder, max_steps=4, fsdp="full_shard")
+    fits = run_saver.RunSaver._fits
+
+    def noting(saver: Any, more: int) -> bool:
+        needed.append(more)
+        run_saver.available_memory = lambda: int(more * 1.9)
+        needed.append(int(fits(saver, more)))
+        run_saver.available_memory = lambda: int(more * 2.9)
+        return fits(saver, more)
+
+    run_saver.RunSaver._fits = noting  # type: ignore[method-assign]
+    trainer.train()
+    run_saver.available_memory, run_saver.RunSaver._fits = whole, fits  # type: ignore[method-assign]
+    return [*needed[1::2], *(learned - step for step, learned, _ in trainer.notes[:1])]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     said = {
@@ -120,6 +173,8 @@ def main() -> None:
         "unsavable": unsavable(folder / "unsavable"),
         "prediction": failing_evaluation(folder / "prediction", FailsInEvaluation),
         "sample": failing_evaluation(folder / "sample", torn=True),
+        "refused": refused_in_evaluation(folder / "refused"),
+        "memory": shared_memory(folder / "memory"),
     }
     (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 

@@ -118,6 +118,14 @@ def test_the_clock_asks_for_checkpoints_of_its_own(folder: Path, monkeypatch: py
     assert {step for step, ephemeral in kinds.items() if not ephemeral} == {5, 10, 12}
 
 
+def test_the_clock_replaces_no_checkpoint_that_a_run_was_resumed_from(folder: Path) -> None:
+    """The closing of the epoch is left, an evaluation with it, in whose course the time has passed."""
+    epochs = {"per_device_train_batch_size": 16, "save_steps": 4, "eval_strategy": "epoch"}
+    trainer_of(folder, max_steps=4, **epochs).train()
+    trainer_of(folder, max_steps=8, save_every=1e-9, **epochs).train(resume_from_checkpoint=True)
+    assert [(info.step, info.meta["ephemeral"]) for info in Store(folder).list()] == [(4, False), (8, False)]
+
+
 def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer_of(folder, save_every="now and then", save_host_memory="much")
@@ -132,6 +140,8 @@ def test_ranks_agree_while_they_train(folder: Path) -> None:
         assert "object" in rank.pop("unsavable")
         assert "a prediction's own mistake" in rank.pop("prediction")
         assert "a sample's own mistake" in rank.pop("sample")
+        assert "not for this rank" in rank.pop("refused")
+        assert rank["memory"][0] == 0, "two copies do not fit where one does"
     assert first == second
     for kind in ("slow", "sharded"):
         assert first[kind]["same"] == [True] * 4

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,23 +243,52 @@ def test_a_checkpoint_says_the_metric_of_its_own_run_and_step(tmp_path: Path) ->
     assert twice._saves_ephemeral is False
 
 
+def failing_at_step(step: int) -> Callable[[Files, int, memoryview], int]:
+    """What writes, but fails in the thread that saves `step`."""
+    write = Files.write_some
+
+    def fail(files: Files, descriptor: int, piece: memoryview) -> int:
+        if threading.current_thread().name == f"windlass-save-{step}":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(files, descriptor, piece)
+
+    return fail
+
+
 def test_the_best_evaluation_is_one_whose_checkpoint_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fails when the best of all is saved: the best of the others comes back, not the first of them."""
-    write = Files.write_some
-
-    def fail(files: Files, descriptor: int, piece: memoryview) -> int:
-        if threading.current_thread().name == "windlass-save-2":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return write(files, descriptor, piece)
-
-    monkeypatch.setattr(Files, "write_some", fail)
+    monkeypatch.setattr(Files, "write_some", failing_at_step(2))
     trainer = scripted(tmp_path, [0.1, 0.9, 0.3, 0.5, 0.2, 0.4], greater_is_better=True)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 4)
     assert weights_hash(trainer.model) == trainer.hashes[3]
+
+
+def test_a_save_that_fails_drives_none_of_the_best_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails at the best of all: the two best are those of the others, the first among them."""
+    monkeypatch.setattr(Files, "write_some", failing_at_step(3))
+    scores = [0.4, 0.5, 0.9, 0.3, 0.2, 0.1]
+    trainer = scripted(tmp_path, scores, greater_is_better=True, keep_best=2, load_best_model_at_end=False)
+    trainer.train()
+    assert trainer._best_evaluations == [[0.5, 2], [0.4, 1]]
+    assert sorted(metrics_of(tmp_path)) == [1, 2, 6]
+
+
+def test_what_is_the_best_waits_for_the_save_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation that is worse than the one whose save fails, and better than all others, is saved."""
+    monkeypatch.setattr(Files, "write_some", failing_at_step(2))
+    scores = [0.1, 0.9, 0.5, 0.3, 0.2, 0.4]
+    trainer = scripted(tmp_path, scores, greater_is_better=True, save_steps=6)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+    assert weights_hash(trainer.model) == trainer.hashes[2]
 
 
 @pytest.mark.parametrize(

@@ -227,5 +227,7 @@ def test_everything_is_there_before_training(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_what_one_rank_asks_for_all_do(folder: Path) -> None:
     launch(2, HERE / "flags_ranks.py", folder, timeout=100)
-    assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [[2, [2]]] * 2
+    assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [
+        [2, [2], [0, 1]]
+    ] * 2
     assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-1"]

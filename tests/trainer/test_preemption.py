@@ -83,6 +83,18 @@ def saving_code(place: Path) -> int:
     return CODE if newest(place) >= 3 else 1
 
 
+def test_a_run_that_saves_nothing_is_saved_when_it_is_told(folder: Path) -> None:
+    """After its last update, too, where no data comes any more with which ranks could hear of it."""
+    unsaved = Case({**EVALUATED.arguments, "save_strategy": "no"})
+    whole = run(folder / "whole", unsaved)
+    place = folder / "told"
+    assert told(place, unsaved, At("on_epoch_end", 10, send())) == CODE
+    assert newest(place) == 10
+    same_run(place, run(place, unsaved, resume=True), folder / "whole", whole)
+    # Where it closes down, what would be saved may not be what was trained: nothing is thrown away.
+    assert told(folder / "closing", unsaved, At("on_train_end", 10, send())) == 0
+
+
 READ_AHEAD = Case({**EVALUATED.arguments, "dataloader_num_workers": 2})
 
 

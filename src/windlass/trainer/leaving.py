@@ -48,14 +48,24 @@ class LeavingMixin(SavingMixin):
             f"not saved within preemption_deadline={self.args.preemption_deadline}: leaving; {stands} stands"
         )
 
-    def _leave_if_told(self) -> None:
-        """Outside the loop, where nothing is left to be saved. Collective.
+    def _is_told(self) -> bool:
+        """Whether some process was told to leave. Collective."""
+        return not self._gang.vote(not self._told_to_leave)
+
+    def _leave_after_the_end(self) -> None:
+        """Leave if some process was told to since the last update. Collective.
 
         Raises:
-            Preempted: some process was told to leave.
+            Preempted: the run is saved as it ended.
         """
-        if not self._gang.vote(not self._told_to_leave):
+        if not self._is_told():
+            return
+        if self._run.is_saved:
             self._leave()
+        logger.warning(
+            "told to leave after the last update, which was not to be saved: a job that is started again would make "
+            "it again, so the script goes on to its end"
+        )
 
     def _leave(self) -> None:
         """Every rank calls it, when it has saved.

@@ -208,6 +208,7 @@ class ResumingMixin(ContinuingMixin):
             CheckpointError: it is gone, and the run needs it at its end.
         """
         self._best_evaluations = checkpoint.shared("best")["evaluations"] if checkpoint.has("best") else []
+        self._best_standing = list(self._best_evaluations)
         self._last_metric = checkpoint.step, checkpoint.meta.get("metric")
         noted, self._best_saved = self.state.best_model_checkpoint, (None, None)
         if noted is None:

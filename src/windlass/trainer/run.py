@@ -107,6 +107,7 @@ class TrainingRun:
     def adopt_state(self, state: TrainerState) -> None:
         """A resumed run's progress replaces the fresh one."""
         self.loop.adopt_state(state)
+        self._no_clock_before = state.global_step
 
     # --- before the first update ------------------------------------------------------------------------------------
 
@@ -125,12 +126,6 @@ class TrainingRun:
         needed = self._trainer.loss_takes_denominator
         self._count_for_hooks = as_count if needed else _no_count
         self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
-        if self._trainer._gang.size > 1:
-            own = [
-                not type(c).__module__.startswith("windlass.")
-                for c in self._trainer.callback_handler.callbacks
-            ]
-            self._flags_may_differ = bool(self._trainer._gang.sum(torch.tensor(float(any(own)))))
 
     def _discarded_backward(self, batch: Any) -> Tensor:
         targets = self._trainer.count_targets(batch)
@@ -232,6 +227,14 @@ class TrainingRun:
 
     _flags_may_differ = False
 
+    def training_began(self) -> None:
+        """The callbacks were told that training begins: what some of them ask for from here on, all ranks do."""
+        trainer = self._trainer
+        if trainer._gang.size > 1:
+            own = [not type(c).__module__.startswith("windlass.") for c in trainer.callback_handler.callbacks]
+            self._flags_may_differ = bool(trainer._gang.sum(torch.tensor(float(any(own)))))
+            self._agree_on_flags()
+
     def _agree_on_flags(self) -> None:
         """What a callback of one rank asks for, all ranks do: saving, evaluating and ending need every one of them.
 
@@ -312,8 +315,9 @@ class TrainingRun:
         # One process need not wait for what it told itself with the data of this update.
         trainer._leaving = told.leave > 0 or (trainer._gang.size == 1 and trainer._told_to_leave)
         self.saver.agreed(Counters(told.written, told.settled, told.failed))
-        # What was sent before a save began still asks for it.
-        asked_since = self._trainer.state.global_step - self._saved_step > 1
+        # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
+        # of the clock does not replace.
+        asked_since = self._trainer.state.global_step - self._no_clock_before > 1
         self._ephemeral_due = told.save_due > 0 and asked_since and not self.saver.busy
 
     def due(self) -> None:
@@ -336,14 +340,21 @@ class TrainingRun:
             self._trainer._leave()
 
     _ephemeral_due = False
+    _no_clock_before = 0
     _saved_step = 0
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the run saved, or tried to, at the step where it stands."""
+        return self._saved_step == self._trainer.state.global_step
 
     def _save(self) -> None:
         trainer = self._trainer
         trainer._saves_ephemeral = not (
             trainer.control.should_save or trainer._interrupted or trainer._leaving
         )
-        self._ephemeral_due, self._saved_step = False, trainer.state.global_step
+        self._ephemeral_due = False
+        self._saved_step = self._no_clock_before = trainer.state.global_step
         self.loop.check_finite()
         trainer._save_checkpoint(trainer.model)
         trainer._interrupted = trainer.control.should_save = False
@@ -373,10 +384,12 @@ class TrainingRun:
             control.should_evaluate, control.should_save = True, unfinished["save"]
             self.due()
 
-    def leave_waiting(self) -> None:
-        """The run was told to leave while it waited for data: what was done so far is what is saved."""
+    def leave_here(self) -> None:
+        """The run was told to leave while it waited for data, or after its last update: what was done so far is what is
+        saved.
+        """
         self._trainer._leaving = True
-        if self._saved_step != self._trainer.state.global_step:
+        if not self.is_saved:
             self._save()
         self._trainer._leave()
 
@@ -398,9 +411,11 @@ class TrainingRun:
         except EvaluationAbandoned:
             self.unfinished = {"save": trainer.control.should_save}
             return
+        save = self._plan.save
+        if save.load_best_at_end or trainer.args.keep_best:
+            trainer._finish_saving()  # the best is one of those that stand
         new_best = trainer._determine_best_metric(metrics)
         kept = trainer._is_kept_as_best()
-        save = self._plan.save
         if save.cadence.strategy == "best":
             trainer.control.should_save = new_best or kept
         elif kept or (new_best and save.load_best_at_end):

@@ -73,7 +73,11 @@ class RunSaver:
                 `agreed` or `finish`.
         """
         self._saved_at = time.monotonic()
-        snapshot = self._try_snapshot(content) if self._plan.background and self._may_wait() else None
+        snapshot = None
+        if self._plan.background:
+            may_wait = self._may_wait() and content.write_model is None
+            fits = self._fits(content.tensor_bytes() if may_wait else 0)
+            snapshot = self._try_snapshot(content) if may_wait and fits else None
         if not self._gang.vote(snapshot is not None):
             ended(self.manager.save(step, content, meta=meta, protected=protected))
             return
@@ -114,26 +118,28 @@ class RunSaver:
     def _try_snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
         """A copy in host memory; None where there is none to be had: an error here would leave other ranks waiting."""
         try:
-            return self._snapshot(content)
+            return self._memory.snapshot(content)
         except (MemoryError, RuntimeError) as error:
             logger.info("no copy in host memory (%s): training waits while this checkpoint is written", error)
             return None
 
-    def _snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
-        """A copy in host memory; None where there is too little."""
-        if content.write_model is not None:
-            return None
-        needed = content.tensor_bytes()
+    def _fits(self, needed: int) -> bool:
+        """Whether there is memory for copies of so many bytes. Collective: all of a machine share what is free."""
         room = self._plan.host_memory
+        told = self._gang.gather_objects([max(needed - self._memory.nbytes, 0), available_memory()])
         if room is None:
-            left = available_memory()
-            room = None if left is None else int(left * _SHARE) + self._memory.nbytes
+            world = self._gang.world
+            first = world.rank - world.local_rank
+            here = told[first : first + world.local_size] or told
+            left = min((free for _, free in here if free is not None), default=None)
+            needed = sum(more for more, _ in here)
+            room = None if left is None else int(left * _SHARE)
         if room is None or needed <= room:
-            return self._memory.snapshot(content)
+            return True
         if not self._said_too_large:
             self._said_too_large = True
             logger.warning(
                 "a checkpoint takes %s bytes of host memory to be written in the background, and %s may be used: "
                 "training waits while it is written", f"{needed:,}", f"{room:,}"
             )  # fmt: skip
-        return None
+        return False

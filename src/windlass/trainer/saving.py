@@ -43,6 +43,8 @@ class SavingMixin(TrainerBase):
     _saves_ephemeral = False
     # As many of the best evaluations as `keep_best` asks for: [metric, step], best first.
     _best_evaluations: list[list[float]]
+    # The same when the last checkpoint came to stand: what is gone back to where a save is given up.
+    _best_standing: list[list[float]]
     # The last evaluation's step, and what it gave for the metric that the run goes by.
     _last_metric: tuple[int, float | None] = (-1, None)
     # Metric and step of the evaluation that `best_model_checkpoint` was saved at.
@@ -224,10 +226,10 @@ class SavingMixin(TrainerBase):
         """A save that this run began stands now, or was given up."""
         if folder is None:
             self._forget_best(as_saved, previous_best)
-            kept = [noted for noted in self._best_evaluations if noted[1] != as_saved.global_step]
-            self._best_evaluations = kept
+            self._best_evaluations = list(self._best_standing)
             return
         self._newest_checkpoint, self._rollbacks = folder, 0
+        self._best_standing = list(self._best_evaluations)
         if as_saved.best_global_step == as_saved.global_step:
             self._best_saved = as_saved.best_metric, as_saved.best_global_step
         asked = self.control.should_save

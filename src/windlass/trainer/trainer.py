@@ -291,7 +291,7 @@ class Trainer(TrainerParts):
                 with stopping_on_interrupt(self._stop_and_save), self._telling_where():
                     self._run_training(plan)
                 output = self._finish_training(plan, started)
-                self._leave_if_told()
+                self._leave_after_the_end()
             return output
         except (Exception, SystemExit):
             self._leave_saving()
@@ -313,7 +313,8 @@ class Trainer(TrainerParts):
         agree_on_output(self._gang, str(self.args.output_dir), resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
-        self._newest_checkpoint, self._rollbacks, self._best_evaluations = None, 0, []
+        self._newest_checkpoint, self._rollbacks = None, 0
+        self._best_evaluations, self._best_standing = [], []
         self._last_metric, self._best_saved, self._saves_ephemeral = (-1, None), (None, None), False
         self._read_memory_note()
         loader = self.get_train_dataloader()
@@ -409,14 +410,18 @@ class Trainer(TrainerParts):
             self.evaluate(ignore_keys=self._ignore_keys_for_eval)
         if self._interrupted:
             self.control.should_training_stop = True  # which the first event of a run clears
-        self._leave_if_told()
+        self._run.training_began()
+        if self._is_told():
+            self._leave()  # nothing is left to be saved
         self._run.make_up()
         try:
             self._run.loop.run()
         except WaitBrokenOff:
-            self._run.leave_waiting()
+            self._run.leave_here()
         if self._interrupted:
             self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
+        if self._is_told():
+            self._run.leave_here()
         self._finish_saving()
 
     def _close_displays(self) -> None:
