@@ -55,8 +55,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "blocked": middle(value for run in runs for value in run["blocked"][1:]),
         "committed": middle(value for run in runs for value in run["committed"][1:]),
-        "step": middle(idle),
-        "during": statistics.mean(during) / statistics.mean(idle) if during else float("nan"),
+        "step": middle(idle or during),
+        "during": statistics.mean(during) / statistics.mean(idle) if during and idle else float("nan"),
         "steps_during": len(during),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 # Before the first import of torch: several test processes share the cores, and more threads would only fight.
@@ -23,6 +24,9 @@ from hypothesis import HealthCheck, settings
 from windlass.core import logs
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a busy machine is no failure. In CI the examples are the same in every run.
 settings.register_profile("windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow])
