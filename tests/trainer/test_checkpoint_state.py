@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.checkpoint.test_malicious import reseal
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
@@ -156,3 +157,36 @@ def test_a_byte_flipped_between_verifying_and_loading_is_found(name: str, tmp_pa
     trainer_in(tmp_path, max_steps=2, save_steps=2).train()
     with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
         trainer_in(tmp_path, Flipped, max_steps=3).train(resume_from_checkpoint=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    trainer_in(folder, max_steps=2).train()
+    return folder
+
+
+PARTS = ["loop", "schedule", "executor", "best", "trainer_state", "rank-00000", "optimizer"]
+CONTENTS = [{}, {"epoch": "x", "step": "x"}, {"evaluations": 3, "ledger": {}, "position": {}}]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_holds_something_else_is_named(part: str, saved: Path, tmp_path: Path) -> None:
+    """Written by another program, with a manifest that fits: nothing is taken for something that it is not."""
+    for number, content in enumerate(CONTENTS):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(saved, folder)
+        (folder / "checkpoint-2" / f"{part}.json").write_text(json.dumps(content))
+        reseal(folder / "checkpoint-2")
+        with pytest.raises(CheckpointError, match=rf"checkpoint-2|{part} state"):
+            trainer_in(folder, max_steps=3).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "size", [3, {"samples": 4}, {"micro": "4", "accumulation": 1, "world": 1, "asked": 1}]
+)
+def test_a_size_of_updates_that_is_none_is_refused(size: Any, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    reseal(tmp_path / "run" / "checkpoint-2", lambda body: body["meta"].update(update_size=size))
+    with pytest.raises(CheckpointError, match=r"manifest\.json does not hold"):
+        trainer_in(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=True)

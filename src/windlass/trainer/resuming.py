@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +19,7 @@ from windlass.checkpoint.foreign import ForeignCheckpoint, is_foreign
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.opening import store_of_checkpoint
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
@@ -116,13 +118,15 @@ class ResumingMixin(ContinuingMixin):
         if checkpoint is None or not checkpoint.has("loop"):
             return None
         accumulation, loop = self._update_size.accumulation, checkpoint.shared("loop")
-        per_epoch, position = source.groups_per_epoch(accumulation), loop["position"]
-        if per_epoch is None or per_epoch == loop["updates_per_epoch"]:
-            return None
-        left = source.groups_left(position, accumulation) if position else None
-        if left is None:
-            return Progress(checkpoint.step, loop["epoch"] * per_epoch)
-        return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
+        per_epoch = source.groups_per_epoch(accumulation)
+        with _reading(checkpoint, "loop"):
+            position = loop["position"]
+            if per_epoch is None or per_epoch == loop["updates_per_epoch"]:
+                return None
+            left = source.groups_left(position, accumulation) if position else None
+            if left is None:
+                return Progress(checkpoint.step, loop["epoch"] * per_epoch)
+            return Progress(checkpoint.step, (position["epoch"] + 1) * per_epoch - left)
 
     def _restore_run(self, checkpoint: Checkpoint) -> None:
         """Everything but the weights: optimizer, schedule, position in the data, ledger, callbacks, randomness.
@@ -142,16 +146,21 @@ class ResumingMixin(ContinuingMixin):
                 "be continued from it. Start a new run from its weights: load them into the model and call train()"
             )
         assert self.optimizer is not None
-        self._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
-        self._find_best(checkpoint)
+        self._adopt_state(_saved_state(checkpoint))
+        with _reading(checkpoint, "best"):
+            self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
         checkpoint.load_optimizer(self.optimizer, self.model)
-        self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
-        self._run.executor.load_state_dict(checkpoint.shared("executor"))
-        self._run.loop.load_state_dict(self._loop_state(checkpoint))
+        with _reading(checkpoint, "schedule"):
+            self._run.schedule.load_state_dict(checkpoint.shared("schedule"))
+        with _reading(checkpoint, "executor"):
+            self._run.executor.load_state_dict(checkpoint.shared("executor"))
+        with _reading(checkpoint, "loop"):
+            self._run.loop.load_state_dict(self._loop_state(checkpoint))
         self._run.unfinished = checkpoint.shared("unfinished") if checkpoint.has("unfinished") else {}
         self._restore_callbacks()
-        self._restore_rank(checkpoint)
+        with _reading(checkpoint, "rank-*"):
+            self._restore_rank(checkpoint)
         self._newest_checkpoint, self._rollbacks = checkpoint.folder, 0
         logger.info("continuing from %s at step %d", checkpoint.folder, checkpoint.step)
 
@@ -245,10 +254,42 @@ class ResumingMixin(ContinuingMixin):
             )
 
 
+@contextlib.contextmanager
+def _reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    """A part is handed to whom it belongs; where it holds something else than a run saves there, its file is named."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, WindlassError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{checkpoint.folder / part}.json does not hold what a run saves there ({what})"
+        ) from error
+
+
+def _saved_state(checkpoint: Checkpoint) -> TrainerState:
+    with _reading(checkpoint, "trainer_state"):
+        state = TrainerState.from_dict(checkpoint.shared("trainer_state"))
+        if state.global_step != checkpoint.step:
+            raise ValueError(f"it is of step {state.global_step}")
+    return state
+
+
 def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
-    """What the updates of a checkpoint's run were made of; None where it does not say."""
+    """What the updates of a checkpoint's run were made of; None where it does not say.
+
+    Raises:
+        CheckpointError: it says something else.
+    """
     saved = checkpoint.meta.get("update_size")
-    return None if saved is None else UpdateSize(**saved)
+    if saved is None:
+        return None
+    with _reading(checkpoint, "manifest"):
+        size = UpdateSize(**saved)
+        if any(type(n) is not int or n < 1 for n in (size.micro, size.accumulation, size.world, size.asked)):
+            raise ValueError(f"an update is made of {saved}")
+    return size
 
 
 def merged_ledger(ledgers: list[State], mine: bool) -> State:
