@@ -119,6 +119,19 @@ def test_a_rank_without_targets_does_not_decide() -> None:
     assert seen[0].tolist() == [0.0, 0.0]
 
 
+def test_an_experiment_that_is_broken_off_leaves_no_trace() -> None:
+    model = nn.BatchNorm1d(2)
+
+    def broken_off(batch: Any, denominator: float | None) -> Tensor:
+        model(batch)
+        raise KeyboardInterrupt
+
+    probe = Probe(model, torch.device("cpu"), alone)
+    with pytest.raises(KeyboardInterrupt):
+        probe.divides(torch.ones(3, 2), broken_off, 3.0)
+    assert int(model.num_batches_tracked) == 0  # type: ignore[arg-type]
+
+
 def test_an_experiment_leaves_no_trace() -> None:
     model = Model().train()
     probe = Probe(model, CPU, alone)

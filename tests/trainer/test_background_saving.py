@@ -126,6 +126,18 @@ def test_the_clock_replaces_no_checkpoint_that_a_run_was_resumed_from(folder: Pa
     assert [(info.step, info.meta["ephemeral"]) for info in Store(folder).list()] == [(4, False), (8, False)]
 
 
+def test_what_a_script_saves_by_itself_is_not_the_clocks(folder: Path) -> None:
+    class Saving(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                trainer._save_checkpoint(trainer.model)
+
+    trainer = trainer_of(folder, Saving(), save_steps=12, max_steps=12, save_every=1e-9)
+    trainer.train()
+    assert trainer.notes[0][0] < 4, "the clock came first"
+    assert {4, 12} <= {info.step for info in Store(folder).list() if not info.meta["ephemeral"]}
+
+
 def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer_of(folder, save_every="now and then", save_host_memory="much")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.dist.launch import ROOT, launch
 from tests.trainer.preemption_cases import CODE, EVALUATED, At, Reading, newest, send, while_saving
-from tests.trainer.resume_cases import Case, build, in_a_child, run, same_run
+from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 
 from windlass.core.errors import ConfigError, Preempted
 from windlass.core.events import TrainerCallback
@@ -81,6 +81,34 @@ def test_told_while_a_checkpoint_is_written(folder: Path) -> None:
 
 def saving_code(place: Path) -> int:
     return CODE if newest(place) >= 3 else 1
+
+
+class Counting(TrainerCallback):
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        self.heard += 1
+
+    on_evaluate = on_prediction_step
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"heard": self.heard}}
+
+
+def test_an_evaluation_that_was_left_leaves_nothing_behind(folder: Path) -> None:
+    """Told in the second of two sets, when much was logged and counted that is logged and counted again."""
+
+    def trained(place: Path, second: Any, resume: bool = False) -> Any:
+        trainer = build(place, EVALUATED, Counting())
+        trainer.eval_dataset = {"first": Samples(), "second": second}
+        trainer.train(resume_from_checkpoint=resume)
+        counted = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Counting)).heard
+        return [[*sorted(row.keys()), row["step"]] for row in trainer.state.log_history], counted
+
+    assert in_a_child(lambda: trained(folder / "told", Reading(30, send()))) == CODE
+    assert newest(folder / "told") == 2
+    assert trained(folder / "told", Samples(), resume=True) == trained(folder / "whole", Samples())
 
 
 def test_a_run_that_saves_nothing_is_saved_when_it_is_told(folder: Path) -> None:

@@ -85,9 +85,11 @@ class Probe:
     def _value(self, loss: Loss, batch: Any, denominator: float | None) -> float:
         buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
         with preserved_rng(self._device), torch.no_grad():
-            value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
-            for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
-                buffer.copy_(saved)
+            try:
+                value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
+            finally:  # a run that is told to leave right here saves what it has
+                for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
+                    buffer.copy_(saved)
         return float(value.sum if isinstance(value, LossTerms) else value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -357,6 +358,7 @@ class TrainingRun:
         self._saved_step = self._no_clock_before = trainer.state.global_step
         self.loop.check_finite()
         trainer._save_checkpoint(trainer.model)
+        trainer._saves_ephemeral = False  # what a script saves by itself is not the clock's
         trainer._interrupted = trainer.control.should_save = False
 
     def log_progress(self) -> None:
@@ -404,11 +406,23 @@ class TrainingRun:
         sharded = self.executor.strategy.sharded
         return attentive(batches, self._trainer._gang, self._signals, heard, in_step=sharded)
 
+    def _states_of_callbacks(self) -> State:
+        """As they are now; none where they cannot be copied, and so not be saved either, which a save will say."""
+        try:
+            return copy.deepcopy(self._trainer.callback_handler.state_dict())
+        except Exception as error:
+            logger.debug("states of callbacks cannot be copied: %r", error)
+            return {}
+
     def _evaluate(self) -> None:
         trainer = self._trainer
+        logged, states = len(trainer.state.log_history), self._states_of_callbacks()
         try:
             metrics = trainer._evaluate_for_run()
         except EvaluationAbandoned:
+            # It is made again from its start, and what it told so far is told again.
+            del trainer.state.log_history[logged:]
+            trainer.callback_handler.load_state_dict(states)
             self.unfinished = {"save": trainer.control.should_save}
             return
         save = self._plan.save
