@@ -175,6 +175,9 @@ def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: 
     best = tmp_path / "checkpoint-2"
     best.rename(tmp_path / "replaced-checkpoint-2")
     assert Store(tmp_path).verify(best).step == 2
+    best.mkdir()  # another program's, without a manifest
+    assert Store(tmp_path).verify(best).path == tmp_path / "replaced-checkpoint-2"
+    best.rmdir()
     save(tmp_path, 3, protected=[best])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert newest(tmp_path) == 3

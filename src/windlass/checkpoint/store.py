@@ -166,7 +166,7 @@ class Store:
         path = Path(path)
         try:
             interim = path.with_name("replaced-" + path.name)
-            if not path.exists() and interim.is_dir():
+            if not (path / MANIFEST_NAME).exists() and (interim / MANIFEST_NAME).is_file():
                 path = interim  # the process ended between the two renames of a replacement; the next save mends it
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
