@@ -22,6 +22,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME
+from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split, with_aliases
 from windlass.checkpoint.stored import (
     Folder,
@@ -77,17 +78,10 @@ def export_file(
     if target.exists() and not options.force:
         raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
     files.ensure_folder(target.parent)
-    new = target.with_name(f"tmp-{target.name}")
-    new.unlink(missing_ok=True)  # left by an export that was cut off
-    try:
-        with _open(source, options) as tensors:
-            shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
-            metadata = with_aliases({"format": "pt"}, tensors.aliases)
-            entry = stream_tensors(new, shaped, _reader(tensors, shaped), metadata, files=files)
-        files.rename(new, target)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    with replacing(target, files) as new, _open(source, options) as tensors:
+        shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
+        metadata = with_aliases({"format": "pt"}, tensors.aliases)
+        entry = stream_tensors(new, shaped, _reader(tensors, shaped), metadata, files=files)
     files.sync_folder(target.parent)
     return entry
 

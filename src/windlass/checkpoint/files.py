@@ -1,7 +1,7 @@
 """Every file operation of checkpointing, in one small object.
 
 Tests replace it to fail, to write short or to end the process at the n-th operation; nothing else in this
-package touches the disk.
+package changes the disk, but for the marks by which `nodes` finds out who shares one.
 """
 
 from __future__ import annotations

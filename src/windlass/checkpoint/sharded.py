@@ -260,8 +260,9 @@ def merge_parts(source: Path, target: Path, stem: str = "model") -> FileEntry:
     with open_parts(source, stem) as parts:
         state = {name: parts.read(name) for name in parts.names}
         state |= {name: state[kept] for name, kept in parts.aliases.items()}
-    target.mkdir(parents=True, exist_ok=True)
-    return save_weights(target, state)
+    files = Files()
+    files.ensure_folder(target)
+    return save_weights(target, state, files=files)
 
 
 def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Files | None = None) -> None:
