@@ -138,6 +138,18 @@ def test_what_a_script_saves_by_itself_is_not_the_clocks(folder: Path) -> None:
     assert {4, 12} <= {info.step for info in Store(folder).list() if not info.meta["ephemeral"]}
 
 
+def test_a_save_after_the_last_update_stands_when_its_caller_goes_on(folder: Path) -> None:
+    class Saving(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer._save_checkpoint(trainer.model)
+
+    trainer = trainer_of(folder, Saving(), max_steps=3, save_strategy="no")
+    trainer.train()
+    assert trainer.notes == [(3, 3, "checkpoint-3")]
+    trainer._save_checkpoint(trainer.model)
+    assert trainer.notes == [(3, 3, "checkpoint-3")] * 2
+
+
 def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer_of(folder, save_every="now and then", save_host_memory="much")

@@ -170,6 +170,8 @@ class SavingMixin(TrainerBase):
             protected=self._best_checkpoints(store),
             ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
         )
+        if not self.is_in_train:
+            self._finish_saving()  # nobody would, and the process may end
 
     def _agreed_content(self, step: int) -> Content | None:
         """All that this rank has for a checkpoint; None where a disk on the way there was full. Collective.

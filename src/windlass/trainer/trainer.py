@@ -458,6 +458,7 @@ class Trainer(TrainerParts):
         if plan.save.load_best_at_end:
             self._load_best_model()
         self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
+        self._finish_saving()  # of a callback that saved there
         self._upload_files()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
