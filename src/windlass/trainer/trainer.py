@@ -289,7 +289,7 @@ class Trainer(TrainerParts):
                 checkpoint = self._resume_point(resume)
                 plan = self._prepare_run(checkpoint)
                 with stopping_on_interrupt(self._stop_and_save), self._telling_where():
-                    self._run_training(plan)
+                    self._run_training()
                 output = self._finish_training(plan, started)
                 self._leave_after_the_end()
             return output
@@ -403,7 +403,7 @@ class Trainer(TrainerParts):
             return
         find_metric(self._rehearse_evaluation(metric), metric)
 
-    def _run_training(self, plan: RunPlan) -> None:
+    def _run_training(self) -> None:
         self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:
             # No update led to it, so a schedule that follows the metric has nothing to learn from it.
