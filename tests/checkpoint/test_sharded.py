@@ -80,6 +80,7 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
         (lambda index: index.update(version=2), "of version 2"),
         (lambda index: index.pop("aliases"), "malformed"),
         (lambda index: index["aliases"].update(other="gone"), "ties names to tensors that it does not have: other"),
+        (lambda index: index["aliases"].update(other=[1]), "ties names to tensors that it does not have: other"),
         (lambda index: weight(index).update(parts=[[0, 0, 3]]), "leave rows out"),
         (lambda index: weight(index).update(parts=[[0, 0, 3], [1, 2, 3]]), "overlap or leave rows out"),
         (lambda index: weight(index).update(parts=[[0, 0, 3], [2, 3, 2]]), "outside its range"),

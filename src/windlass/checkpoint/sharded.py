@@ -189,7 +189,11 @@ class Parts:
             self.aliases: dict[str, str] = dict(index["aliases"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is malformed: {error}") from None
-        astray = [name for name, kept in self.aliases.items() if kept not in self._tensors]
+        astray = [
+            name
+            for name, kept in self.aliases.items()
+            if not isinstance(kept, str) or kept not in self._tensors
+        ]
         if astray:
             raise CheckpointError(f"{path} ties names to tensors that it does not have: {shorten(astray)}")
 
