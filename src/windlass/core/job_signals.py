@@ -5,14 +5,19 @@ run's. While a run takes such a signal, its workers leave it to the run.
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
 _taken: set[int] = set()
+_running: Any = None
 
 
 @contextlib.contextmanager
@@ -32,11 +37,18 @@ def taking(number: int, handle: Callable[[int], None]) -> Iterator[None]:
 
     signal.signal(number, answer)
     _taken.add(number)
+    _tell_workers()
     try:
         yield
     finally:
         _taken.discard(number)
+        _tell_workers()
         signal.signal(number, before)
+
+
+def _tell_workers() -> None:
+    if _running is not None:
+        _running.value = bool(_taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +58,30 @@ class WorkerStart:
     Attributes:
         own: what the script wants to be called there.
         left: signals that workers leave to the run.
+        running: shared with this process: whether a run takes them. Afterwards they end a worker, as whoever sends
+            them to it then wants.
     """
 
     own: Callable[[int], Any] | None
     left: tuple[int, ...]
+    running: Any
 
     @classmethod
     def now(cls, own: Callable[[int], Any] | None) -> WorkerStart:
         """For workers that are started while a run takes the signals that it takes now."""
-        return cls(own, tuple(sorted(_taken)))
+        global _running
+        if _running is None:
+            _running = RawValue("b", 0)
+        _tell_workers()
+        return cls(own, tuple(sorted(_taken)), _running)
 
     def __call__(self, worker: int) -> None:
         for number in self.left:
-            # No SIG_IGN: programs that a worker starts would inherit that.
-            signal.signal(number, _leave_once if number == signal.SIGTERM else _leave)
+            signal.signal(number, self._leave)  # no SIG_IGN: programs that a worker starts would inherit that
         if self.own is not None:
             self.own(worker)
 
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """The run acts on it."""
-
-
-def _leave_once(number: int, frame: FrameType | None) -> None:
-    """The run acts on it; who sends it again means this process."""
-    signal.signal(number, signal.SIG_DFL)
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        if not self.running.value:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
