@@ -190,3 +190,17 @@ def test_a_size_of_updates_that_is_none_is_refused(size: Any, saved: Path, tmp_p
     reseal(tmp_path / "run" / "checkpoint-2", lambda body: body["meta"].update(update_size=size))
     with pytest.raises(CheckpointError, match=r"manifest\.json does not hold"):
         trainer_in(tmp_path / "run", max_steps=3).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("best_metric", [1]), ("stateful_callbacks", 1.5), ("total_flos", {}), ("log_history", [1]), ("global_step", 1)],
+)  # fmt: skip
+def test_a_state_of_other_types_is_refused(name: str, value: Any, saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    path = folder / "checkpoint-2" / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    reseal(path.parent)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        trainer_in(folder, max_steps=3).train(resume_from_checkpoint=True)

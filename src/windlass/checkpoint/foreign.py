@@ -187,6 +187,15 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
 def _read_state(path: Path, files: Files) -> dict[str, Any]:
     # transformers writes the NaN of a loss as Python's JSON does.
     state = strict_json.parse(files.read(path, MAX_JSON_BYTES), str(path), allow_nan=True)
+    return checked_state(path, state)
+
+
+def checked_state(path: Path, state: Any) -> dict[str, Any]:
+    """What `trainer_state.json` holds, by the names that both Trainers use.
+
+    Raises:
+        CheckpointError: a name stands for something of another type; `path` is named.
+    """
     if not isinstance(state, dict) or "global_step" not in state:
         raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")
     for name, kinds in _STATE_TYPES.items():

@@ -15,7 +15,7 @@ from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.folders import load_folder
-from windlass.checkpoint.foreign import ForeignCheckpoint, is_foreign
+from windlass.checkpoint.foreign import ForeignCheckpoint, checked_state, is_foreign
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.opening import store_of_checkpoint
@@ -269,8 +269,9 @@ def _reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
 
 
 def _saved_state(checkpoint: Checkpoint) -> TrainerState:
+    saved = checked_state(checkpoint.folder / "trainer_state.json", checkpoint.shared("trainer_state"))
     with _reading(checkpoint, "trainer_state"):
-        state = TrainerState.from_dict(checkpoint.shared("trainer_state"))
+        state = TrainerState.from_dict(saved)
         if state.global_step != checkpoint.step:
             raise ValueError(f"it is of step {state.global_step}")
     return state
