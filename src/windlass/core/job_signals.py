@@ -5,14 +5,11 @@ run's. While a run takes such a signal, its workers leave it to the run.
 from __future__ import annotations
 
 import contextlib
-import functools
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
-from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
