@@ -111,6 +111,13 @@ def test_an_evaluation_that_was_left_leaves_nothing_behind(folder: Path) -> None
     assert trained(folder / "told", Samples(), resume=True) == trained(folder / "whole", Samples())
 
 
+def test_an_evaluation_that_was_left_is_not_made_up_without_data(folder: Path) -> None:
+    assert told(folder, EVALUATED, evaluation=Reading(30, send())) == CODE
+    trainer = build(folder, EVALUATED, eval_strategy="no")
+    trainer.eval_dataset = None
+    assert trainer.train(resume_from_checkpoint=True).global_step == 10
+
+
 def test_a_run_that_saves_nothing_is_saved_when_it_is_told(folder: Path) -> None:
     """After its last update, too, where no data comes any more with which ranks could hear of it."""
     unsaved = Case({**EVALUATED.arguments, "save_strategy": "no"})

@@ -30,5 +30,12 @@ class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, LeavingMixin, 
         return metrics
 
     @property
+    def _has_evaluation_data(self) -> bool:
+        """An evaluation set, or methods of the script's own that may have one."""
+        return self.eval_dataset is not None or not self._overridden.isdisjoint(
+            ("get_eval_dataloader", "evaluate")
+        )
+
+    @property
     def _follows_metric(self) -> bool:
         return bool(getattr(self._run.schedule, "follows_metric", False))

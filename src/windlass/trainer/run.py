@@ -381,10 +381,17 @@ class TrainingRun:
     def make_up(self) -> None:
         """Do what the run left undone at the step it was resumed from."""
         unfinished, self.unfinished = self.unfinished, {}
-        if unfinished:
-            control = self._trainer.control
-            control.should_evaluate, control.should_save = True, unfinished["save"]
-            self.due()
+        if not unfinished:
+            return
+        evaluates = self._trainer._has_evaluation_data
+        if not evaluates:
+            get_job_logger(__name__).warning(
+                "the evaluation that the run left at step %d is not made up: there is no evaluation data now",
+                self._trainer.state.global_step,
+            )
+        control = self._trainer.control
+        control.should_evaluate, control.should_save = evaluates, unfinished["save"]
+        self.due()
 
     def leave_here(self) -> None:
         """The run was told to leave while it waited for data, or after its last update: what was done so far is what is

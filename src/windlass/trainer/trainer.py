@@ -347,12 +347,11 @@ class Trainer(TrainerParts):
         resumed: Progress | None = None,
         saved_size: UpdateSize | None = None,
     ) -> Facts:
-        own_eval = "get_eval_dataloader" in self._overridden or "evaluate" in self._overridden
         return Facts(
             self._world,
             groups_per_epoch,
             has_training_data=True,
-            has_evaluation_data=self.eval_dataset is not None or own_eval,
+            has_evaluation_data=self._has_evaluation_data,
             overridden=self._overridden,
             resumed=resumed,
             saved_size=saved_size,
