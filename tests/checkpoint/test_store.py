@@ -134,6 +134,11 @@ def test_resume_says_what_it_skipped_and_why(two: Path, monkeypatch: pytest.Monk
     assert "checkpoint-10/model.safetensors is damaged" in said[0]
 
 
+def test_a_path_of_a_run_says_which_checkpoints_it_holds(two: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none itself: name one of them, such as .*checkpoint-10$"):
+        Store(two.parent).resume_point(str(two))
+
+
 def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"Can't find a valid checkpoint at .*checkpoint-5: there is no such folder"

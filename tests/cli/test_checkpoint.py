@@ -189,6 +189,19 @@ def test_errors_are_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
+def test_one_checkpoint_is_not_pruned(run: Run, say: Say) -> None:
+    code, out, err = say("prune", run.root / "checkpoint-1", "--keep-last", "1")
+    assert (code, out) == (2, "")
+    assert f"checkpoint-1 is one checkpoint: name the folder it lies in, {run.root}" in err
+
+
+def test_the_last_is_that_of_the_run_also_where_one_is_named(run: Run, say: Say) -> None:
+    _, out, _ = say("ls", "--json", run.root / "checkpoint-1")
+    assert [row["marks"] for row in json.loads(out)] == [[]]
+    _, out, _ = say("ls", "--json", run.root / "checkpoint-4")
+    assert [row["marks"] for row in json.loads(out)] == [["last"]]
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "few"])
 def test_a_number_to_keep_says_what_it_may_be(
     number: str, run: Run, capsys: pytest.CaptureFixture[str]

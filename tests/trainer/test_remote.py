@@ -92,8 +92,9 @@ def test_save_that_does_not_arrive_costs_that_save(
     ],
 )
 def test_what_cannot_be_opened_is_refused_first(address: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
         train(address)
+    assert str(refused.value).count("output_dir") == 1
 
 
 def test_what_cannot_be_written_is_refused_before_training(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,8 @@ def _open(url: str) -> tuple[Any, str]:
         package = known["class"].split(".")[0] if known else scheme
         fix = f"{scheme}:// needs the package {package}. Install it with: pip install {package}"
         raise ConfigError(Problem("output_dir", url, fix)) from error
+    except ConfigError:
+        raise
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(Problem("output_dir", url, f"it can't be opened: {error}")) from error
     if hasattr(system, "auto_mkdir"):

@@ -170,6 +170,10 @@ class Store:
                 path = interim  # the process ended between the two renames of a replacement; the next save mends it
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
+            if not (path / MANIFEST_NAME).exists() and (held := Store(path).folders()):
+                raise CheckpointError(
+                    f"it holds checkpoints and is none itself: name one of them, such as {held[-1]}"
+                )
             info = self._read(path)
             return check_content(info, self.files)
         except CheckpointError as error:
@@ -219,7 +223,9 @@ class Store:
         if info is None:
             raise CheckpointError(f"No valid checkpoint found in output directory ({self.root}){reasons}")
         if skipped:
-            _logger.warning("Resuming from %s; newer folders were skipped:%s", info.path, reasons)
+            _logger.warning(
+                "Resuming from %s; folders that are newer, or may be, were skipped:%s", info.path, reasons
+            )
         return info
 
     # --- writing

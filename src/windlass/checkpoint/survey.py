@@ -96,11 +96,11 @@ def _tree(info: CheckpointInfo, name: str) -> Mapping[str, Any]:
 def marks_of(info: CheckpointInfo, whole: list[CheckpointInfo], notes: RunNotes) -> list[str]:
     """What a checkpoint is to its run: "last", "best", "ephemeral"."""
     marks = []
-    if whole and info.path == whole[-1].path:
+    if whole and info.path.name == whole[-1].path.name:
         marks.append("last")
     count = notes.keep_best or (1 if notes.best is None else 0)
-    rated = [one.path for one in best_of(whole, count, notes.greater_is_better)]
-    if info.path.name == notes.best or info.path in rated:
+    rated = [one.path.name for one in best_of(whole, count, notes.greater_is_better)]
+    if info.path.name == notes.best or info.path.name in rated:
         marks.append("best")
     if info.meta.get("ephemeral"):
         marks.append("ephemeral")

@@ -21,7 +21,8 @@ HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
 def list_command(folder: str, as_json: bool) -> int:
     """Print the checkpoints in a run's folder, or the one that is named; returns the exit code."""
     found = checkpoints_in(folder)
-    whole = [one.info for one in found if one.info is not None and one.problem is None]
+    of_run = survey(Store(found[0].path.resolve().parent)) if is_one_checkpoint(local_path(folder)) else found
+    whole = [one.info for one in of_run if one.info is not None and one.problem is None]
     notes = notes_of(whole)
     rows = [_row(one, whole, notes) for one in found]
     if as_json:
@@ -57,7 +58,7 @@ def checkpoints_in(folder: str) -> list[Found]:
         CheckpointError: there is none.
     """
     path = local_path(folder)
-    if is_checkpoint(path) or _is_named_as_one(path):
+    if is_one_checkpoint(path):
         return [look_at(path)]
     found = survey(Store(path))
     if not found:
@@ -79,9 +80,10 @@ def local_path(word: str) -> Path:
     return path
 
 
-def _is_named_as_one(path: Path) -> bool:
-    """A checkpoint by its name, without a manifest that says so: it has lost it."""
-    return path.resolve() in {found.resolve() for found in Store(path.resolve().parent).folders()}
+def is_one_checkpoint(path: Path) -> bool:
+    """Also by its name alone, without a manifest that says so: it has lost it."""
+    named_so = {found.resolve() for found in Store(path.resolve().parent).folders()}
+    return is_checkpoint(path) or path.resolve() in named_so
 
 
 def _reason(error: CheckpointError, path: Path) -> str:

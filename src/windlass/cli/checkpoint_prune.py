@@ -5,7 +5,7 @@ from __future__ import annotations
 from windlass.checkpoint.retention import Retention, metric_of, surplus
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.survey import notes_of
-from windlass.cli.checkpoint_listing import local_path
+from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import CheckpointError
 
@@ -23,6 +23,10 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
     if keep_last is None and keep_best is None:
         raise CheckpointError("say what to keep: --keep-last N, --keep-best N or both")
     store = Store(local_path(folder))
+    if is_one_checkpoint(store.root):
+        raise CheckpointError(
+            f"{store.root} is one checkpoint: name the folder it lies in, {store.root.parent}"
+        )
     whole = store.whole()
     if not whole:
         raise CheckpointError(f"{store.root} holds no whole checkpoints")
