@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.data.cases import as_list
 
 from windlass.core.errors import DataError
+from windlass.data import columns
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
 
 
@@ -37,6 +39,13 @@ def test_names_of_forward_and_of_labels(model: Any) -> None:
 def test_a_forward_that_takes_anything_keeps_all() -> None:
     assert signature_columns(TakesAll(), ["labels"]) == []
     assert ColumnCollator(as_list, [])([{"x": 1}]) == [{"x": 1}]
+
+
+def test_one_worker_says_it_for_all(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for worker in range(2):
+        monkeypatch.setattr(columns, "get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        assert ColumnCollator(as_list, COLUMNS)([{"input_ids": 1, "id": 3}]) == [{"input_ids": 1}]
+    assert said.text.count("left out: id") == 1
 
 
 def test_the_collator_leaves_columns_out_and_says_so_once(said: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator
@@ -85,7 +87,8 @@ def _unused(present: Iterable[str], columns: list[str], what: str) -> list[str]:
             "Rename the columns, tokenize the texts first, or set remove_unused_columns=False and let the "
             "collator make the inputs."
         )
-    if unused:
+    worker = get_worker_info()
+    if unused and (worker is None or worker.id == 0):
         logger.info(
             f"columns of the {what} set that the model's forward does not take, left out: "
             f"{', '.join(map(str, unused))} (keep them with remove_unused_columns=False)"
