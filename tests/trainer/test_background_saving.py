@@ -101,9 +101,11 @@ def test_an_error_of_the_run_does_not_cost_what_is_being_saved(folder: Path) -> 
             if state.global_step == 2:
                 raise RuntimeError("of the script")
 
+    trainer = trainer_of(folder, Failing())
     with pytest.raises(RuntimeError, match="of the script"):
-        trainer_of(folder, Failing()).train()
+        trainer.train()
     assert saved_weights(folder, 2).shape == (3, 4)
+    assert trainer._run.saver._memory.nbytes == 0, "nor does it keep the memory of copies"
 
 
 def test_the_clock_asks_for_checkpoints_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,7 @@ class SavingMixin(TrainerBase):
         if self._run is not None:
             with contextlib.suppress(Exception):
                 self._run.saver.leave()
+            self._run.saver.release()  # whoever handles the error may keep the Trainer
 
     def _may_save_in_background(self) -> bool:
         """Whether no code of the script's own has a part in saving that needs the run as it was at that moment."""
