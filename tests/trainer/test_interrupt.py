@@ -162,8 +162,11 @@ from tests.trainer.small import Net, arguments, rows, weights_hash
 from windlass import Trainer, TrainerCallback
 
 class Presses(TrainerCallback):
+    def __init__(self, *ranks):
+        self.ranks = ranks
+
     def on_step_end(self, args, state, control, **kwargs):
-        if args.process_index == 1 and state.global_step == 3:
+        if args.process_index in self.ranks and state.global_step == 3:
             signal.raise_signal(signal.SIGINT)
 
 folder = Path(sys.argv[1])
@@ -174,12 +177,13 @@ def trainer(name, *callbacks):
 
 whole = trainer("whole")
 whole.train()
-stopped = trainer("cut", Presses())
+stopped = trainer("cut", Presses(1))
 step = stopped.train().global_step
 resumed = trainer("cut")
 resumed.train(resume_from_checkpoint=True)
 same = weights_hash(resumed.model) == weights_hash(whole.model)
 (folder / f"rank-{stopped.args.process_index}").write_text(f"{step} {same}")
+trainer("both", Presses(0, 1)).train()
 whole.end()
 """
 
@@ -194,6 +198,7 @@ def test_ranks_agree_on_the_last_update(tmp_path: Path, root: Path) -> None:
         capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("interrupted: finishing") == 1, "one speaks where a terminal tells all of them"
     said = {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)}
     (step, same) = said.pop().split()
     assert not said, "the ranks disagree"

@@ -430,7 +430,7 @@ class Trainer(TrainerParts):
                 callback.close()
 
     def _stop_and_save(self) -> None:
-        logger.warning(
+        get_job_logger(__name__).warning(
             "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) goes on from there. "
             "Press Ctrl-C again to stop at once"
         )
