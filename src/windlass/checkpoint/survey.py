@@ -10,12 +10,15 @@ from typing import Any
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.foreign import is_foreign
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_sizes, read_manifest
 from windlass.checkpoint.retention import best_of
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.errors import CheckpointError
+
+FOREIGN = "transformers' Trainer wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def look_at(path: Path) -> Found:
         info = read_manifest(path, Files())
         check_sizes(info)
     except (CheckpointError, OSError) as error:
-        return Found(path, info, str(error), saved_at)
+        return Found(path, info, FOREIGN if is_foreign(path) else str(error), saved_at)
     return Found(path, info, None, saved_at)
 
 

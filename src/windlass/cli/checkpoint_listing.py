@@ -10,7 +10,7 @@ from typing import Any
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.retention import metric_of
 from windlass.checkpoint.store import Store, is_checkpoint
-from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
+from windlass.checkpoint.survey import FOREIGN, Found, RunNotes, look_at, marks_of, notes_of, survey
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
@@ -42,7 +42,7 @@ def verify_command(folder: str) -> int:
         try:
             info = Store(one.path.parent).verify(one.path)
         except CheckpointError as error:
-            print(f"{one.path}: {_reason(error, one.path)}")
+            print(f"{one.path}: {FOREIGN if one.problem == FOREIGN else _reason(error, one.path)}")
             failed += 1
         else:
             print(
