@@ -91,6 +91,26 @@ def test_last_best_and_ephemeral_ones_are_told_apart(
         assert not ephemeral or step == len(history) - 1 or step in protected
 
 
+@given(
+    history=st.lists(st.booleans(), min_size=1, max_size=9), limit=st.integers(1, 4), best=st.integers(0, 8)
+)
+def test_ephemeral_ones_take_no_place_of_others(history: list[bool], limit: int, best: int) -> None:
+    whole = [
+        CheckpointInfo(Path(f"run/checkpoint-{step}"), step, 1, {}, {"ephemeral": ephemeral}, step)
+        for step, ephemeral in enumerate(history)
+    ]
+    gone = surplus(whole, Retention(limit=limit), [Path(f"run/checkpoint-{best}")])
+    kept = [info.step for info in whole if info not in gone]
+    permanent = [step for step, ephemeral in enumerate(history) if not ephemeral]
+    others = [step for step in permanent if step != best]
+    room = limit - (best in permanent)
+    # The newest of all stays, whatever it is and however little room there is.
+    wanted = (
+        set(others[-room:] if room > 0 else []) | {len(history) - 1} | ({best} & set(range(len(history))))
+    )
+    assert set(kept) == wanted
+
+
 def test_what_has_no_finite_metric_is_none_of_the_best() -> None:
     values = [None, float("nan"), "0.1", True, 0.5, 0.25]
     whole = [

@@ -16,7 +16,7 @@ class Retention:
     """What is kept. The newest checkpoint always is; nothing else goes where nothing is said.
 
     Attributes:
-        limit: this many in all, the protected ones among them.
+        limit: this many in all, the protected ones among them; ephemeral ones do not count.
         last: this many of the newest, whatever else is kept.
         best: this many of the best by the `metric` in their manifests, whatever else is kept; beside the newest one
             only where `last` is not said.
@@ -56,11 +56,11 @@ def surplus(
 
 
 def _fill(kept: set[Path], permanent: list[CheckpointInfo], limit: int) -> None:
-    """Add the newest, up to a number in all."""
-    for info in reversed(permanent):
-        if len(kept) >= limit:
-            return
-        kept.add(info.path)
+    """Add the newest, up to a number of these in all."""
+    room = limit - sum(info.path in kept for info in permanent)
+    others = [info.path for info in permanent if info.path not in kept]
+    if room > 0:
+        kept.update(others[-room:])
 
 
 def best_of(whole: list[CheckpointInfo], count: int, greater_is_better: bool) -> list[CheckpointInfo]:
