@@ -4,8 +4,8 @@ A model of 100 M parameters with AdamW is trained and saved by each library, one
 process of its own. The first save of a process is left out: host memory is new to it. "Stands still" is the time
 between the end of a step and the beginning of the next, where a save lies; "stands" is counted from the end of that
 step; "steps meanwhile" is how much longer steps take on average while a checkpoint is being written. On a slow disk
-(`--disk` MB/s, by waiting in each write) the processors are left to training, as on a machine that
-trains on an accelerator; there only Windlass is measured, for the others stand still that long.
+(`--disk` MB/s, by waiting in each write) only Windlass is measured, for the others stand still that long: with every
+core training, and with one left free, as on a machine that trains on an accelerator.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from windlass.checkpoint.files import Files
 
 HERE = Path(__file__).resolve().parent
 CONTENDERS = ("windlass", "transformers", "transformers, fsynced")
-SLOW = "windlass, slow disk"
+SLOW, FREE = "windlass, slow disk", "windlass, slow disk, one core free"
 
 
 def contend(name: str, options: argparse.Namespace, place: Path) -> dict[str, Any]:
     """The figures of one process of this contender."""
-    speed, every = (options.disk * 1e6, options.every * 4) if name == SLOW else (0.0, options.every)
+    slow = name in (SLOW, FREE)
+    speed, every = (options.disk * 1e6, options.every * 4) if slow else (0.0, options.every)
     command = [
-        sys.executable, str(HERE / "checkpoint_contenders.py"), name.removesuffix(", slow disk"), str(options.saves),
+        sys.executable, str(HERE / "checkpoint_contenders.py"), "windlass" if slow else name, str(options.saves),
         str(every), str(speed), str(options.width), str(options.layers), str(place / "run"),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    threads = max(1, options.threads - 1) if name == FREE else options.threads
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{done.stderr}\n{name} stopped with code {done.returncode}")
@@ -88,7 +90,7 @@ def render(figures: dict[str, Any], command: str) -> str:
     base = found["transformers"]["blocked"]
     rows = []
     for name, it in found.items():
-        share = "" if name == SLOW else f"{it['blocked'] / base:.1%}"
+        share = "" if name in (SLOW, FREE) else f"{it['blocked'] / base:.1%}"
         during = f"{it['during']:.2f}" if it["steps_during"] else ""
         rows.append(
             [name, f"{it['blocked']:.3f}", share, f"{it['committed']:.2f}", f"{it['step'] * 1e3:.0f}", during]
@@ -127,7 +129,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a page with a section `checkpoint` to rewrite")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CONTENDERS, SLOW)}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CONTENDERS, SLOW, FREE)}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         place = Path(name)
         for _ in range(options.rounds):

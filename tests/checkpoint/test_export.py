@@ -94,3 +94,11 @@ def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="is a folder; name a file"):
         export_file(here, tmp_path / "run-1", ExportOptions(force=True))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_optimizer_of_torch_save_is_named_as_what_is_not_exported(tmp_path: Path) -> None:
+    (tmp_path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt, which torch\.save wrote, is not exported"):
+        export_file(
+            open_folder(tmp_path), tmp_path / "moments.safetensors", ExportOptions(tensors="optimizer")
+        )

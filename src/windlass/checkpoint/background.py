@@ -79,7 +79,7 @@ class BackgroundSaver:
         # The thread notes a failure before it counts, so what has been counted is told with its failure.
         written, settled = self._written, self._settled
         failed = self._flight is not None and self._flight.error is not None
-        return Counters(float(written), float(settled), float(failed))
+        return Counters(written, settled, failed)
 
     def begin(
         self,

@@ -204,7 +204,10 @@ def open_optimizer(folder: Folder) -> Iterator[StoredTensors]:
         if index_name(OPTIMIZER) in folder:
             tensors.add(opened.enter_context(open_parts(folder.path, OPTIMIZER, folder.files)))
         if not tensors.names:
-            raise CheckpointError(f"{folder.path} holds no tensors of an optimizer")
+            other = (
+                "; optimizer.pt, which torch.save wrote, is not exported" if "optimizer.pt" in folder else ""
+            )
+            raise CheckpointError(f"{folder.path} holds no tensors of an optimizer{other}")
         yield tensors
 
 

@@ -18,7 +18,10 @@ from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.errors import CheckpointError
 
-FOREIGN = "transformers' Trainer wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
+FOREIGN = (
+    "transformers' Trainer wrote it, without hashes to verify it by; "
+    "train(resume_from_checkpoint=...) takes its path"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ def _retention(args: Any) -> Iterator[Problem]:
             yield Problem(name, getattr(args, name), fix)
     for name in ("eval_strategy", "save_strategy"):
         if args.keep_best is not None and getattr(args, name) == "no":
-            fix = f"keeps what evaluations find best, and nothing would come of it with {name}='no'"
+            fix = f"it keeps what evaluations find best: set {name} to 'steps' or 'epoch', or leave it out"
             yield Problem("keep_best", args.keep_best, fix)
 
 

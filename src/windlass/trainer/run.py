@@ -297,12 +297,9 @@ class TrainingRun:
         return float(self._trainer._gang.sum(broken)) == 0
 
     def _signals(self) -> Signals:
-        saver = self.saver
-        due = self._trainer._gang.rank == 0 and saver.is_due()
-        trainer = self._trainer
-        return Signals(
-            float(trainer._wants_stop), float(trainer._told_to_leave), float(due), *saver.counters()
-        )
+        trainer, saver = self._trainer, self.saver
+        due = trainer._gang.rank == 0 and saver.is_due()
+        return Signals(trainer._wants_stop, trainer._told_to_leave, due, *saver.counters())
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
         told = Signals(*signals)
@@ -315,11 +312,15 @@ class TrainingRun:
         trainer = self._trainer
         # One process need not wait for what it told itself with the data of this update.
         trainer._leaving = told.leave > 0 or (trainer._gang.size == 1 and trainer._told_to_leave)
-        self.saver.agreed(Counters(told.written, told.settled, told.failed))
+        if self.saver.busy:
+            self.saver.agreed(Counters(told.written, told.settled, told.failed))
         # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
         # of the clock does not replace.
-        asked_since = self._trainer.state.global_step - self._no_clock_before > 1
-        self._ephemeral_due = told.save_due > 0 and asked_since and not self.saver.busy
+        self._ephemeral_due = (
+            told.save_due > 0
+            and trainer.state.global_step - self._no_clock_before > 1
+            and not self.saver.busy
+        )
 
     def due(self) -> None:
         """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""
