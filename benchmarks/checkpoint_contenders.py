@@ -48,7 +48,7 @@ class Noise:
 
 
 class Appearance(threading.Thread):
-    """Notes when each checkpoint is first seen whole: when the last of its files appears."""
+    """Notes when each checkpoint is first seen whole: when the last of its files appears. It must stay for a while."""
 
     def __init__(self, folder: Path, last_file: str) -> None:
         super().__init__(daemon=True)
@@ -115,7 +115,7 @@ def measure(
     timer = timer_of(callback)
     steps = saves * every + every // 2
     args = arguments(
-        output_dir=str(folder), max_steps=steps, save_steps=every, save_total_limit=1, logging_steps=10**6,
+        output_dir=str(folder), max_steps=steps, save_steps=every, save_total_limit=3, logging_steps=10**6,
         per_device_train_batch_size=BATCH, report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
 
