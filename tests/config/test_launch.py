@@ -166,22 +166,19 @@ def test_modules_and_programs_are_found() -> None:
     assert resolved("--no_python", "true").no_python
 
 
+def two_machines_over(port: str) -> list[str]:
+    """Flags of the main one of two machines that meet at this port."""
+    machines = ["--num_machines", "2", "--num_processes", "2"]
+    return [*machines, "--main_process_ip", "h", "--main_process_port", port]
+
+
 def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"--main_process_port={port}: is in use" in complaints("--main_process_port", port, script)
-        two = [
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-            "--main_process_ip",
-            "h",
-            "--main_process_port",
-            port,
-        ]
+        two = two_machines_over(port)
         assert "is in use" in complaints(*two, script)
         second = resolved(*two, "--machine_rank", "1", script)
         assert (second.machine_rank, second.main_address) == (1, "h")
@@ -209,16 +206,7 @@ def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: li
 
 def test_starting_a_job_again_needs_a_queue_or_one_machine(script: str, tmp_path: Path) -> None:
     assert "--max_requeues=2: limits --requeue" in complaints("--max_requeues", "2", script)
-    two = [
-        "--num_machines",
-        "2",
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        "h",
-        "--main_process_port",
-        "29400",
-    ]
+    two = two_machines_over("29400")
     assert "--requeue=True: needs Slurm for several machines" in complaints(*two, "--requeue", script)
     assert resolved(*two, "--machine_rank", "1", "--requeue", script, SLURM_JOB_ID="4711").requeue
     file = tmp_path / "my.yaml"

@@ -124,16 +124,10 @@ class RunSaver:
             return None
 
     def _fits(self, needed: int) -> bool:
-        """Whether there is memory for copies of so many bytes. Collective: all of a machine share what is free."""
+        """Whether there is memory for copies of so many bytes. Collective."""
         room = self._plan.host_memory
-        told = self._gang.gather_objects([max(needed - self._memory.nbytes, 0), available_memory()])
         if room is None:
-            world = self._gang.world
-            first = world.rank - world.local_rank
-            here = told[first : first + world.local_size] or told
-            left = min((free for _, free in here if free is not None), default=None)
-            needed = sum(more for more, _ in here)
-            room = None if left is None else int(left * _SHARE)
+            needed, room = self._of_machine(max(needed - self._memory.nbytes, 0))
         if room is None or needed <= room:
             return True
         if not self._said_too_large:
@@ -143,3 +137,13 @@ class RunSaver:
                 "training waits while it is written", f"{needed:,}", f"{room:,}"
             )  # fmt: skip
         return False
+
+    def _of_machine(self, more: int) -> tuple[int, int | None]:
+        """The bytes that all ranks of this machine need beyond what they hold, and those they may take of what is free
+        there, where that is known. Collective.
+        """
+        told, world = self._gang.gather_objects([more, available_memory()]), self._gang.world
+        first = world.rank - world.local_rank
+        here = told[first : first + world.local_size] or told
+        left = min((free for _, free in here if free is not None), default=None)
+        return sum(needed for needed, _ in here), None if left is None else int(left * _SHARE)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+from tests.dist.launch import ROOT, end_all
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,32 @@ def _namespaces(undo: ExitStack) -> list[MachineHere]:
         ):  # fmt: skip
             _run("ip", "-n", name, *words.split())
     return machines
+
+
+def launch_on_both(*words: object) -> tuple[list[int], list[str]]:
+    """Exit codes of `windlass launch` on both machines and what they said: of machine 1 first, which has to wait for
+    the main machine.
+    """
+    port = free_port()
+    with two_machines() as machines:
+        jobs = [_launch(machines[rank], rank, machines[0].address, port, *words) for rank in (1, 0)]
+        try:
+            said = [job.communicate(timeout=200)[0] for job in jobs]
+        finally:
+            for job in jobs:
+                end_all(job)
+    return [job.returncode for job in jobs], said
+
+
+def _launch(machine: MachineHere, rank: int, main: str, port: int, *words: object) -> subprocess.Popen[str]:
+    command = [
+        *machine.prefix, sys.executable, "-m", "windlass", "launch", "--cpu", "--num_machines", "2",
+        "--num_processes", "2", "--machine_rank", rank, "--main_process_ip", main, "--main_process_port", port,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [str(word) for word in (*command, *words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.launching.machines import free_port, two_machines
-from tests.cli.launching.test_two_machines import start
-from tests.dist.launch import ROOT, end_all, run_to_its_end
+from tests.cli.launching.machines import launch_on_both
+from tests.dist.launch import ROOT, run_to_its_end
 
 from windlass.checkpoint.store import Store
 from windlass.cli.launching.requeue import Requeue
@@ -99,18 +98,8 @@ def test_a_job_whose_process_was_told_starts_again_by_itself(tmp_path: Path, unt
 
 @pytest.mark.dist
 def test_the_launchers_of_all_machines_end_with_75(tmp_path: Path) -> None:
-    port = free_port()
-    with two_machines() as machines:
-        jobs = [
-            start(machines[rank], rank, machines[0].address, port, SCRIPT, tmp_path, "launcher0")
-            for rank in (1, 0)
-        ]
-        try:
-            said = [job.communicate(timeout=200)[0] for job in jobs]
-        finally:
-            for job in jobs:
-                end_all(job)
-    assert [job.returncode for job in jobs] == [EXIT_PREEMPTED] * 2, "\n".join(said)
+    codes, said = launch_on_both(SCRIPT, tmp_path, "launcher0")
+    assert codes == [EXIT_PREEMPTED] * 2, "\n".join(said)
     for text in said:
         check_left(tmp_path, text)
     check_saved(tmp_path)
