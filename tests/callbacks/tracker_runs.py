@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from decimal import Decimal
 from typing import Any
 
 from tests.trainer.small import Net, arguments, rows
@@ -23,11 +24,16 @@ OWN = {1: {"own/loss": 0.1, "own_eval": 3.0}, 2: {"own/loss": 0.3}}
 
 
 class Unlucky(Trainer):
-    """Logs a metric that is not a number at step 3."""
+    """Logs NaN and values that are not numbers at step 3."""
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if self.state.global_step == 3:
-            logs["unlucky"] = math.nan
+            logs |= {
+                "unlucky": math.nan,
+                "exact": Decimal("0.5"),
+                "odd": 1j,
+                "mixed": {"a": [1, None], "b": b""},
+            }
         super().log(logs, start_time)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +18,6 @@ from windlass.metrics.evaluation import (
     ignored_keys,
     labels_of,
     mean_of,
-    python_number,
     split_outputs,
 )
 
@@ -109,11 +107,6 @@ def test_no_loss_no_metric() -> None:
     mean = MeanLoss()
     mean.add(None, 1.0, 3)
     assert mean_of([mean.totals(), MeanLoss().totals()]) == {}
-
-
-def test_python_numbers() -> None:
-    mixed = {"a": np.float64(1), "b": [torch.tensor([2])], "c": (np.arange(2),), 3: "text"}
-    assert python_number(mixed) == {"a": 1.0, "b": [2], "c": ([0, 1],), "3": "text"}
 
 
 def test_metrics_must_be_a_dict() -> None:

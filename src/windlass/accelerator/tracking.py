@@ -8,7 +8,7 @@ from typing import Any
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
 from windlass.core.errors import ConfigError, Problem
-from windlass.metrics.evaluation import python_number
+from windlass.core.metric_values import python_number
 
 Options = Mapping[str, Mapping[str, Any]]
 

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
+from windlass.core.metric_values import number_in
 
 logger = get_logger(__name__)
 
@@ -83,14 +84,14 @@ class EarlyStoppingCallback(TrainerCallback):
         name = args.metric_for_best_model
         if not name.startswith("eval_"):
             name = f"eval_{name}"
-        value = (metrics or {}).get(name)
-        if value is None:
+        if not metrics or name not in metrics:
             # With several named evaluation sets only one of them has the metric, so this is no error.
             logger.warning(
                 "EarlyStoppingCallback: this evaluation has no %s, so it does not count for early stopping.",
                 name,
             )
             return
+        value = number_in(metrics, name, "metric_for_best_model", args.metric_for_best_model)
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.metric_values import plain_metrics
 
 Row = dict[str, Any]
 
@@ -95,11 +96,11 @@ def row_of(event: str, state: TrainerState, metrics: Mapping[str, Any]) -> Row:
     """The row of one event: what depends on the clock or the machine lies under `timing`."""
     row: Row = {"event": event, "step": state.global_step, "epoch": state.epoch}
     timing: Row = {}
-    for name, value in metrics.items():
+    for name, value in plain_metrics(metrics).items():
         if name in ("step", "epoch"):  # log records carry them too
             continue
         target = timing if is_timing(name) else row
-        target[f"metric.{name}" if name in _RESERVED else name] = _plain(value)
+        target[f"metric.{name}" if name in _RESERVED else name] = _worded(value)
     return {**row, "timing": {**timing, "wall": time.time()}}
 
 
@@ -111,23 +112,13 @@ def _kind(logs: Mapping[str, Any]) -> str:
     return "evaluate" if any(runtimes) or any(name.startswith("eval_") for name in logs) else "log"
 
 
-def _plain(value: Any) -> Any:
-    """JSON's own types. Zero-dimensional arrays and tensors become numbers; what JSON cannot say becomes a
-    string.
-    """
-    if isinstance(value, bool | int | str | None):
-        return value
+def _worded(value: Any) -> Any:
+    """Plain data with words for the floats that JSON has none for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else _name_of(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:
-        return _plain(value.item())
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return str(value)
+    if isinstance(value, dict):
+        return {key: _worded(item) for key, item in value.items()}
+    return [_worded(item) for item in value] if isinstance(value, list) else value
 
 
 def _name_of(value: float) -> str:

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from windlass.core.metric_values import plain_metrics
 from windlass.core.plain_text import parse_json
 
 EVENTS = (
@@ -53,7 +54,9 @@ class TrainerState:
     PER_PROCESS: ClassVar[tuple[str, ...]] = ("is_local_process_zero", "is_world_process_zero")
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """A deep copy as plain data. Rows that a script added to `log_history` by itself may hold anything."""
+        values = dataclasses.asdict(dataclasses.replace(self, log_history=[]))
+        return {**values, "log_history": [plain_metrics(row) for row in self.log_history]}
 
     def save_to_json(self, json_path: str) -> None:
         """Write as JSON with sorted keys."""

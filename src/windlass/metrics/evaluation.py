@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.metric_values import plain_metrics
 from windlass.core.types import LossTerms
 from windlass.metrics.nested import nested_detach
 
@@ -186,7 +186,7 @@ def _unwrapped(parts: tuple[Any, ...]) -> Any:
 
 
 def checked_metrics(result: Any) -> dict[str, Any]:
-    """What `compute_metrics` returned, as plain Python numbers.
+    """What `compute_metrics` returned.
 
     Raises:
         ConfigError: it is no mapping.
@@ -194,29 +194,12 @@ def checked_metrics(result: Any) -> dict[str, Any]:
     if not isinstance(result, Mapping):
         fix = 'must return a dict of names and numbers, such as {"accuracy": 0.9}'
         raise ConfigError(Problem("compute_metrics", type(result).__name__, fix))
-    return {str(name): python_number(value) for name, value in result.items()}
-
-
-def python_number(value: Any) -> Any:
-    """Numpy scalars and one-element tensors as Python numbers, longer ones as lists; in mappings and sequences too."""
-    if isinstance(value, Mapping):
-        return {str(key): python_number(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return (
-            type(value)(map(python_number, value))
-            if type(value) in (list, tuple)
-            else [*map(python_number, value)]
-        )
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Tensor | np.ndarray):
-        return value.item() if math.prod(value.shape) == 1 else value.tolist()
-    return value
+    return dict(result)
 
 
 def named_metrics(prefix: str, loss: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """All metrics with `prefix_` before their names (once). A metric by the name of the loss gives way to it."""
-    named = {_prefixed(prefix, name): value for name, value in metrics.items()}
+    """All metrics as plain data, with `prefix_` before their names (once). The loss replaces a metric of its name."""
+    named = plain_metrics({_prefixed(prefix, str(name)): value for name, value in metrics.items()})
     exact = {_prefixed(prefix, name): value for name, value in loss.items()}
     for name in sorted(named.keys() & exact.keys()):
         logger.warning(

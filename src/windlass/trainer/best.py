@@ -8,6 +8,7 @@ from typing import Any
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.metric_values import number_in
 from windlass.trainer.resuming import ResumingMixin
 
 logger = get_logger(__name__)
@@ -62,10 +63,10 @@ def find_metric(metrics: Mapping[str, float], name: str) -> float:
     """The metric of this name; its `eval_` prefix is optional.
 
     Raises:
-        ConfigError: it is not among the metrics, which are listed.
+        ConfigError: it is not among the metrics, which are listed, or it is not a number.
     """
     key = name if name.startswith("eval_") else f"eval_{name}"
     if key not in metrics:
         fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
         raise ConfigError(Problem("metric_for_best_model", name, fix))
-    return float(metrics[key])
+    return number_in(metrics, key, "metric_for_best_model", name)

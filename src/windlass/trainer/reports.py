@@ -11,7 +11,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.metrics.evaluation import python_number
+from windlass.core.metric_values import plain_metrics
 from windlass.metrics.memory import memory_metrics, reset_device_peak
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.base import TrainerBase
@@ -32,8 +32,10 @@ class ReportsMixin(TrainerBase):
                 for it.
             start_time: when training began, in seconds; gives tokens per second.
         """
-        # The history goes into checkpoints and callbacks write it: JSON has none of numpy's numbers.
-        logs.update({name: python_number(value) for name, value in logs.items()})
+        # The history goes into checkpoints, and callbacks write it: both hold plain data alone.
+        plain = plain_metrics(logs)
+        logs.clear()
+        logs.update(plain)
         logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
@@ -63,7 +65,7 @@ class ReportsMixin(TrainerBase):
             return
         folder = self.output_folder
         folder.mkdir(parents=True, exist_ok=True)
-        metrics = python_number(metrics)
+        metrics = plain_metrics(metrics)
         _write_json(folder / f"{split}_results.json", metrics)
         if combined:
             path = folder / "all_results.json"

@@ -66,6 +66,8 @@ def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> No
     curves = READERS[name](tmp_path)
     wanted = expected(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     assert math.isnan(wanted["unlucky"][3])
+    assert (wanted["exact"], wanted.pop("odd")) == ({3: 0.5}, {3: "1j"})
+    assert wanted.pop("mixed") == {3: {"a": [1, None], "b": "b''"}}, "no curve, and no row is lost for it"
     if name in NO_NAN:
         assert "unlucky" not in curves
         del wanted["unlucky"]

@@ -65,7 +65,7 @@ class CometMLTracker(GeneralTracker):
         for name, value in numbers.items():
             self.writer.log_metric(name, value, step=step, **kwargs)
         for name, value in others.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not split_numbers(value)[1]:
                 self.writer.log_metrics(value, step=step, **kwargs)
             else:
                 self.writer.log_other(name, value, **kwargs)

@@ -78,7 +78,7 @@ class TensorBoardTracker(GeneralTracker):
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, global_step=step, **kwargs)
         for name, value in others.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not split_numbers(value)[1]:
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
             else:
                 self.writer.add_text(name, str(value), global_step=step, **kwargs)
