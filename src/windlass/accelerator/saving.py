@@ -26,6 +26,7 @@ from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.rng import rng_state
+from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
 from windlass.transforms.module_sizes import convert_file_size_to_int
 from windlass.transforms.strategy import Strategy
@@ -110,6 +111,7 @@ class Saving(Core):
         self._check_options(True, {**(load_kwargs or {}), **load_model_func_kwargs})
         checkpoint = self._open(input_dir)
         restoring.check_fits(checkpoint, self._prepared)
+        warn_of_other_threads(checkpoint.meta, self.device.type, checkpoint.folder)
         models = [strategy.model for strategy in self._prepared.strategies]
         for hook in self._load_hooks.values():
             hook(models, str(checkpoint.folder))
@@ -197,7 +199,7 @@ class Saving(Core):
             per_rank = self._rank_state()
         needed = sum(map(weights_bytes, [*weights, *parts.values()])) + codec.state_bytes(shared) + _MARGIN
         needed += codec.state_bytes(per_rank) * self._gang.size
-        with store.writing(step, {"windlass": "loop"}, needed=needed) as draft:
+        with store.writing(step, {"windlass": "loop", **thread_count()}, needed=needed) as draft:
             with store.agreed(step):
                 for hook in self._save_hooks.values():
                     hook([strategy.model for strategy in strategies], weights, str(draft.folder))

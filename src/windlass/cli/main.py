@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from windlass import __version__
 from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
+from windlass.core.threads import waiting_policy
 
 TRAIN_HELP = """\
 Train a model as a recipe says. Without a recipe: a small language model on English text that every Python
@@ -80,6 +81,7 @@ def _dispatch(arguments: list[str]) -> int:
     if options.command == "train":
         from windlass.cli.train import train_command
 
+        os.environ.update(waiting_policy(os.environ))  # PyTorch reads it when it is loaded, which is yet to come
         return train_command(_train_options(options, rest, train), arguments)
     if options.command == "env":
         from windlass.cli.environment import environment_command

@@ -24,6 +24,7 @@ from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.rng import load_rng_state
+from windlass.core.threads import warn_of_other_threads
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.continuing import ContinuingMixin
@@ -150,6 +151,7 @@ class ResumingMixin(ContinuingMixin):
         with _reading(checkpoint, "best"):
             self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
+        warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
         checkpoint.load_optimizer(self.optimizer, self.model)
         with _reading(checkpoint, "schedule"):
             self._run.schedule.load_state_dict(checkpoint.shared("schedule"))

@@ -18,6 +18,7 @@ from windlass.core.device import visible_devices
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
+from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
@@ -64,6 +65,7 @@ class TrainingRun:
         self._empty_cache_every = trainer.args.torch_empty_cache_steps
         self._started = time.time()
         self._beacon = beacon()
+        self._load_watch = LoadWatch(processes_and_threads(plan.data.workers))
         self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
         accumulation = plan.batch.accumulation
         self._division_watch = self._watch_of_division(accumulation)
@@ -231,6 +233,7 @@ class TrainingRun:
     def training_began(self) -> None:
         """The callbacks were told that training begins: what some of them ask for from here on, all ranks do."""
         trainer = self._trainer
+        self._load_watch.look(training=False)
         if trainer._gang.size > 1:
             own = [not type(c).__module__.startswith("windlass.") for c in trainer.callback_handler.callbacks]
             self._flags_may_differ = bool(trainer._gang.sum(torch.tensor(float(any(own)))))
@@ -367,6 +370,7 @@ class TrainingRun:
         report = self.ledger.read()
         if not report:
             return
+        self._load_watch.look(training=True)
         rates = self.schedule.last_lrs()
         logs = {**report, "learning_rate": rates[0] if rates else 0.0}
         if self.ledger.skipped:

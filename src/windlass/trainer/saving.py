@@ -26,6 +26,7 @@ from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.rng import rng_state
+from windlass.core.threads import thread_count
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
 
@@ -217,6 +218,7 @@ class SavingMixin(TrainerBase):
             "metric": _plain(self._metric_at(self.state.global_step)),
             "best_metric": _plain(self.state.best_metric),
             "ephemeral": self._saves_ephemeral,
+            **thread_count(),
         }
 
     def _metric_at(self, step: int) -> float | None:

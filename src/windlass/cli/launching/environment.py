@@ -8,6 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from windlass.cli.launching.worker import BIND_VARIABLE
+from windlass.core.threads import usable_cores, waiting_policy
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -23,16 +24,12 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
     bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
     found = {
         **_interface(plan),
+        **waiting_policy(os.environ),
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
         BIND_VARIABLE: "1" if bind else "0",
     }
     kept = {} if plan.threads else {"OMP_NUM_THREADS"} & os.environ.keys()
     return {key: value for key, value in found.items() if key not in kept} | dict(plan.environment)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _interface(plan: LaunchPlan) -> dict[str, str]:
