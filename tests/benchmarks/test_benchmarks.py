@@ -114,6 +114,16 @@ def test_resuming_is_timed_early_and_late(tmp_path: Path) -> None:
     assert all(whole > inside > 0 for whole, inside in found.values())
 
 
+def test_contention_times_every_policy(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    loads = ("--loads", "0,1", "--seconds", "0.1", "--rounds", "1")
+    done = _run(str(FOLDER / "contention.py"), *loads, "--json", str(raw))
+    measured = json.loads(raw.read_text())["policies"]
+    assert set(measured) == {"default", "passive", "windlass"}
+    assert all(cell["ms"] > 0 for cells in measured.values() for cell in cells.values())
+    assert "| 1 | " in done.stdout
+
+
 def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     raw = tmp_path / "figures.json"

@@ -81,7 +81,8 @@ def _dispatch(arguments: list[str]) -> int:
     if options.command == "train":
         from windlass.cli.train import train_command
 
-        os.environ.update(waiting_policy(os.environ))  # PyTorch reads it when it is loaded, which is yet to come
+        if "torch" not in sys.modules:  # which reads the policy when it is loaded
+            os.environ.update(waiting_policy(os.environ))
         return train_command(_train_options(options, rest, train), arguments)
     if options.command == "env":
         from windlass.cli.environment import environment_command

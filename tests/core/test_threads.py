@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.trainer.small import Net, rows
+
+from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.cli.launching.environment import worker_environment
+from windlass.config.launch import LaunchPlan
+from windlass.core.threads import SPIN_COUNT, LoadWatch, waiting_policy
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])
+def test_a_policy_of_the_users_own_is_kept(name: str) -> None:
+    assert waiting_policy({"OMP_NUM_THREADS": "4"}) == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    assert waiting_policy({name: "7"}) == {}
+
+
+def test_launched_processes_get_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert worker_environment(LaunchPlan(script="s.py"))["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert "GOMP_SPINCOUNT" not in worker_environment(LaunchPlan(script="s.py"))
+
+
+def test_the_train_command_sets_the_policy_before_pytorch_is_loaded() -> None:
+    script = (
+        "import os, sys\n"
+        "from windlass.cli.main import main\n"
+        "main(['train', '--print-config'])\n"
+        "print('policy', os.environ['GOMP_SPINCOUNT'])"
+    )
+    environ = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert f"policy {SPIN_COUNT}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("load", "own", "training", "warns"),
+    [
+        (0.3, 2, False, False),
+        (2.4, 2, False, False),  # less than one program more than the cores carry
+        (14.0, 2, False, True),
+        (2.9, 2, True, False),
+        (6.2, 6, True, False),  # the job's own data workers
+        (8.1, 6, True, True),
+    ],
+)
+def test_a_load_of_other_programs_is_logged_once(
+    load: float, own: int, training: bool, warns: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, windlass_logs: None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    watch = LoadWatch(own)
+    watch.look(training=training)
+    watch.look(training=training)
+    lines = [record.getMessage() for record in caplog.records if "load average" in record.getMessage()]
+    assert len(lines) == int(warns)
+    assert not warns or lines[0].startswith(f"load average {load:.1f} on 2 core(s)")
+
+
+@pytest.fixture
+def windlass_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package logs reaches pytest's handler."""
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+
+
+@pytest.fixture
+def other_threads() -> Iterator[int]:
+    """A number of threads that this process does not have; its own comes back afterwards."""
+    before = torch.get_num_threads()
+    yield before + 1
+    torch.set_num_threads(before)
+
+
+def test_a_run_resumed_with_other_threads_warns(
+    tmp_path: Path, other_threads: int, caplog: pytest.LogCaptureFixture, windlass_logs: None
+) -> None:
+    def train(steps: int, resume: bool) -> None:
+        args = TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=2, report_to="none", disable_tqdm=True, use_cpu=True
+        )
+        Trainer(Net(), args, train_dataset=rows(32)).train(resume_from_checkpoint=resume)
+
+    train(2, resume=False)
+    train(4, resume=True)
+    assert "thread(s) per process" not in caplog.text
+    torch.set_num_threads(other_threads)
+    train(6, resume=True)
+    assert f"thread(s) per process, this process has {other_threads}" in caplog.text
+
+
+def test_a_loop_resumed_with_other_threads_warns(
+    tmp_path: Path, other_threads: int, caplog: pytest.LogCaptureFixture, windlass_logs: None
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "state")
+    torch.set_num_threads(other_threads)
+    accelerator.load_state(tmp_path / "state")
+    assert f"thread(s) per process, this process has {other_threads}" in caplog.text
