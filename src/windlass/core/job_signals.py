@@ -5,13 +5,17 @@ run's. While a run takes such a signal, its workers leave it to the run.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any
+
+from windlass.core.parent import end_with_parent
 
 _taken: set[int] = set()
 _running: Any = None
@@ -57,11 +61,13 @@ class WorkerStart:
         left: signals that workers leave to the run.
         running: shared with this process: whether a run takes them. Afterwards they end a worker, as whoever sends
             them to it then wants.
+        from_main: the main thread starts the workers.
     """
 
     own: Callable[[int], Any] | None
     left: tuple[int, ...]
     running: Any
+    from_main: bool
 
     @classmethod
     def now(cls, own: Callable[[int], Any] | None) -> WorkerStart:
@@ -70,9 +76,15 @@ class WorkerStart:
         if _running is None:
             _running = RawValue("b", 0)
         _tell_workers()
-        return cls(own, tuple(sorted(_taken)), _running)
+        from_main = threading.current_thread() is threading.main_thread()
+        return cls(own, tuple(sorted(_taken)), _running, from_main)
 
     def __call__(self, worker: int) -> None:
+        parent = multiprocessing.parent_process()
+        # Torch's worker looks for its parent only while it waits for work. A server of forks stands in between: it ends
+        # its children itself, and another thread than the main one may end before its process.
+        if self.from_main and parent is not None and os.getppid() == parent.pid:
+            end_with_parent(parent.pid)
         for number in self.left:
             signal.signal(number, self._leave)  # no SIG_IGN: programs that a worker starts would inherit that
         if self.own is not None:

@@ -22,6 +22,7 @@ from windlass.cli.launching.environment import can_listen, worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
 from windlass.cli.launching.report import exit_code
 from windlass.cli.launching.requeue import Requeue
+from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.dist.elastic import quiet_elastic
 
@@ -57,6 +58,7 @@ def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
     """The exit code, and whether the launcher itself was told to stop."""
     folder = _folder(plan)
     os.environ.update(worker_environment(plan))
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     # Torch's launcher hands on what it knows; this one is for the schedulers that send it instead of SIGTERM.
     if hasattr(signal, "SIGUSR1"):
         os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -106,9 +108,7 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
 
 def command(plan: LaunchPlan) -> list[str]:
     """What each process runs."""
-    if plan.no_python:
-        return [plan.script, *plan.arguments]
-    how = ["-m"] if plan.module else []
+    how = ["--exec"] if plan.no_python else ["-m"] if plan.module else []
     return [sys.executable, "-u", "-m", "windlass.cli.launching.worker", *how, plan.script, *plan.arguments]
 
 

@@ -1,33 +1,34 @@
 """What the launcher starts in place of `python script.py`: it runs the script, and says why it failed.
 
-    python -m windlass.cli.launching.worker [-m] SCRIPT [ARGUMENT ...]
+    python -m windlass.cli.launching.worker [-m | --exec] SCRIPT [ARGUMENT ...]
 
 The script finds itself as Python would have started it: as `__main__`, with its own folder first on the path. Before
 that the process binds itself to its cores and lights its beacon; after an exception it writes the traceback, with the
-step and the call, into the file where torch's launcher looks for it. Nothing heavy is imported here.
+step and the call, into the file where torch's launcher looks for it. With `--exec` SCRIPT is a program of any kind,
+which takes the place of this process. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import runpy
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from windlass.core.errors import Preempted
+from windlass.core.parent import end_with_parent
 from windlass.dist.beacon import FOLDER_VARIABLE, LEFT, beacon, read_mark
 
 # Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
-# From <sys/prctl.h>.
-_SET_PARENT_DEATH_SIGNAL = 1
+# Set by the launcher: its process id.
+LAUNCHER_VARIABLE = "WINDLASS_LAUNCHER"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -35,7 +36,11 @@ def main(words: Sequence[str]) -> None:
     """Run the script named in `words`, with the words behind it as its arguments."""
     if os.environ.get(BIND_VARIABLE) == "1":
         bind_cores(os.environ)
-    end_with_the_launcher()
+    if LAUNCHER_VARIABLE in os.environ:
+        # Taken out, for programs that the script starts have another parent.
+        end_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE)))
+    if words[0] == "--exec":
+        execute(words[1:])
     beacon()
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
@@ -81,10 +86,12 @@ def bind_cores(environ: Mapping[str, str]) -> None:
         os.sched_setaffinity(0, mine)
 
 
-def end_with_the_launcher() -> None:
-    """Have this process ended when its launcher dies: nobody would be left to end it. Only Linux can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
+def execute(command: Sequence[str]) -> NoReturn:
+    """Become another program; it, too, ends with the launcher."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"windlass launch: {command[0]} cannot be started: {error.strerror}")
 
 
 def record(error: Exception, environ: Mapping[str, str]) -> None:
