@@ -1,13 +1,16 @@
 """Where each process of a job is: its step and the call it is in, written where the launcher can read them.
 
 Each rank owns one small file, mapped into memory. A mark is a write into that memory: no system call, no lock, well
-under a microsecond. The launcher reads the files when a job fails, and watches them to notice one that stands still.
-Without a launcher that asks for it there is no file, and marks go nowhere.
+under a microsecond. The launcher reads the files when a job fails, and watches them to notice one that stands still. It
+makes them and holds them open, so that they can be read when their folder has been removed. Without a launcher that
+asks for it there is no file, and marks go nowhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import mmap
 import os
 import signal
@@ -26,8 +29,13 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 
 # How the mark begins of a process that came out of an exchange and is in code of its own.
 AFTER = "after "
-# The call of a process that saved and left because it was asked to.
+# The call of a process that saved and left because it was asked to, of one whose script ended well, and of one whose
+# script ended well in a process that joined no process group.
 LEFT = "left"
+END = "end"
+END_ALONE = "end, without having joined a process group"
+# The call of a process that waits for all ranks of the job to join the process group.
+MEETING = "join the process group"
 # A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1
@@ -54,6 +62,11 @@ class Mark:
         """Whether the process has started and said nothing since: it may be a script that writes no marks."""
         return self.count <= _OPENING_MARKS
 
+    @property
+    def never_joined(self) -> bool:
+        """Whether the process ended well without having joined a process group."""
+        return self.call == END_ALONE
+
 
 class Beacon:
     """Takes marks. This one leaves them nowhere: the normal case, a process without a launcher that watches."""
@@ -64,6 +77,10 @@ class Beacon:
     def call(self, name: str) -> None:
         """What is about to be done, in at most 64 bytes of UTF-8; the rest is cut off."""
 
+    def mark(self) -> Mark | None:
+        """The last mark of this process; None if it leaves none."""
+        return None
+
 
 class LitBeacon(Beacon):
     """Leaves marks in the file of its rank."""
@@ -72,7 +89,7 @@ class LitBeacon(Beacon):
         self._count = 0
         self._step = _NO_STEP
         self._call = b""
-        with path.open("w+b") as file:
+        with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(_MARK.size)
             self._map = mmap.mmap(file.fileno(), _MARK.size)
         self.call("start")
@@ -85,6 +102,9 @@ class LitBeacon(Beacon):
         self._call = name.encode()
         self._write()
 
+    def mark(self) -> Mark | None:
+        return _as_mark(self._map[:])
+
     def _write(self) -> None:
         self._count += 1
         _MARK.pack_into(self._map, 0, self._count, self._step, self._call)
@@ -96,15 +116,19 @@ def light(environ: Mapping[str, str]) -> Beacon:
     Also prepares this process to write the stacks of its threads when the launcher asks for them.
     """
     folder, rank = environ.get(FOLDER_VARIABLE), environ.get("RANK")
-    if not folder or rank is None or not os.path.isdir(folder):
+    if not folder or rank is None:
         return Beacon()
-    # The file stays open for as long as the process lives: the signal may come at any time.
-    stacks = stacks_path(Path(folder), int(rank)).open("w")
+    try:
+        # The file stays open for as long as the process lives: the signal may come at any time.
+        stacks = stacks_path(Path(folder), int(rank)).open("w")
+        lit = LitBeacon(mark_path(Path(folder), int(rank)))
+    except OSError:  # the folder was removed, or its disk is full: the run does not need it
+        return Beacon()
     if threading.current_thread() is threading.main_thread():
         # What is put back when the interpreter comes down: a question asked then must not kill a process that ends.
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    return LitBeacon(mark_path(Path(folder), int(rank)))
+    return lit
 
 
 @cache
@@ -123,12 +147,45 @@ def stacks_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.stacks"
 
 
+class Lookout:
+    """What one rank leaves in the folder, for its launcher. It is read as it was left after the folder was removed.
+
+    Args:
+        make: make the files, before the process starts; else they are opened once the process has made them.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, make: bool = False) -> None:
+        self._paths = {"mark": mark_path(folder, rank), "stacks": stacks_path(folder, rank)}
+        self._files: dict[str, io.FileIO] = {}
+        if make:
+            for path in self._paths.values():
+                path.touch()
+            self.mark()
+            self.stacks()
+
+    def mark(self) -> Mark | None:
+        """The last mark; None if there is none, as of a program that is not Python."""
+        return _as_mark(self._content("mark"))
+
+    def stacks(self) -> str:
+        """The stacks that it wrote when it was asked for them last, empty if it did not answer."""
+        return self._content("stacks").decode("utf-8", "replace")
+
+    def _content(self, name: str) -> bytes:
+        with contextlib.suppress(OSError):
+            if name not in self._files:
+                self._files[name] = io.FileIO(self._paths[name])
+            self._files[name].seek(0)
+            return self._files[name].readall()
+        return b""
+
+
 def read_mark(folder: Path, rank: int) -> Mark | None:
-    """The last mark of a rank; None where it has left none, as a program does that is not Python."""
-    try:
-        content = mark_path(folder, rank).read_bytes()
-    except OSError:
-        return None
+    """The last mark of a rank; None if there is none, as of a program that is not Python."""
+    return Lookout(folder, rank).mark()
+
+
+def _as_mark(content: bytes) -> Mark | None:
     if len(content) != _MARK.size:
         return None
     count, step, call = _MARK.unpack(content)

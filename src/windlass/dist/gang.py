@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
-from windlass.dist.beacon import AFTER, beacon
+from windlass.dist.beacon import AFTER, MEETING, beacon
 from windlass.dist.exchange import gather_json
 
 
@@ -182,9 +182,10 @@ def join(
                 if init_method is None
                 else {"rank": world.rank, "world_size": world.size}
             )
-            dist.init_process_group(
-                backend or backend_for(device), init_method=init_method, timeout=timeout, **who
-            )
+            with _exchange(MEETING):
+                dist.init_process_group(
+                    backend or backend_for(device), init_method=init_method, timeout=timeout, **who
+                )
         host = (
             dist.group.WORLD
             if dist.get_backend() == "gloo"

@@ -99,3 +99,15 @@ def test_a_job_can_be_shown_without_starting_it() -> None:
     assert f"windlass.cli.launching.worker {SCRIPT} raises" in said
     assert "WINDLASS_PARALLEL=" in said
     assert "# 2 process(es) on this machine, 2 in all" in said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["exits", "vanishes"])
+def test_a_rank_that_ends_before_it_joins_is_named_and_the_others_are_ended(how: str) -> None:
+    script = SCRIPT.with_name("early_ranks.py")
+    code, said = windlass("launch", "--cpu", "--num_processes", 3, script, how, timeout=100)
+    assert code == 1
+    assert (
+        "rank 1 ended with exit code 0 before it joined the process group, and rank 0, 2 waited for it"
+        in said
+    )

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException
 
-from windlass.cli.launching.report import Incident, Kind, describe
+from windlass.cli.launching.report import Incident, Kind, describe, say
 from windlass.cli.launching.watch import Watch, Watched
-from windlass.dist.beacon import FOLDER_VARIABLE
+from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 # The processes that are left have this long to end by themselves when another has failed.
 STOP_SECONDS = 5
@@ -44,6 +44,17 @@ class Patience:
     grace: int = 120
 
 
+class OptionalLogs(DefaultLogsSpecs):
+    """Files for the output and the errors of processes; none for an attempt whose files cannot be made."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        try:
+            return super().reify(envs)
+        except OSError as error:
+            say(f"without files of the processes: {error}")
+            return DefaultLogsSpecs(log_dir=os.devnull).reify(envs)
+
+
 class WatchingAgent(LocalElasticAgent):
     """Starts processes anew after a failure, as torch's agent does, and keeps an account of every failure.
 
@@ -67,14 +78,27 @@ class WatchingAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
-        marks = self._folder / f"attempt-{self._attempt}"
-        marks.mkdir(parents=True)
-        os.environ[FOLDER_VARIABLE] = str(marks)
+        lookouts = self._lookouts(worker_group)
         pids: dict[int, int] = super()._start_workers(worker_group)
-        self._watch = Watch(marks, worker_group.group_rank or 0, self._watched(worker_group, pids))
+        self._watch = Watch(worker_group.group_rank or 0, self._watched(worker_group, pids, lookouts))
         return pids
 
-    def _watched(self, group: WorkerGroup, pids: dict[int, int]) -> list[Watched]:
+    def _lookouts(self, group: WorkerGroup) -> list[Lookout]:
+        """One for each process; they show nothing where the folder of this attempt cannot be written."""
+        marks = self._attempt_folder
+        os.environ[FOLDER_VARIABLE] = str(marks)
+        try:
+            marks.mkdir(parents=True)
+            return [Lookout(marks, worker.global_rank, make=True) for worker in group.workers]
+        except OSError as error:
+            say(f"without marks of the processes: {error}")
+            return [Lookout(marks, worker.global_rank) for worker in group.workers]
+
+    @property
+    def _attempt_folder(self) -> Path:
+        return self._folder / f"attempt-{self._attempt}"
+
+    def _watched(self, group: WorkerGroup, pids: dict[int, int], lookouts: list[Lookout]) -> list[Watched]:
         context: Any = self._pcontext
         return [
             Watched(
@@ -82,8 +106,9 @@ class WatchingAgent(LocalElasticAgent):
                 pids[worker.local_rank],
                 context.subprocess_handlers[worker.local_rank].proc.poll,
                 context.error_files[worker.local_rank],
+                lookout,
             )
-            for worker in group.workers
+            for worker, lookout in zip(group.workers, lookouts, strict=True)
         ]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -145,9 +170,11 @@ class WatchingAgent(LocalElasticAgent):
     def _trouble(self, watch: Watch, group: WorkerGroup) -> Kind | None:
         if watch.failed():
             return "failed"
-        if self._patience.stall is not None and watch.stalled(self._patience.stall, time.monotonic()):
-            return "stalled"
         now = time.monotonic()
+        if watch.deserted(now):
+            return "deserted"
+        if self._patience.stall is not None and watch.stalled(self._patience.stall, now):
+            return "stalled"
         if _machines(group) > 1 and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             store: Any = group.store
@@ -181,15 +208,17 @@ class WatchingAgent(LocalElasticAgent):
         return incident
 
     def _report(self, incident: Incident, group: WorkerGroup) -> None:
-        folder = self._folder / f"attempt-{self._attempt}"
-        world = group.workers[0].world_size
-        text = describe(incident, world, str(folder.parent))
-        (folder / "report.txt").write_text(text + "\n", "utf-8")
-        print(f"windlass launch: {text}", file=sys.stderr)
+        text = describe(incident, group.workers[0].world_size, str(self._folder))
+        path = self._attempt_folder / "report.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the temporary folder
+            path.write_text(text + "\n", "utf-8", errors="replace")
+        except OSError as error:
+            text += f"\nThis report is not in a file: {error}"
+        say(text)
         if self._remaining_restarts > 0:
             done = group.spec.max_restarts - self._remaining_restarts + 1
-            print(f"windlass launch: restart {done} of {group.spec.max_restarts}", file=sys.stderr)
-        sys.stderr.flush()
+            say(f"restart {done} of {group.spec.max_restarts}")
 
     def _stop_the_rest(self) -> None:
         context: Any = self._pcontext

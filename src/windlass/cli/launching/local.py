@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 
-from windlass.cli.launching.agent import Patience, WatchingAgent
+from windlass.cli.launching.agent import OptionalLogs, Patience, WatchingAgent
 from windlass.cli.launching.environment import can_listen, worker_environment
 from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
-from windlass.cli.launching.report import exit_code
+from windlass.cli.launching.report import exit_code, say
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
@@ -57,6 +58,14 @@ def run_local(plan: LaunchPlan) -> int:
 def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
     """The exit code, and whether the launcher itself was told to stop."""
     folder = _folder(plan)
+    try:
+        return _run_in(folder, plan)
+    finally:
+        if plan.log_dir is None and not any(folder.glob("attempt-*/report.txt")):
+            shutil.rmtree(folder, ignore_errors=True)  # no report names it
+
+
+def _run_in(folder: Path, plan: LaunchPlan) -> tuple[int, bool]:
     os.environ.update(worker_environment(plan))
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     # Torch's launcher hands on what it knows; this one is for the schedulers that send it instead of SIGTERM.
@@ -79,16 +88,13 @@ def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
         _close(agent)
     if agent.has_left:
         where = "" if agent.left_at is None else f" at step {agent.left_at}"
-        print(
-            f"windlass launch: the job left{where}, as it was told to, and can be started again",
-            file=sys.stderr,
-        )
+        say(f"the job left{where}, as it was told to, and can be started again")
         return EXIT_PREEMPTED, agent.told
     return _code(agent, result), False
 
 
 def _stopped(stop: SignalException) -> int:
-    print(f"windlass launch: stopped by {stop.sigval.name}", file=sys.stderr)
+    say(f"stopped by {stop.sigval.name}")
     return 128 + int(stop.sigval)
 
 
@@ -102,7 +108,7 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
         max_restarts=plan.max_restarts,
         monitor_interval=plan.monitor_interval,
     )
-    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
+    logs = OptionalLogs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
     return WatchingAgent(spec, logs, folder, Patience(plan.stall_timeout, plan.grace), "[rank ${rank}]: ")
 
 
@@ -141,18 +147,21 @@ def _wait(options: dict[str, Any]) -> int:
 
 
 def _folder(plan: LaunchPlan) -> Path:
-    if plan.log_dir is None:
-        return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    path = Path(plan.log_dir) / name
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    try:
+        if plan.log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="windlass-launch-"))
+        path = Path(plan.log_dir) / f"{socket.gethostname()}-{os.getpid()}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    except OSError as error:
+        fix = f"cannot hold the files of the processes ({error}); name a folder that can be written"
+        raise ConfigError([Problem("--log_dir", plan.log_dir or tempfile.gettempdir(), fix)]) from error
 
 
 def _unreachable(error: Exception, meeting: Meeting) -> int:
     where = f"{meeting.address}:{meeting.port}"
     text = str(error) if isinstance(error, UnreachableError) else _why(error, meeting)
-    print(f"windlass launch: no job over {where}: {text}", file=sys.stderr)
+    say(f"no job over {where}: {text}")
     return EXIT_UNREACHABLE
 
 

@@ -19,7 +19,7 @@ from windlass.cli.launching.report import Incident, describe, exit_code
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
-from windlass.dist.beacon import FOLDER_VARIABLE
+from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -103,8 +103,10 @@ def run_rank(config: dict[str, Any]) -> None:
     if process.wait() == 0:
         return
     rank, machine = context.get_world_rank(), context.get_node_rank()
-    watched = Watched(rank, process.pid, process.poll, environ["TORCHELASTIC_ERROR_FILE"])
-    account = Watch(folder, machine, [watched]).incident("failed")
+    watched = Watched(
+        rank, process.pid, process.poll, environ["TORCHELASTIC_ERROR_FILE"], Lookout(folder, rank)
+    )
+    account = Watch(machine, [watched]).incident("failed")
     if account.ranks[0].lost_its_peers:
         time.sleep(_AFTER_THE_CAUSE)
     raise RankFailedError(_MARKER + json.dumps(account.to_json()))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import sys
 import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.dist.beacon import AFTER
+from windlass.dist.beacon import AFTER, END_ALONE
 
 # What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
 _LOST_PEERS = re.compile(
@@ -22,10 +24,13 @@ _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching
 # The most that one line of the list of ranks quotes of a message.
 _LINE = 160
 # How the marks of exchanges between ranks begin.
-_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange")
+_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
 Ending = Literal["running", "done", "failed"]
-# "abandoned": nothing was wrong on this machine, and the launcher of another gave the job up.
-Kind = Literal["failed", "stalled", "abandoned"]
+# "deserted": a rank ended well before it joined the process group, and others wait for it. "abandoned": nothing was
+# wrong on this machine, and the launcher of another gave the job up.
+Kind = Literal["failed", "stalled", "deserted", "abandoned"]
+# Of the kinds that machines report of one incident, the first tells most.
+_BY_WEIGHT: tuple[Kind, ...] = ("stalled", "failed", "deserted", "abandoned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,11 @@ class RankFacts:
         return self.exit_code == EXIT_PREEMPTED and not self.message
 
     @property
+    def never_joined(self) -> bool:
+        """Whether it ended well without having joined a process group."""
+        return self.call == END_ALONE
+
+    @property
     def waits(self) -> bool:
         """Whether it was in an exchange, where a rank stands still because another one does not come."""
         return self.call is not None and self.call.startswith(_EXCHANGES)
@@ -89,8 +99,7 @@ class Incident:
 
     def joined_with(self, other: Incident) -> Incident:
         """The same incident with the ranks of another machine. One that stopped for the sake of others knows less."""
-        kinds = {self.kind, other.kind}
-        kind: Kind = "stalled" if "stalled" in kinds else "failed" if "failed" in kinds else "abandoned"
+        kind = min(self.kind, other.kind, key=_BY_WEIGHT.index)
         return Incident(kind, [*self.ranks, *other.ranks])
 
     @property
@@ -107,6 +116,8 @@ class Incident:
             alive = [rank for rank in self.ranks if rank.ending != "done"]
             waiting = bool(gone) and all(rank.waits for rank in alive)
             return min(gone if waiting else alive, key=_lag, default=None)
+        if self.kind == "deserted":
+            return min(gone, key=lambda rank: (not rank.never_joined, rank.rank), default=None)
         failed = [rank for rank in self.ranks if rank.ending == "failed"]
         causes = [rank for rank in failed if not rank.lost_its_peers and not rank.left]
         if causes:
@@ -175,6 +186,12 @@ def _headline(incident: Incident, culprit: RankFacts | None) -> str:
         return "the job was given up on another machine; its launcher says why"
     if culprit.ending == "done":
         others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.ending != "done")
+        if incident.kind == "deserted":
+            return (
+                f"rank {culprit.rank} ended with exit code 0 before it joined the process group, and rank {others} "
+                "waited for it. Every rank must reach the call that joins the group (Trainer, Accelerator or "
+                "init_process_group)"
+            )
         then = "stood still" if incident.kind == "stalled" else "failed"
         return (
             f"rank {culprit.rank} ended while others still waited for it{_place(culprit)}; "
@@ -228,3 +245,11 @@ def _script_frames(stacks: str) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.rstrip().splitlines())
+
+
+def say(text: str) -> None:
+    """Print on stderr as the launcher. A console that is gone, or cannot show a letter, changes nothing of the job."""
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    shown = f"windlass launch: {text}".encode(encoding, "replace").decode(encoding)
+    with contextlib.suppress(OSError, ValueError):
+        print(shown, file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 
+from windlass.cli.launching.report import say
 from windlass.config.launch_checks import SLURM_JOB_VARIABLE
 
 # How often Slurm has started this job again; absent at first.
@@ -38,13 +38,13 @@ class Requeue:
         if machine_rank != 0 or (self._job is None and told):
             return False
         if self._limit is not None and self._done >= self._limit:
-            _say(f"the job has been started again {self._done} time(s), as often as --max_requeues allows")
+            say(f"the job has been started again {self._done} time(s), as often as --max_requeues allows")
             return False
         if self._job is not None:
             _put_back(self._job)
             return False
         self._done += 1
-        _say(f"starting the job again ({self._done}{'' if self._limit is None else f' of {self._limit}'})")
+        say(f"starting the job again ({self._done}{'' if self._limit is None else f' of {self._limit}'})")
         return True
 
 
@@ -56,8 +56,4 @@ def _put_back(job: str) -> None:
         problem = done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
-    _say(f"job {job} is queued again" if problem is None else f"{' '.join(command)} failed: {problem}")
-
-
-def _say(text: str) -> None:
-    print(f"windlass launch: {text}", file=sys.stderr)
+    say(f"job {job} is queued again" if problem is None else f"{' '.join(command)} failed: {problem}")

@@ -13,30 +13,33 @@ from typing import Any
 
 from windlass.cli.launching.report import Incident, Kind, RankFacts
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.dist.beacon import LEFT, STACKS_SIGNAL, Mark, read_mark, stacks_path
+from windlass.dist.beacon import LEFT, MEETING, STACKS_SIGNAL, Lookout, Mark
 
 # How long the stacks of all ranks may take to arrive: a share of the ten seconds in which a job is stopped.
 _STACKS_SECONDS = 2.0
+# How long the slowest rank may take to join the process group after the fastest has ended.
+_JOINING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One process: its global rank, its id, how to ask for its exit code, and the file of its exception."""
+    """One process: its global rank, its id, how to ask for its exit code, the file of its exception, and its marks."""
 
     rank: int
     pid: int
     poll: Callable[[], int | None]
     error_file: str
+    lookout: Lookout
 
 
 class Watch:
     """The processes of one attempt on one machine."""
 
-    def __init__(self, folder: Path, machine: int, processes: list[Watched]) -> None:
-        self._folder = folder
+    def __init__(self, machine: int, processes: list[Watched]) -> None:
         self._machine = machine
         self._processes = processes
         self._seen: dict[int, tuple[int, float]] = {}
+        self._alone_since: float | None = None
 
     def codes(self) -> list[int | None]:
         """Exit codes, None of those that run."""
@@ -49,12 +52,27 @@ class Watch:
 
     def left_at(self) -> int | None:
         """The step at which processes left in an orderly way; None where none of them said so."""
-        marks = [read_mark(self._folder, process.rank) for process in self._processes]
+        marks = [process.lookout.mark() for process in self._processes]
         return next((mark.step for mark in marks if mark is not None and mark.call == LEFT), None)
 
     def failed(self) -> bool:
         """Whether a process has ended badly."""
         return any(process.poll() not in (None, 0) for process in self._processes)
+
+    def deserted(self, now: float) -> bool:
+        """Whether a process waits for all ranks to join the process group, and one has ended well without joining.
+
+        One that did not get to say how far it was may have joined: then the others must be seen to wait for a while.
+        """
+        marks = {p.rank: p.lookout.mark() for p in self._processes}
+        gone = [mark for p in self._processes if p.poll() == 0 and (mark := marks[p.rank])]
+        left = [mark for p in self._processes if p.poll() is None and (mark := marks[p.rank])]
+        if not gone or not any(mark.call == MEETING for mark in left):
+            self._alone_since = None
+            return False
+        if self._alone_since is None:
+            self._alone_since = now
+        return any(mark.never_joined for mark in gone) or now - self._alone_since > _JOINING_SECONDS
 
     def stalled(self, limit: float, now: float) -> bool:
         """Whether some process that runs has left no mark for `limit` seconds.
@@ -62,7 +80,7 @@ class Watch:
         Nobody is watched before the first of them has said anything: the script may be one that leaves no marks.
         """
         idle = self._idle(now)
-        marks = [read_mark(self._folder, process.rank) for process in self._processes]
+        marks = [process.lookout.mark() for process in self._processes]
         if all(mark is None or mark.is_opening for mark in marks):
             return False
         return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
@@ -77,7 +95,7 @@ class Watch:
     def _idle(self, now: float) -> dict[int, float]:
         """Seconds since the mark of each rank changed, as far as this watch has seen it."""
         for process in self._processes:
-            mark = read_mark(self._folder, process.rank)
+            mark = process.lookout.mark()
             count = mark.count if mark else 0
             if self._seen.get(process.rank, (None, 0.0))[0] != count:
                 self._seen[process.rank] = (count, now)
@@ -85,26 +103,21 @@ class Watch:
 
     def _ask_for_stacks(self, running: list[Watched]) -> None:
         # Only a process that left a mark is known to handle the signal; it would end any other.
-        asked = [process for process in running if read_mark(self._folder, process.rank) is not None]
+        asked = [process for process in running if process.lookout.mark() is not None]
         for process in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, STACKS_SIGNAL)
         deadline = time.monotonic() + _STACKS_SECONDS
         sizes: list[int] = []
         while time.monotonic() < deadline:
-            before, sizes = sizes, [self._stacks_size(process) for process in asked]
+            before, sizes = sizes, [len(process.lookout.stacks()) for process in asked]
             if all(sizes) and sizes == before:
                 return
             time.sleep(0.05)
 
-    def _stacks_size(self, process: Watched) -> int:
-        path = stacks_path(self._folder, process.rank)
-        return path.stat().st_size if path.exists() else 0
-
     def _facts(self, process: Watched, idle: float) -> RankFacts:
         code = process.poll()
-        mark = read_mark(self._folder, process.rank) or Mark(0, None, "")
-        path = stacks_path(self._folder, process.rank)
+        mark = process.lookout.mark() or Mark(0, None, "")
         said = _said(process.error_file) if code != 0 else {}
         extra = said.get("extraInfo") or {}
         return RankFacts(
@@ -118,7 +131,7 @@ class Watch:
             message=said.get("message", ""),
             traceback=extra.get("py_callstack", ""),
             time=float(extra.get("time") or extra.get("timestamp") or 0),
-            stacks=path.read_text("utf-8", "replace") if code is None and not said and path.exists() else "",
+            stacks=process.lookout.stacks() if code is None and not said else "",
             idle=idle,
             marks=mark.count,
         )

@@ -10,6 +10,7 @@ which takes the place of this process. Nothing heavy is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -23,7 +24,7 @@ from typing import NoReturn
 
 from windlass.core.errors import Preempted
 from windlass.core.parent import end_with_parent
-from windlass.dist.beacon import FOLDER_VARIABLE, LEFT, beacon, read_mark
+from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 
 # Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
@@ -61,7 +62,24 @@ def main(words: Sequence[str]) -> None:
         # The hook prints, as after any uncaught exception; torch puts the rank before each line.
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
-    beacon().call("end")
+    except SystemExit as leaving:
+        if not leaving.code:
+            mark_end()
+        raise
+    mark_end()
+
+
+def mark_end() -> None:
+    """Leave the last mark of a script that ended well."""
+    alone = os.environ.get("WORLD_SIZE", "1") != "1" and not ever_joined()
+    beacon().call(END_ALONE if alone else END)
+
+
+def ever_joined() -> bool:
+    """Whether this process has joined a process group, which may be closed by now."""
+    groups = sys.modules.get("torch.distributed.distributed_c10d")
+    # The number of groups that were made gives them their names: it is never set back.
+    return groups is not None and groups._world.group_count > 0
 
 
 def of_the_script(trace: TracebackType | None) -> TracebackType | None:
@@ -89,18 +107,20 @@ def bind_cores(environ: Mapping[str, str]) -> None:
 def execute(command: Sequence[str]) -> NoReturn:
     """Become another program; it, too, ends with the launcher."""
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     except OSError as error:
         sys.exit(f"windlass launch: {command[0]} cannot be started: {error.strerror}")
 
 
 def record(error: Exception, environ: Mapping[str, str]) -> None:
-    """Write what happened where the launcher looks for it, in the form that torch's own error files have."""
+    """Write what happened where the launcher looks for it, in the form that torch's own error files have.
+
+    What cannot be written is left out: the traceback is printed in any case.
+    """
     path = environ.get(_ERROR_FILE_VARIABLE)
     if not path:
         return
-    folder, rank = environ.get(FOLDER_VARIABLE), environ.get("RANK")
-    mark = read_mark(Path(folder), int(rank)) if folder and rank else None
+    mark = beacon().mark()
     extra = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(time.time())),  # torch reads whole seconds
@@ -108,8 +128,17 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
         "step": mark.step if mark else None,
         "call": mark.call if mark else None,
     }
-    message = f"{type(error).__name__}: {error}"
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")
+    message = f"{type(error).__name__}: {_text_of(error)}"
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the temporary folder
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the exception's own `__str__`
+        return "(its message cannot be shown)"
 
 
 if __name__ == "__main__":
