@@ -70,7 +70,7 @@ def test_it_can_be_waited_for_in_either_half(tmp_path: Path) -> None:
     threading.Timer(0.01, release.set).start()
     assert saver.finish() == Outcome(1, tmp_path / "checkpoint-1")
     begin(saver, 2)
-    while saver.agreed(saver.counters()) is None and not saver._flight.committing:  # type: ignore[union-attr]
+    while saver.agreed(saver.counters()) is None and not saver._flight.agreed:  # type: ignore[union-attr]
         pass
     if saver.busy:
         assert saver.finish() == Outcome(2, tmp_path / "checkpoint-2")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import state_of
 
+from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.store import Store
@@ -106,9 +107,12 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
             gather=gang.gather_objects,
             disks=disks,
         )
-        with store.writing(1, {}) as draft:
+
+        def write(draft: Draft) -> None:
             draft.write_state("optimizer", state_of(gang.rank))
             draft.write_rank_state({"rng": state_of(gang.rank)})
+
+        store.write(1, {}, write)
 
     assert on_ranks(machines(2, 1), save) == [None, None]
     return tmp_path / "0" / "checkpoint-1", tmp_path / "1" / "checkpoint-1"
@@ -148,10 +152,8 @@ def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
     first, _ = save_on_two(tmp_path / "a")
     _, second = save_on_two(tmp_path / "b")
     again = tmp_path / "b" / "1"
-    with Store(again, rank=1, world=2, disks=Disks(1, 2, (1,)), gather=lambda value: [None, value]).writing(
-        1, {}
-    ):
-        pass
+    alone = Store(again, rank=1, world=2, disks=Disks(1, 2, (1,)), gather=lambda value: [None, value])
+    alone.write(1, {}, lambda draft: None)
     shutil.copy(second / "node-00001.manifest.json", first)
     with pytest.raises(CheckpointError, match=r"node-00001.manifest.json is of another save"):
         Store(first.parent).verify(first)

@@ -227,9 +227,7 @@ def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(
 
 @pytest.mark.parametrize("resume", [True, "auto", "checkpoint-2"])
 def test_a_resumed_run_takes_the_tokenizer_of_its_checkpoint(resume: bool | str, tmp_path: Path) -> None:
-    with Store(tmp_path).writing(2, {}) as draft:
-        draft.write_file("tokenizer.json", b"{}")
-        draft.write_rank_state({})
+    Store(tmp_path).write(2, {}, lambda draft: draft.write_file("tokenizer.json", b"{}"))
     place = str(tmp_path / resume) if resume == "checkpoint-2" else resume
     assert saved_tokenizer(tmp_path, place) == tmp_path / "checkpoint-2"
     assert saved_tokenizer(tmp_path, None) is None

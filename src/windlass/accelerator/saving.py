@@ -15,13 +15,14 @@ from windlass.accelerator import restoring
 from windlass.accelerator.base import Core
 from windlass.accelerator.own_files import save_tensors, save_values
 from windlass.checkpoint import codec
+from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.store import Store
-from windlass.checkpoint.weights import save_weights, weights_bytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
@@ -78,9 +79,8 @@ class Saving(Core):
             )
         manager, step = self._manager(output_dir), self._settings.project.iteration
         target = manager.store.path_for(step)
-        if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(
-            target.exists()
-        ):
+        exists = manager.store.agree(step, target.exists)
+        if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(exists):
             raise CheckpointError(
                 f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) says "
                 "another number"
@@ -192,31 +192,38 @@ class Saving(Core):
     def _write_state(self, store: Store, step: int) -> None:
         strategies = self._prepared.strategies
         # What cannot give its state must not leave other processes waiting.
-        with store.agreed(step):
-            weights = [_weights_of(strategy) for strategy in strategies]
-            of_ranks = {id(state) for state, s in zip(weights, strategies, strict=True) if s.saves_parts}
-            shared, parts = self._shared_state()
-            per_rank = self._rank_state()
+        weights, (shared, parts), per_rank = store.agree(
+            step,
+            lambda: (
+                [_weights_of(strategy) for strategy in strategies],
+                self._shared_state(),
+                self._rank_state(),
+            ),
+        )
+        of_ranks = {id(state) for state, s in zip(weights, strategies, strict=True) if s.saves_parts}
         needed = sum(map(weights_bytes, [*weights, *parts.values()])) + codec.state_bytes(shared) + _MARGIN
         needed += codec.state_bytes(per_rank) * self._gang.size
-        with store.writing(step, {"windlass": "loop", **thread_count()}, needed=needed) as draft:
-            with store.agreed(step):
-                for hook in self._save_hooks.values():
-                    hook([strategy.model for strategy in strategies], weights, str(draft.folder))
+
+        def write(draft: Draft) -> None:
+            store.agree(step, lambda: self._call_save_hooks(weights, draft.folder))
             for index, state in enumerate(weights):
                 name = restoring.model_name(index)
                 if id(state) in of_ranks:
                     parts[name] = state
                 elif self._gang.rank == 0:
-                    folder = draft.folder if name == "model" else draft.folder / name
-                    folder.mkdir(exist_ok=True)
-                    save_weights(folder, state)
+                    _write_weights(draft, name, state)
             if self._gang.rank == 0:
-                for name, state in shared.items():
-                    draft.write_state(name, state)
+                for name, values in shared.items():
+                    draft.write_state(name, values)
             draft.write_rank_state(per_rank)
             for name, tensors in parts.items():
                 draft.add(write_parts(draft.folder, name, tensors, self._gang.world, store.files))
+
+        store.write(step, {"windlass": "loop", **thread_count()}, write, needed=needed)
+
+    def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
+        for hook in self._save_hooks.values():
+            hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
 
     def _shared_state(self) -> tuple[dict[str, State], Parts]:
         """What the main process writes, and the tensors beside it of which every process writes its part."""
@@ -295,9 +302,11 @@ class Saving(Core):
             raise ConfigError(Problem("safe_serialization", False, "pickle is never written; leave it True"))
         folder = _local(save_directory)
         state = self.get_state_dict(model)
-        if self._gang.rank == 0:
-            save_split(folder, state, convert_file_size_to_int(max_shard_size))
-        self._gang.barrier()
+        try:
+            if self._gang.rank == 0:
+                save_split(folder, state, convert_file_size_to_int(max_shard_size))
+        finally:
+            self._gang.barrier()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write tensors and plain values, on the main process.
@@ -334,6 +343,16 @@ def _local(folder: str | os.PathLike[str]) -> Path:
         fix = "is remote, which only the Trainer's output_dir may be; give a folder of this machine"
         raise ConfigError(Problem("folder", os.fspath(folder), fix))
     return Path(folder).expanduser().absolute()
+
+
+def _write_weights(draft: Draft, name: str, state: Mapping[str, Tensor]) -> None:
+    """Whole weights, in the folder itself or in one of the model's name."""
+    if name == "model":
+        draft.add({WEIGHTS_NAME: save_weights(draft.folder, state, files=draft.files)})
+    else:
+        draft.files.ensure_folder(draft.folder / name)  # a hook may have made it
+        entry = save_weights(draft.folder / name, state, files=draft.files)
+        draft.add({f"{name}/{WEIGHTS_NAME}": entry})
 
 
 def _weights_of(strategy: Strategy) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windlass.checkpoint.background_call import BackgroundCall
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import CheckpointManager, costs_one_save
@@ -53,12 +54,41 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Flight:
+    """The save under way.
+
+    Attributes:
+        writing: of this rank's files.
+        agreed: whether all ranks have written theirs, so that it may be committed.
+        commit: by the keeper.
+    """
+
     step: int
     draft: Draft
-    protected: list[Path]
-    thread: threading.Thread | None = None
-    committing: bool = False
-    error: Exception | None = None
+    writing: BackgroundCall
+    agreed: bool = False
+    commit: BackgroundCall | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong on this rank, so far."""
+        calls = [self.writing] if self.commit is None else [self.writing, self.commit]
+        error = next((call.error for call in calls if call.error is not None), None)
+        return None if error is None else _as_failure(self.step, error)
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank has done all that it does for this save."""
+        return self.agreed and (self.commit is None or self.commit.ended)
+
+    def start_commit(self) -> None:
+        """All ranks have written: the keeper commits."""
+        self.agreed = True
+        if self.commit is not None:
+            self.commit.start()
+
+    def wait_for_commit(self) -> None:
+        if self.commit is not None:
+            self.commit.wait()
 
 
 class BackgroundSaver:
@@ -69,17 +99,19 @@ class BackgroundSaver:
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager, self._store = manager, manager.store
         self._flight: _Flight | None = None
-        self._begun = self._written = self._settled = 0
+        self._begun = 0
 
     @property
     def busy(self) -> bool:
         return self._flight is not None
 
     def counters(self) -> Counters:
-        # The thread notes a failure before it counts, so what has been counted is told with its failure.
-        written, settled = self._written, self._settled
-        failed = self._flight is not None and self._flight.error is not None
-        return Counters(written, settled, failed)
+        flight, begun = self._flight, self._begun
+        if flight is None:
+            return Counters(begun, begun, False)
+        # A thread notes its failure before its end, so an end that is seen here is told with its failure.
+        written, settled = begun - (not flight.writing.ended), begun - (not flight.settled)
+        return Counters(written, settled, flight.error is not None)
 
     def begin(
         self,
@@ -99,23 +131,35 @@ class BackgroundSaver:
         """
         assert self._flight is None, "a save is under way"
         store = self._store
-        draft = store.draft(step, meta)
         try:
-            with store.agreed(step):
-                store.open(draft, content.disk_bytes(store.writers))
+            draft = store.begin(
+                step,
+                meta,
+                names=content.names(store.rank, store.keeps),
+                needed=content.disk_bytes(store.writers),
+            )
         except Exception as error:
-            self._give_up(step, draft, error)
+            self._report(step, error)
             return False
-        self._begun += 1
-        flight = _Flight(step, draft, protected)
 
         def write() -> None:
+            _give_way()
             arrived()
             content.write(draft, store.keeps)
             draft.seal()
 
+        def commit() -> None:
+            _give_way()
+            store.commit(draft)
+            self._manager.prune(protected)
+
+        name = f"windlass-save-{step}"
+        flight = _Flight(step, draft, BackgroundCall(name, write))
+        if store.keeps:
+            flight.commit = BackgroundCall(name, commit)
         self._flight = flight
-        self._start(write, self._count_written)
+        self._begun += 1
+        flight.writing.start()
         return True
 
     def agreed(self, sums: Sequence[float]) -> Outcome | None:
@@ -128,104 +172,67 @@ class BackgroundSaver:
         if flight is None:
             return None
         everyone = self._store.world * self._begun
-        if not flight.committing:
+        if not flight.agreed:
             if counts.written < everyone:
                 return None
             if counts.failed:
-                self._settled = self._begun
-                return self._end(dropped=True)
-            self._commit()
+                return self._end(flight, dropped=True)
+            flight.start_commit()
         if counts.settled < everyone:
             return None
-        return self._end(dropped=bool(counts.failed))
+        return self._end(flight, dropped=bool(counts.failed))
 
     def finish(self) -> Outcome | None:
-        """Wait for the save under way and end it, on every rank; None where there is none."""
+        """Wait for the save under way and end it, on every rank; None where there is none.
+
+        An exception of a signal handler may end the wait at any instant: nothing is committed then, and a further call
+        (or `leave`) goes on where this one was.
+        """
         flight = self._flight
         if flight is None:
             return None
-        self._join()
-        if not flight.committing:
+        flight.writing.wait()
+        if not flight.agreed:
             if not self._store.vote(flight.error is None):
-                self._settled = self._begun
-                return self._end(dropped=True)
-            self._commit()
-            self._join()
-        return self._end(dropped=not self._store.vote(flight.error is None))
+                return self._end(flight, dropped=True)
+            flight.start_commit()
+        flight.wait_for_commit()
+        return self._end(flight, dropped=not self._store.vote(flight.error is None))
 
     def leave(self) -> None:
         """End the save under way with what this rank can do alone, for a run that ends in an error: the keeper commits
         where it sees that all ranks have written. Where there are several disks it cannot see that.
         """
-        self._join()
         flight, store = self._flight, self._store
-        if flight is None or flight.committing or flight.error is not None:
+        if flight is None:
             return
-        if store.keeps and store.disks.nodes == 1 and _is_sealed_in_time(flight.draft):
-            self._commit()
-            self._join()
-
-    # --- the thread
-
-    def _start(self, work: Callable[[], None], count: Callable[[], None]) -> None:
-        flight = self._flight
-        assert flight is not None
-
-        def run() -> None:
-            _give_way()
-            try:
-                work()
-            except BaseException as error:  # a panic of compiled code, say
-                flight.error = _as_failure(flight.step, error)
-            count()
-
-        flight.thread = threading.Thread(target=run, name=f"windlass-save-{flight.step}", daemon=True)
-        flight.thread.start()
-
-    def _join(self) -> None:
-        if self._flight is not None and self._flight.thread is not None:
-            self._flight.thread.join()
-
-    def _count_written(self) -> None:
-        self._written = self._begun
-
-    def _count_settled(self) -> None:
-        self._settled = self._begun
-
-    def _commit(self) -> None:
-        flight = self._flight
-        assert flight is not None
-        flight.committing = True
-        if not self._store.keeps:
-            self._count_settled()
-            return
-
-        def commit() -> None:
-            self._store.commit(flight.draft)
-            self._manager.prune(flight.protected)
-
-        self._start(commit, self._count_settled)
+        flight.writing.wait()
+        if not flight.agreed:
+            sees_all = store.keeps and store.disks.nodes == 1 and flight.error is None
+            if not (sees_all and _is_sealed_in_time(flight.draft)):
+                return
+            flight.start_commit()
+        flight.wait_for_commit()
 
     # --- its end
 
-    def _end(self, dropped: bool) -> Outcome:
-        flight, self._flight = self._flight, None
-        assert flight is not None
+    def _end(self, flight: _Flight, dropped: bool) -> Outcome:
+        self._flight = None
         if not dropped:
             return Outcome(flight.step, self._store.path_for(flight.step))
         error = flight.error or SaveDropped(
             f"checkpoint {flight.step} was dropped: another rank could not write its part"
         )
-        self._give_up(flight.step, flight.draft, error)
+        self._store.drop(flight.draft)
+        self._report(flight.step, error)
         return Outcome(flight.step, None)
 
-    def _give_up(self, step: int, draft: Draft, error: Exception) -> None:
-        """Drop the draft and say so.
+    def _report(self, step: int, error: Exception) -> None:
+        """Log that a save failed.
 
         Raises:
-            Exception: what went wrong here, where it is no failure of a disk: it will not go away by itself.
+            Exception: the error itself, if it is none of the disk: it will not go away by itself.
         """
-        self._store.drop(draft)
         if not costs_one_save(error):
             raise error
         self._manager.warn(step, error)

@@ -244,6 +244,12 @@ class _Decoder:
         return torch.view_as_complex(tensor) if tree.get("complex") else tensor
 
 
+def state_files(name: str, state: State | Encoded) -> set[str]:
+    """The files that `save_state` writes under this name: of a state that is not split yet, those that are certain."""
+    tree, tensors = _pair(Path(name))
+    return {tree.name, tensors.name} if isinstance(state, Encoded) and state.tensors else {tree.name}
+
+
 def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -> dict[str, FileEntry]:
     """Write `STEM.json` and, where there are tensors, `STEM.safetensors`. Returns size and hash by file
     name.

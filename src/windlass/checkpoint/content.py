@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from windlass.checkpoint.codec import Encoded, encoded, state_bytes
-from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
+from windlass.checkpoint.draft import Draft, rank_stem
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.tensor_file import nbytes
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
@@ -71,6 +71,16 @@ class Content:
         )
         shared = self.tensor_bytes() - own
         return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
+
+    def names(self, rank: int, keeps: bool) -> set[str]:
+        """The files that `write` makes on this rank; what a script's own way to save makes is known to it alone."""
+        names = state_files(rank_stem(rank), self.per_rank)
+        for part in self.parts:
+            names |= part.names()
+        if keeps:
+            names |= set(self.files).union(*(state_files(name, state) for name, state in self.shared.items()))
+            names |= set() if self.weights is None else {self.weights_name}
+        return names
 
     def write(self, draft: Draft, keeps: bool) -> None:
         """Write it into `draft`; what the keeper writes for all only where this rank `keeps` the folder."""

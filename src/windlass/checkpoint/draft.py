@@ -7,9 +7,11 @@ that whoever drives them (`Store.writing`, or a writer thread) decides where the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from windlass.checkpoint.manifest import (
     manifest_bytes,
     node_manifest_name,
 )
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.nodes import Disks
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -54,13 +57,16 @@ class Draft:
         world: int,
         files: Files,
         disks: Disks | None = None,
+        names: Iterable[str] = (),
     ) -> None:
         self.target = target
         self.folder = target.with_name("tmp-" + target.name)
         self.step, self.meta = step, meta
         self._rank, self._world, self.files = rank, world, files
         self._disks = disks or Disks.shared(world)
+        self._planned = frozenset(names)
         self._written: dict[str, FileEntry] = {}
+        self._sealed = False
         self.serial = 0  # of its commit, where it is agreed on beforehand
 
     def open(self) -> None:
@@ -100,13 +106,24 @@ class Draft:
 
     def seal(self) -> None:
         """Make all this rank wrote durable and known: the keeper hashes what others' code put into the folder,
-        other ranks leave their list of files for it."""
-        if self._rank == self._disks.keeper:
+        other ranks leave their list of files for it, which is the last they write.
+
+        Raises:
+            CheckpointError: a file that was to be written was not.
+        """
+        is_keeper = self._rank == self._disks.keeper
+        if is_keeper:
             self._adopt(self.folder, "")
-        else:
+        absent = self._planned - self._written.keys()
+        if absent:
+            raise CheckpointError(
+                f"{self.folder} lacks files that were to be written: {shorten(sorted(absent))}"
+            )
+        self.files.sync_folder(self.folder)
+        if not is_keeper:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
             self.files.write(path, [strict_json.dump(listing(self._written), path.name)])
-        self.files.sync_folder(self.folder)
+        self._sealed = True
 
     def _adopt(self, folder: Path, prefix: str) -> None:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -137,8 +154,15 @@ class Draft:
 
         Args:
             serial: higher than that of any checkpoint beside it.
+
+        Raises:
+            CheckpointError: a rank has not sealed what it was to write. OSError: a file of it is not there as it was
+                written; or the disk refused.
         """
+        if not self._sealed:
+            raise CheckpointError(f"{self.folder} is not committed: not everything was written")
         entries = self._written | self._entries_of_others()
+        self._check_sizes(entries)
         node, nodes = self._disks.node, self._disks.nodes
         text = manifest_bytes(self.step, self._world, entries, self.meta, serial, node, nodes)
         if nodes > 1:
@@ -161,6 +185,14 @@ class Draft:
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
             self.files.remove_file(path)
         return entries
+
+    def _check_sizes(self, entries: Mapping[str, FileEntry]) -> None:
+        """Look once more before the manifest says that all is there: somebody may have removed the folder meanwhile."""
+        for name, entry in entries.items():
+            status = os.lstat(self.folder / name)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
+                problem = f"{entry.size:,} bytes were written and {status.st_size:,} are there"
+                raise OSError(errno.EIO, problem, str(self.folder / name))
 
     def _list_of(self, rank: int) -> tuple[Path, dict[str, Any]]:
         """The list of files that another rank left, and where it lies."""

@@ -181,8 +181,13 @@ class CheckpointManager:
         """
         store = self.store
         try:
-            with store.writing(step, meta, needed=content.disk_bytes(store.writers)) as draft:
-                content.write(draft, store.keeps)
+            store.write(
+                step,
+                meta,
+                lambda draft: content.write(draft, store.keeps),
+                names=content.names(store.rank, store.keeps),
+                needed=content.disk_bytes(store.writers),
+            )
         except Exception as error:
             if not costs_one_save(error):
                 raise

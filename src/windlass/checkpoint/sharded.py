@@ -65,6 +65,11 @@ class RankParts:
     tensors: Mapping[str, Tensor]
     index: State | None
 
+    def names(self) -> set[str]:
+        """The files that `write` makes."""
+        own = {rank_file(self.stem, self.rank)} if self.tensors else set()
+        return own if self.index is None else {*own, index_name(self.stem)}
+
     def write(self, folder: Path, files: Files) -> dict[str, FileEntry]:
         """Write into `folder`; gives what was written, by file name."""
         written = {}

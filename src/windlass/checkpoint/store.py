@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.files import Files
@@ -38,6 +38,8 @@ _Infos = list[CheckpointInfo]
 _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
 _Order = tuple[int, int]  # serial and step
+_Orders = list[_Order]
+_T = TypeVar("_T")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -230,28 +232,39 @@ class Store:
 
     # --- writing
 
-    @contextlib.contextmanager
-    def writing(self, step: int, meta: Mapping[str, Any], *, needed: int = 0) -> Iterator[Draft]:
-        """Write checkpoint `step`: every rank enters, writes its parts into the draft, and leaves; then it is
-        committed.
+    def write(
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        body: Callable[[Draft], None],
+        *,
+        names: Iterable[str] = (),
+        needed: int = 0,
+    ) -> None:
+        """Write checkpoint `step`: every rank calls it, `body` writes the rank's parts into the draft, and what all
+        have written is committed.
+
+        An exception at any instant, also one that a signal handler raises, leaves a staging folder or a whole
+        checkpoint. (This is no context manager: an exception between its body and its exit would not reach it.)
 
         Args:
             meta: plain values kept in the manifest.
+            names: files that `body` is to write on this rank; the checkpoint is not committed without one of them.
             needed: bytes the whole checkpoint takes; more than the disk has free fails before anything is written.
 
         Raises:
             SaveDropped: another rank failed. Whatever failed on this rank is raised as it is. Either way the draft
                 is dropped on every rank and all earlier checkpoints stand.
         """
-        draft = self.draft(step, meta)
+        draft = self.begin(step, meta, names=names, needed=needed)
+
+        def fill() -> None:
+            body(draft)
+            draft.seal()
+
         try:
-            with self.agreed(step):
-                self.open(draft, needed)
-            with self.agreed(step):
-                yield draft
-                draft.seal()
-            with self.agreed(step):
-                self.commit(draft)
+            self.agree(step, fill)
+            self.agree(step, lambda: self.commit(draft))
             if self.disks.nodes > 1:
                 self._on_all = draft.serial, step
         except BaseException:
@@ -260,19 +273,29 @@ class Store:
 
     # The steps of a save, each a rank's own part of it: where the ranks agree in between is their caller's matter.
 
-    def draft(self, step: int, meta: Mapping[str, Any]) -> Draft:
-        """This rank's view of a checkpoint to be written; nothing is on the disk yet.
+    def begin(
+        self, step: int, meta: Mapping[str, Any], *, names: Iterable[str] = (), needed: int = 0
+    ) -> Draft:
+        """This rank's view of a checkpoint to be written, whose folder is there. Collective; see `write`.
 
-        Every rank calls it; where there are several disks, they agree here on the save's serial.
+        Where there are several disks, the ranks agree here on the save's serial.
         """
-        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks)
-        if self.disks.nodes > 1:
-            draft.serial = self._agree_on_serial()
+        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks, names)
+        try:
+            if self.disks.nodes > 1:
+                draft.serial = self._agree_on_serial(step)
+            self.agree(step, lambda: self._open(draft, needed))
+        except BaseException:
+            self.drop(draft)
+            raise
         return draft
 
-    def _agree_on_serial(self) -> int:
+    def _standing_orders(self) -> _Orders | None:
+        return [info.order for info in self.standing()] if self.keeps else None
+
+    def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
-        told = self.gather([info.order for info in self.standing()] if self.keeps else None)
+        told = self.gather(self.agree(step, self._standing_orders))
         of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
@@ -293,7 +316,7 @@ class Store:
         """How many ranks write to this rank's disk."""
         return len(self.disks.members)
 
-    def open(self, draft: Draft, needed: int = 0) -> None:
+    def _open(self, draft: Draft, needed: int) -> None:
         """The keeper makes room and the folder, into which the others may write once it has returned."""
         if self.keeps:
             self._prepare(needed)
@@ -310,16 +333,15 @@ class Store:
         if self.keeps:
             draft.drop()
 
-    @contextlib.contextmanager
-    def agreed(self, step: int) -> Iterator[None]:
-        """Run the body on every rank and go on only if it worked on all. An interrupt is voted on too: the process
-        that got it ends, the others must not wait for it.
+    def agree(self, step: int, work: Callable[[], _T]) -> _T:
+        """Call `work` on every rank and go on, with what it gave here, only if it returned on all. An interrupt is
+        voted on too: the process that got it ends, the others must not wait for it.
 
         Raises:
-            SaveDropped: the body failed on another rank.
+            SaveDropped: it failed on another rank.
         """
         try:
-            yield
+            result = work()
         except BaseException:
             self.vote(False)
             raise
@@ -327,6 +349,7 @@ class Store:
             raise SaveDropped(
                 f"{self.path_for(step).name} was dropped: another rank could not write its part"
             )
+        return result
 
     def _prepare(self, needed: int) -> None:
         self.files.ensure_folder(self.root)
