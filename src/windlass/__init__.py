@@ -37,7 +37,7 @@ _HOMES = {
     "windlass.core.events": ("TrainerCallback", "TrainerControl", "TrainerState"),
     "windlass.core.errors": (
         "CheckpointError", "ConfigError", "DataError", "MemoryShortError", "MissingDependencyError", "ModelError",
-        "NonFiniteError", "Preempted", "WindlassError",
+        "NonFiniteError", "Preempted", "RankMismatchError", "WindlassError",
     ),
     "windlass.core.rng": ("enable_full_determinism", "set_seed"),
     "windlass.callbacks.flow": ("DefaultFlowCallback",),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from windlass.accelerator.alike import check_prepared_alike
 from windlass.accelerator.base import Core
 from windlass.accelerator.forward import mix_precision, refuse_raw_forward
 from windlass.accelerator.optimizer import PreparedOptimizer
@@ -53,6 +54,7 @@ class Preparing(Properties, Stepping, Core):
 
         Raises:
             ConfigError, ModelError, DataError: an object cannot be spread as the settings ask.
+            RankMismatchError: settings, models, optimizers or data differ between ranks.
         """
         placement = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placement) != len(args):
@@ -63,6 +65,7 @@ class Preparing(Properties, Stepping, Core):
                 _log, "The Trainer spreads its objects itself: trainer.accelerator.prepare gives them back."
             )
             return args if len(args) != 1 else args[0]
+        check_prepared_alike(args, self._settings, self._gang)
         results = list(args)
         # Optimizers first, so that they follow their models; schedules last, because they follow optimizers.
         for index, item in enumerate(args):

@@ -33,6 +33,23 @@ class ConfigError(WindlassError, ValueError):
         super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
 
+class RankMismatchError(WindlassError, ValueError):
+    """Settings or objects that every rank must have alike differ between ranks. Raised on all ranks.
+
+    Attributes:
+        differences: one line for each field, with its values and their ranks.
+    """
+
+    def __init__(self, differences: Iterable[str]) -> None:
+        self.differences = list(differences)
+        listed = "".join(f"\n  - {line}" for line in self.differences)
+        super().__init__(
+            f"these differ between the ranks of the job, and must be the same on all of them:{listed}\n"
+            "Give every rank the same values: look for a setting that is computed from the rank, from the host or "
+            "from an environment variable that only some of them have."
+        )
+
+
 class DataError(WindlassError, ValueError):
     """A dataset, a batch or a data file that cannot be trained on."""
 

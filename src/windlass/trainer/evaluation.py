@@ -25,6 +25,7 @@ from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
 from windlass.metrics.nested import nested_detach
 from windlass.metrics.speed import speed_metrics
+from windlass.trainer.alike import AlikeMixin
 from windlass.trainer.inputs import InputsMixin
 from windlass.trainer.losses import LossMixin, call_model
 from windlass.trainer.memory import MemoryMixin
@@ -33,7 +34,7 @@ from windlass.trainer.reports import ReportsMixin
 logger = get_logger(__name__)
 
 
-class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
+class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
     """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
 
     _run: Any
@@ -62,6 +63,7 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
                 )
                 metrics.update(one)
             return metrics
+        self._check_evaluation_alike(f"evaluate() of {metric_key_prefix!r}")
         loader = self.get_eval_dataloader(eval_dataset)
         self._watch_memory()
         started = time.time()
@@ -83,6 +85,7 @@ class EvaluationMixin(LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
             Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
             widths are padded with -100.
         """
+        self._check_evaluation_alike(f"predict() of {metric_key_prefix!r}")
         self._read_memory_note()
         loader = self.get_test_dataloader(test_dataset)
         self._watch_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from windlass.config.plan import RunPlan
 from windlass.trainer.best import BestMixin, find_metric
 from windlass.trainer.evaluation import EvaluationMixin
 from windlass.trainer.leaving import LeavingMixin
@@ -39,3 +40,12 @@ class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, LeavingMixin, 
     @property
     def _follows_metric(self) -> bool:
         return bool(getattr(self._run.schedule, "follows_metric", False))
+
+    def _check_metric(self, plan: RunPlan) -> None:
+        """Find out before the first update whether evaluation returns the metric that the run goes by."""
+        metric = plan.save.metric or ("loss" if self._follows_metric else None)
+        # What an override of these returns, only running it would tell.
+        own = self._overridden & {"evaluate", "evaluation_loop"}
+        if metric is None or plan.evaluation.strategy == "no" or own:
+            return
+        find_metric(self._rehearse_evaluation(metric), metric)

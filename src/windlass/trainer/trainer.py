@@ -38,7 +38,6 @@ from windlass.metrics.tokens import TargetCounter
 from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.base import overrides
-from windlass.trainer.best import find_metric
 from windlass.trainer.defaults import (
     agree_on_output,
     align_special_tokens,
@@ -286,6 +285,7 @@ class Trainer(TrainerParts):
         try:
             self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
             with self._taking_signals():
+                self._check_call_alike("train()", resume)
                 checkpoint = self._resume_point(resume)
                 plan = self._prepare_run(checkpoint)
                 with stopping_on_interrupt(self._stop_and_save), self._telling_where():
@@ -327,6 +327,7 @@ class Trainer(TrainerParts):
         per_epoch = source.groups_per_epoch(self._update_size.accumulation)
         resumed = self._resumed_progress(checkpoint, source)
         plan = resolve(self.args, self._facts(per_epoch, resumed, saved_size))
+        self._check_plan_alike(plan)
         if note is not None:
             get_job_logger(__name__).warning(note)
         self.accelerator.gradient_accumulation_steps = plan.batch.accumulation
@@ -375,6 +376,7 @@ class Trainer(TrainerParts):
         built = build(
             self.model, self._created_optimizer_and_scheduler, plan, self._device, self._gang, self.optimizer
         )
+        self._check_optimizer_alike()
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy
         check_disks(self._output_disks(), self._strategy, self.args.save_on_each_node)
@@ -392,15 +394,6 @@ class Trainer(TrainerParts):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader, handler.processing_class = loader, self.processing_class
-
-    def _check_metric(self, plan: RunPlan) -> None:
-        """Find out before the first update whether evaluation returns the metric that the run goes by."""
-        metric = plan.save.metric or ("loss" if self._follows_metric else None)
-        # What an override of these returns, only running it would tell.
-        own = self._overridden & {"evaluate", "evaluation_loop"}
-        if metric is None or plan.evaluation.strategy == "no" or own:
-            return
-        find_metric(self._rehearse_evaluation(metric), metric)
 
     def _run_training(self) -> None:
         self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)

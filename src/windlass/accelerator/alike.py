@@ -1,0 +1,71 @@
+"""What the ranks of a user's own loop compare when they prepare their objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.settings import Settings
+from windlass.dist.alike import check_alike, model_facts, optimizer_facts
+from windlass.dist.gang import Gang
+
+
+def check_prepared_alike(objects: Sequence[Any], settings: Settings, gang: Gang) -> None:
+    """Raise on all ranks if the settings of the loop, or what it prepares, differ between them.
+
+    Collective: one exchange of a hash for each `prepare`; none in a world of one.
+
+    Raises:
+        RankMismatchError: names what differs, with values and ranks.
+    """
+    if gang.size > 1:
+        check_alike({**_settings(settings), **dict(_described(objects, settings))}, gang)
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    accumulation, loader = settings.accumulation, settings.loader
+    dist = dataclasses.asdict(settings.dist)
+    del dist["timeout_seconds"]  # how long this process waits
+    return {
+        "gradient_accumulation_steps": accumulation.num_steps,
+        "sync_with_dataloader": accumulation.sync_with_dataloader,
+        "sync_each_batch": accumulation.sync_each_batch,
+        "adjust_scheduler": accumulation.adjust_scheduler,
+        "mixed_precision": settings.precision.compute,
+        "split_batches": loader.split_batches,
+        "dispatch_batches": loader.dispatch_batches,
+        "even_batches": loader.even_batches,
+        "use_seedable_sampler": loader.use_seedable_sampler,
+        "data_seed": loader.data_seed,
+        "scheduler_unit": settings.schedule_unit,
+        "compile": [settings.compile_backend, settings.compile_mode],
+        "parallelism": dist,
+    }
+
+
+def _described(objects: Sequence[Any], settings: Settings) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(objects):
+        name = f"prepare() argument {number}"
+        if isinstance(item, nn.Module):
+            yield f"{name}, model", model_facts(item)
+        elif isinstance(item, torch.optim.Optimizer | PreparedOptimizer):
+            plain = item.optimizer if isinstance(item, PreparedOptimizer) else item
+            yield f"{name}, optimizer", optimizer_facts(plain)
+        elif isinstance(item, DataLoader):
+            # Of a loader that the main process reads for all, the other ranks need not have the data.
+            yield f"{name}, loader", {} if settings.loader.dispatch_batches else _loader(item)
+        else:
+            yield name, "a schedule" if hasattr(item, "step") else "another object"
+
+
+def _loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    facts = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        facts["samples"] = len(loader.dataset)
+    return facts

@@ -1,0 +1,117 @@
+"""What every rank must have alike, compared before anything depends on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.core.errors import RankMismatchError
+from windlass.dist.gang import Gang
+
+_SHOWN_FIELDS = 8
+_SHOWN_CHARACTERS = 120
+_MISSING = "(missing)"
+_SECRET = re.compile(r"(^|[._])(token|secret|password|passwd|key)$", re.IGNORECASE)
+
+
+def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
+    """Raise on every rank if `facts` differ between ranks. Collective.
+
+    Ranks exchange one hash; the values travel only if the hashes differ.
+
+    Args:
+        facts: values by field name. Mappings inside are compared key by key, as `field.key`.
+
+    Raises:
+        RankMismatchError: names each field that differs, with its values and their ranks.
+    """
+    if gang.size == 1:
+        return
+    values = dict(_flat("", facts))
+    digest = hashed(json.dumps(sorted(values.items())))
+    if len(set(gang.gather_objects(digest))) == 1:
+        return
+    raise RankMismatchError(differences(gang.gather_objects(values)))
+
+
+def differences(everywhere: list[dict[str, str]]) -> list[str]:
+    """One line for each field whose value is not the same in all of `everywhere`, which is in rank order."""
+    names = list(dict.fromkeys(name for values in everywhere for name in values))
+    lines = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, values in enumerate(everywhere):
+            ranks_of[values.get(name, _MISSING)].append(rank)
+        if len(ranks_of) > 1:
+            shown = (f"{_short(name, value)} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            lines.append(f"{name}: {', '.join(shown)}")
+    more = len(lines) - _SHOWN_FIELDS
+    return [*lines[:_SHOWN_FIELDS], *([f"and {more} more"] if more > 0 else [])]
+
+
+def model_facts(module: nn.Module) -> dict[str, str]:
+    """The parameters of a model as facts to compare: shape, dtype, and whether each is trained."""
+    return {name: _parameter(p) for name, p in module.named_parameters()}
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The groups of an optimizer as facts to compare: their options, and how many parameters each holds."""
+    groups = {
+        f"group {number}": {
+            "parameters": len(group["params"]),
+            **{name: value for name, value in group.items() if name not in ("params", "param_names")},
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    return {"class": type(optimizer).__name__, "number of groups": len(groups), **groups}
+
+
+def _parameter(parameter: nn.Parameter) -> str:
+    kind = str(parameter.dtype).removeprefix("torch.")
+    return f"{kind}{list(parameter.shape)}{'' if parameter.requires_grad else ' frozen'}"
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{path}.{key}" if path else str(key), item)
+    else:
+        yield path, hashed(_text(value)) if _SECRET.search(path) and value is not None else _text(value)
+
+
+def hashed(text: str) -> str:
+    """By which equal texts are known without being shown."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    """What is compared of a value: the same in every process for values that are equal."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value.value if isinstance(value, Enum) else value)
+    if isinstance(value, torch.Tensor):
+        # A learning rate may be a tensor. What a sharded one holds here is another part than elsewhere.
+        return repr(value.item()) if value.numel() == 1 else f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    return type(value).__qualname__  # an object's repr may hold its address
+
+
+def _short(name: str, value: str) -> str:
+    if _SECRET.search(name):
+        return "(a secret value)"
+    return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
