@@ -34,7 +34,7 @@ class Count(IterableDataset[Any]):
 
 
 class OwnPart(Count):
-    """Splits itself by rank, and nobody can know."""
+    """Splits itself by rank, which only its samples show."""
 
     def __iter__(self) -> Any:
         return iter(range(RANK, self.count, SIZE))
@@ -109,8 +109,17 @@ def shared_streams(gang: Gang) -> None:
         for _ in range(1 if count == 0 else 2):
             steps = one_pass(gang, loader) if count else list(loader)
             assert flat(steps) == list(range(count))
-    fails(DataError, "splits itself", lambda: list(prepare(gang, DataLoader(OwnPart(40), batch_size=2))))
-    fails(DataError, "splits itself", lambda: list(prepare(gang, DataLoader(OwnPart(1), batch_size=2))))
+    parts = prepare(gang, DataLoader(OwnPart(41), batch_size=2), use_stateful_dataloader=True)
+    for _ in range(2):
+        assert sorted(flat(one_pass(gang, parts))) == list(range(41))
+    next(iter(parts))
+    state, again = (
+        parts.state_dict(),
+        prepare(gang, DataLoader(OwnPart(41), batch_size=2), use_stateful_dataloader=True),
+    )
+    again.load_state_dict(state)
+    assert sorted(flat(one_pass(gang, again))) == list(range(2 * SIZE, 41))
+    fails(DataError, "no sample at all", lambda: list(prepare(gang, DataLoader(OwnPart(1), batch_size=2))))
     fails(TypeError, "no length", lambda: len(prepare(gang, DataLoader(Count(4)), dispatch_batches=True)))
 
 

@@ -122,12 +122,26 @@ def test_a_stream_that_gives_nothing_is_refused(consumed: int, words: str) -> No
         list(loader.groups())
 
 
-def test_a_stream_split_by_node_is_refused() -> None:
+def test_a_stream_split_by_node_is_read_as_it_is() -> None:
     stream = Stream(Numbers(4))
     stream._distributed = object()
-    assert train_loader(stream, 1).total_batch_size == 1
-    with pytest.raises(DataError, match="split_dataset_by_node"):
-        train_loader(stream, 1, world=2)
+    assert not train_loader(stream, 1).own_parts, "one process reads all of it"
+    loader = train_loader(stream, 1, world=2)
+    assert loader.own_parts
+    assert [group.ids for group in loader.groups(1)] == [[[0]], [[1]], [[2]], [[3]]]
+
+
+def test_a_position_in_parts_says_so() -> None:
+    stream = Stream(Numbers(8))
+    stream._distributed = object()
+    loader = train_loader(stream, 1, world=2)
+    groups = loader.groups(1)
+    next(groups), next(groups)
+    state = loader.state_dict()
+    assert (state["parts"], state["consumed"]) == (2, 2)
+    alone = train_loader(Stream(Numbers(8)), 1)
+    alone.load_state_dict(state)
+    assert alone.consumed == 4, "two samples of each of two parts"
 
 
 def test_a_sampler_for_a_stream_is_refused() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from windlass.config.plan import DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
+from windlass.data.agreed_stream import AgreedStream
 from windlass.data.collate_default import plain_collate
 from windlass.data.counted import Counted
 from windlass.data.dispatch import Dispatched
@@ -28,17 +29,13 @@ from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrde
 from windlass.data.own_iteration import OwnIteration
 from windlass.data.portion import Reader
 from windlass.data.rows import BatchRows, Rows, SampleRows
+from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.shared_stream import SharedStream
 from windlass.data.source import Source
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
-
-
-def splits_itself(dataset: Any) -> bool:
-    """Whether a stream was split by node already (`datasets.distributed.split_dataset_by_node`)."""
-    return getattr(dataset, "_distributed", None) is not None
 
 
 class Choice:
@@ -132,22 +129,29 @@ class Choice:
         if world > 1 and splits_itself(self._dataset):
             return self._own_stream(world)
         size = self._loader.batch_size
-        if size is not None:
-            return self._shared(self._loader.collate_fn, self._row(size, world), world, rank)
-        return Counted(self._shared(_Single(self._loader.collate_fn), world, world, rank), rank, self._gang)
+        counted = size is None
+        row = world if size is None else self._row(size, world)
+        common = self._shared(row, world, rank)
+        if world > 1 and self._gang.size > 1:
+            return AgreedStream(common, self._part(world), self._gang, rank=rank, counted=counted)
+        return Counted(common, rank, self._gang) if counted else common
 
-    def _shared(self, collate: Any, row: int, world: int, rank: int) -> SharedStream:
-        gang = self._gang if world > 1 else Gang()
-        return SharedStream(self._dataset, collate, self._plan, row=row, world=world, rank=rank, gang=gang)
+    def _shared(self, row: int, world: int, rank: int) -> SharedStream:
+        collate = self._loader.collate_fn
+        if self._loader.batch_size is None:
+            collate = _Single(collate)
+        return SharedStream(self._dataset, collate, self._plan, row=row, world=world, rank=rank)
+
+    def _part(self, world: int) -> SharedStream:
+        """All that this rank reads of a stream that splits itself."""
+        size = self._loader.batch_size
+        row = 1 if size is None else max(size // world, 1) if self._split else size
+        return self._shared(row, 1, 0)
 
     def _own_stream(self, world: int) -> Reader:
-        name, size = type(self._dataset).__name__, self._loader.batch_size
+        name = type(self._dataset).__name__
         logger.info(f"{name} was split by node before: every rank reads its own part, in an order of its own")
-        if size is None:
-            mine = self._shared(_Single(self._loader.collate_fn), 1, 1, 0)
-        else:
-            mine = self._shared(self._loader.collate_fn, size // world if self._split else size, 1, 0)
-        return Counted(mine, 0, self._gang)
+        return Counted(self._part(world), 0, self._gang)
 
     def _own_iteration(self, world: int) -> Reader:
         if world > 1:

@@ -37,19 +37,23 @@ class Counted:
         reader: this rank's batches.
         rank: this rank's place in the shares that `reader` gives.
         gang: the ranks that go in step.
+        own_parts: `reader` turned out to read a part that its stream cut: positions say so.
 
     Raises:
         DataError: while iterating, on all ranks at the same batch: a rank has no batch at all, or failed to read one
             (the failing rank raises its own error).
     """
 
-    def __init__(self, reader: Reader, rank: int, gang: Gang) -> None:
-        self._reader, self._rank, self._gang = reader, rank, gang
+    def __init__(self, reader: Reader, rank: int, gang: Gang, *, own_parts: bool = False) -> None:
+        self._reader, self._rank, self._gang, self._own_parts = reader, rank, gang, own_parts
 
     @property
     def unit(self) -> str:
         """Batches of every process; on another number of processes they hold other samples."""
-        return f"batches of {self._gang.size} processes"
+        return f"batches of {self._gang.size} processes{', each of its own part' if self._own_parts else ''}"
+
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
 
     @property
     def total_batch_size(self) -> int | None:

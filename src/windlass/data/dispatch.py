@@ -57,6 +57,9 @@ class Dispatched:
         while (portion := next(portions, None)) is not None:
             yield portion
 
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
     def batches(self, epoch: int) -> int | None:
         count = self._reader.batches(epoch)
         if count is None:

@@ -54,6 +54,11 @@ class Loader(DataLoader[Any]):
         self._fixed_epoch = False
 
     @property
+    def own_parts(self) -> bool:
+        """Every rank reads a part of its own; positions in it are not those of other ranks."""
+        return False
+
+    @property
     def total_batch_size(self) -> int:
         """Samples that one micro-batch of every rank holds together."""
         return self.batch.micro * self.batch.world
@@ -69,14 +74,14 @@ class Loader(DataLoader[Any]):
         Raises:
             TypeError: a stream, whose length nobody knows.
         """
-        count = self.num_samples
+        count = self._length(self.epoch)
         if count is None:
             raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
         return -(-count // self.total_batch_size)
 
     def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
         """Updates of an epoch, None for a stream without a length."""
-        count = self.num_samples
+        count = self._length(self.epoch)
         return (
             None
             if count is None

@@ -40,6 +40,9 @@ class MapReader:
         finally:
             self._passes -= 1
 
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
     def batches(self, epoch: int) -> int:
         return self._rows.count(epoch)
 

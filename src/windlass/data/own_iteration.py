@@ -41,6 +41,9 @@ class OwnIteration:
                 yield Portion(batch, (batch_size_of(batch) or 1,), done, following is _END)
             batch = following
 
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
     def batches(self, epoch: int) -> int | None:
         return loader_length(self._loader)
 

@@ -39,6 +39,10 @@ class Reader(Protocol):
         """What positions count ("samples", "batches")."""
         ...
 
+    def accepts(self, unit: str) -> bool:
+        """Whether a position that counts `unit` can be entered here."""
+        ...
+
     @property
     def total_batch_size(self) -> int | None:
         """Samples that a whole batch of all ranks holds; None where that varies."""

@@ -14,7 +14,7 @@ from windlass.core.types import Collator
 from windlass.data.collate_default import default_data_collator, plain_collate
 from windlass.data.loader import Loader, MapLoader
 from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
-from windlass.data.stream import StreamLoader
+from windlass.data.stream_loader import StreamLoader
 
 
 def build_train_loader(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.core.errors import DataError
-from windlass.data.choice import Choice, splits_itself
+from windlass.data.choice import Choice
 from windlass.data.order import own_generators
 from windlass.data.pin import wants_pinning
 from windlass.data.prepared_loader import PreparedLoader
@@ -125,6 +125,6 @@ def _seed(options: LoaderOptions) -> int:
 
 
 def _length(dataset: Any) -> int | None:
-    if isinstance(dataset, IterableDataset) and splits_itself(dataset):
-        return None  # parts may differ
+    if isinstance(dataset, IterableDataset):
+        return None  # it may split itself, and parts may differ
     return len(dataset) if hasattr(dataset, "__len__") else None

@@ -231,7 +231,7 @@ class PreparedLoader(DataLoader[Any]):
     def _position_to_resume(self, consumed: int, unit: str) -> int:
         if not consumed:
             return 0
-        if self._restores_position and unit == self._reader.unit:
+        if self._restores_position and self._reader.accepts(unit):
             return consumed
         reason = (
             f"positions are counted in {self._reader.unit} here"

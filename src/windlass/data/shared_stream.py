@@ -10,8 +10,7 @@ from windlass.core.errors import DataError
 from windlass.core.types import Collator
 from windlass.data.bookmark import Bookmark
 from windlass.data.portion import Portion, shares_of
-from windlass.data.stream import StreamReader, StreamRows, can_be_read_once
-from windlass.dist.gang import Gang
+from windlass.data.stream import Row, StreamReader, StreamRows, can_be_read_once
 
 
 class SharedStream:
@@ -20,10 +19,7 @@ class SharedStream:
     Args:
         row: samples of a whole batch over all ranks.
         plan: seed, workers, `drop_last`.
-        gang: those who read the same stream; they make sure of that once.
-
-    Raises:
-        DataError: while iterating, on all ranks: they read different streams.
+        world, rank: between how many ranks rows are dealt, and which of them this is; one for a part of its own.
     """
 
     unit = "samples"
@@ -37,47 +33,45 @@ class SharedStream:
         row: int,
         world: int,
         rank: int,
-        gang: Gang,
     ) -> None:
         reader = StreamReader(dataset, collate, plan, row=row, world=world, rank=rank, may_be_empty=True)
         self._stream = StreamRows(reader, plan)
-        self._dataset, self._world, self._drop_last = dataset, world, plan.drop_last
+        self.dataset, self._world, self._drop_last = dataset, world, plan.drop_last
         self.total_batch_size = row
-        self._gang, self._compared = gang, gang.size == 1
+        self._held: Iterator[Row] | None = None
         self._passes, self._had_samples = 0, False
 
+    def rows(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Row]:
+        """The rows of a pass; one that runs beside another has workers of its own."""
+        return self._stream.rows(epoch, start, self._passes > 0, bookmark)
+
     def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
-        private, before = self._passes > 0, start
+        held, self._held = self._held, None
+        rows = self.rows(epoch, start, bookmark) if held is None else held
+        before = start
         self._passes += 1
         try:
-            for row in self._stream.rows(epoch, start, private, bookmark):
+            for row in rows:
                 self._had_samples = True
-                self._compare(row.mark)
                 shares = shares_of(row.end - before, self._world)
                 yield Portion(row.batch, shares, row.end, row.last, row.bookmark)
                 before = row.end
-            self._compare(None)  # of a rank that had no sample the others must hear too
             if before == 0 and self._had_samples:
-                raise DataError(can_be_read_once(type(self._dataset).__name__, epoch))
+                raise DataError(can_be_read_once(type(self.dataset).__name__, epoch))
         finally:
             self._passes -= 1
 
-    def _compare(self, mark: int | None) -> None:
-        """Streams that split themselves by rank, or shuffle as they like, would lose most of their samples here."""
-        if self._compared:
-            return
-        self._compared = True
-        if len(set(self._gang.gather_objects(mark))) > 1:
-            raise DataError(
-                f"the ranks read different samples from {type(self._dataset).__name__}: it splits itself by rank, or "
-                "draws from a generator of its own that is seeded differently on each. Let it give the whole stream in "
-                "the same order on every rank, or let the main process read for all: dispatch_batches=True."
-            )
+    def hold(self, rows: Iterator[Row]) -> None:
+        """Read on in this pass, which was begun before, when portions are asked for next."""
+        self._held = rows
+
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
 
     def batches(self, epoch: int) -> int | None:
-        if not hasattr(self._dataset, "__len__"):
+        if not hasattr(self.dataset, "__len__"):
             return None
-        count = len(self._dataset)
+        count = len(self.dataset)
         return count // self.total_batch_size if self._drop_last else -(-count // self.total_batch_size)
 
     def position(self, epoch: int, batches: int) -> int:

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from windlass.config.plan import BatchPlan, DataPlan
-from windlass.core.errors import DataError
+from windlass.config.plan import DataPlan
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_COLLATE, derive_seed
-from windlass.core.types import Collator, State
-from windlass.data.bookmark import WITNESSES, Bookmark, Place, belongs, why_read_again
+from windlass.core.types import Collator
+from windlass.data.bookmark import WITNESSES, Bookmark, Place, belongs, marks_of, why_read_again
 from windlass.data.cut import share
-from windlass.data.group import Group
-from windlass.data.loader import Loader
-from windlass.data.nested import checksum
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.reading import Reading, open_reading
+from windlass.data.same_stream import NoSampleError
 from windlass.data.seeding import Sandbox, collator_reseeder
 from windlass.data.source import in_order, worker_options
 
@@ -36,8 +33,8 @@ class Row:
         batch: the collated samples; the row's first sample alone where this rank has none.
         end: samples consumed over all ranks once this row is done.
         last: the stream ends here.
-        mark: in the first row of a pass, a checksum of its first sample, by which ranks tell whether they read
-            the same stream.
+        marks: in the first row of a pass, checksums of its first samples, by which ranks tell whether they read the
+            same stream.
         bookmark: by which a later pass can be entered behind this row; None in the last row, and where nobody asked.
     """
 
@@ -45,7 +42,7 @@ class Row:
     batch: Any
     end: int
     last: bool
-    mark: int
+    marks: list[int]
     bookmark: Bookmark | None = None
 
     def pin_memory(self) -> Row:
@@ -66,85 +63,6 @@ class _Raw:
     first: int
     end: int
     place: Place | None
-
-
-class StreamLoader(Loader):
-    """Every rank, and every worker process, reads the whole stream and keeps its own part of it.
-
-    That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a
-    randomness) that no number of ranks or workers changes. On resume the stream is entered by the dataset's own state,
-    where it has one that leads back to the same samples; otherwise it is read from its beginning up to the position.
-    """
-
-    def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
-        if batch.world > 1 and getattr(dataset, "_distributed", None) is not None:
-            raise DataError(
-                "the dataset was already split by node (split_dataset_by_node), and Windlass deals samples "
-                "to ranks itself, so most of them would be lost. Pass the whole dataset on every rank."
-            )
-        super().__init__(dataset, batch, plan, collate)
-        self._stream = self._rows()
-        self._bookmark: Bookmark | None = None
-
-    def _rows(self) -> StreamRows:
-        batch = self.batch
-        reader = StreamReader(
-            self.dataset,
-            self.collate_fn,
-            self.plan,
-            row=self.total_batch_size,
-            world=batch.world,
-            rank=batch.rank,
-        )
-        return StreamRows(reader, self.plan)
-
-    def resize(self, micro: int, accumulation: int) -> None:
-        super().resize(micro, accumulation)
-        self._stream = self._rows()
-        self._reseed(self.seed)
-
-    def state_dict(self) -> State:
-        here = belongs(self._bookmark, self.epoch, self.consumed)
-        return super().state_dict() | {"bookmark": self._bookmark if here else None}
-
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
-        self._bookmark = state.get("bookmark")
-
-    def _length(self, epoch: int) -> int | None:
-        if not hasattr(self.dataset, "__len__"):
-            return None
-        count = len(self.dataset)
-        return count - count % self.total_batch_size if self.drop_last else count
-
-    def _reseed(self, seed: int) -> None:
-        self._stream.reseed(seed)
-
-    def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
-        rows: list[Row] = []
-        before = start
-        for row in self._stream.rows(epoch, start, private, self._bookmark):
-            rows.append(row)
-            if len(rows) == accumulation or row.last:
-                yield self._group(rows, before, epoch)
-                rows, before = [], row.end
-
-    def _group(self, rows: list[Row], before: int, epoch: int) -> Group:
-        own = [row for row in rows if row.ids]
-        end, last, bookmark = rows[-1].end, rows[-1].last, rows[-1].bookmark
-        return Group(
-            batches=[row.batch for row in own or rows],
-            ids=[row.ids for row in own or rows],
-            samples=end - before,
-            epoch=epoch,
-            last_in_epoch=last,
-            filler=not own,
-            position=self._position(epoch, end, last, None) | {"bookmark": bookmark},
-        )
-
-    def _moved_to(self, position: State) -> None:
-        super()._moved_to(position)
-        self._bookmark = position["bookmark"]
 
 
 class StreamRows:
@@ -251,13 +169,13 @@ class StreamReader:
         if raw is None:
             if self._may_be_empty:
                 return
-            raise DataError(self._nothing(epoch, start))
+            raise NoSampleError(self._nothing(epoch, start))
         while raw is not None:
             # Known before this row is handed out: an update must know that it is the last.
             following_number, following = next(raws, (0, None))
             if number % workers == worker:
-                mark = checksum(raw.head[0]) if number == 0 else 0
-                yield number, self._collated(raw, epoch, mark, following)
+                marks = marks_of(raw.head) if number == 0 else []
+                yield number, self._collated(raw, epoch, marks, following)
             number, raw = following_number, following
 
     def _nothing(self, epoch: int, start: int) -> str:
@@ -288,7 +206,7 @@ class StreamReader:
         own, head = samples[low:high] or samples[:1], samples[:WITNESSES]
         return _Raw(ids, own, head, position, position + len(samples), place)
 
-    def _collated(self, raw: _Raw, epoch: int, mark: int, following: _Raw | None) -> Row:
+    def _collated(self, raw: _Raw, epoch: int, marks: list[int], following: _Raw | None) -> Row:
         bookmark = None
         if raw.place is not None and following is not None:
             bookmark = raw.place.bookmark(epoch, raw.end, following.head)
@@ -303,7 +221,7 @@ class StreamReader:
             except Exception as error:
                 error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
                 raise
-        return Row(raw.ids, batch, raw.end, following is None, mark, bookmark)
+        return Row(raw.ids, batch, raw.end, following is None, marks, bookmark)
 
 
 def can_be_read_once(name: str, epoch: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.gang import Gang, Pending
@@ -76,6 +77,14 @@ class Counts:
     positions: Callable[[Any], int]
     inspect: Callable[[Group], int | None]
     signals: Callable[[], Sequence[float]] = tuple
+
+
+# Of data that Windlass deals, every rank reads the same.
+_ENDS_APART = (
+    "{} of {} ranks have come to the end of the training data, and the others have more: it does not give the same "
+    "samples on every rank, so samples were lost when Windlass dealt them. Let it give all samples on every rank, or "
+    "hand in a loader of each rank's own (override get_train_dataloader)."
+)
 
 
 class Feed:
@@ -203,6 +212,8 @@ class Feed:
 
     def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
         weight, total, tokens, positions, going_on, *more = totals.wait()
+        if group.samples and 0 < going_on < self._gang.size:
+            raise DataError(_ENDS_APART.format(self._gang.size - int(going_on), self._gang.size))
         width = self._accumulation if self._in_step else 0
         present, signals = more[:width], more[width:]
         missing = sum(ranks > 0 for ranks in present) - len(group.batches)

@@ -19,6 +19,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
+from windlass.data.stream_loader import StreamLoader
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
@@ -240,7 +241,9 @@ class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMi
 
         Where every forward needs all ranks, equally many on each.
         """
-        if isinstance(loader, Loader):
+        if isinstance(loader, StreamLoader):
+            loader.agree(self._gang)
+        if isinstance(loader, Loader) and not loader.own_parts:
             return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
         unplaced: Iterable[Placed] = (([], batch) for batch in loader)
         return in_step(unplaced, self._gang) if self._strategy.sharded else unplaced

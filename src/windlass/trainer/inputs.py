@@ -11,10 +11,12 @@ from torch import nn
 from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import DataError
+from windlass.core.types import State
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
 from windlass.data.foreign import ForeignLoader, loader_length
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
+from windlass.data.stream_loader import StreamLoader
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
 
@@ -120,8 +122,14 @@ class InputsMixin(TrainerBase):
             loader.resize(self._eval_fits, 1)
         return loader
 
-    def _group_source(self, loader: Any) -> GroupSource:
-        """The loader as the engine takes it: ours as it is, a user's own behind an adapter. Collective."""
+    def _group_source(self, loader: Any, position: State | None = None) -> GroupSource:
+        """The loader as the engine takes it: ours as it is, a user's own behind an adapter. Collective.
+
+        Args:
+            position: where the run goes on in it; None: at its beginning.
+        """
+        if isinstance(loader, StreamLoader):
+            loader.agree(self._gang, position)
         if isinstance(loader, Loader):
             return loader
         batch = resolve_batch(self.args, Facts(self._world, None))

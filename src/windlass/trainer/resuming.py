@@ -295,6 +295,15 @@ def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
     return size
 
 
+def saved_position(checkpoint: Checkpoint | None) -> State | None:
+    """Where a checkpoint's run stood in its data; None for a fresh run, or one that another program began."""
+    if checkpoint is None or isinstance(checkpoint, ForeignCheckpoint) or not checkpoint.has("loop"):
+        return None
+    with _reading(checkpoint, "loop"):
+        position: State = checkpoint.shared("loop")["position"]
+        return position or None
+
+
 def merged_ledger(ledgers: list[State], mine: bool) -> State:
     """One rank's ledger made of several: sums go to the first rank, counts to all."""
     first = dict(ledgers[0])

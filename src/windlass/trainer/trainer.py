@@ -54,7 +54,7 @@ from windlass.trainer.interrupt import stopping_on_interrupt
 from windlass.trainer.leaving import WaitBrokenOff
 from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
-from windlass.trainer.resuming import saved_update_size
+from windlass.trainer.resuming import saved_position, saved_update_size
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.alone import Alone
@@ -318,7 +318,7 @@ class Trainer(TrainerParts):
         self._last_metric, self._best_saved, self._saves_ephemeral = (-1, None), (None, None), False
         self._read_memory_note()
         loader = self.get_train_dataloader()
-        source = self._group_source(loader)
+        source = self._group_source(loader, saved_position(checkpoint))
         self._source_samples = getattr(source, "num_samples", None)
         saved_size = None if checkpoint is None else saved_update_size(checkpoint)
         self._update_size, note = update_size(self.args, self._gang.size, saved_size, self._fits)

@@ -1,0 +1,98 @@
+"""Streams that split themselves by rank: every sample counts once, and what cannot be dealt is refused."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import launch
+from tests.trainer.parts_cases import COUNT, Whole, trainer_for
+
+HERE = Path(__file__).parent
+Ranks = list[dict[str, Any]]
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with tempfile.TemporaryDirectory(prefix="windlass-") as name:
+        launch(2, HERE / "parts_ranks.py", name, timeout=300)
+        yield [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["ByRank", "ByRankAndWorker", "Sized", "by_node", "accumulating", "sharded"])
+def test_every_sample_is_trained_on_once_an_epoch(ranks: Ranks, name: str) -> None:
+    first, second = (Counter(said[name]["seen"]) for said in ranks)
+    assert sorted([*first, *second]) == list(range(COUNT)), "each rank has its own part"
+    assert set(first.values()) == {2}
+    assert min(second.values()) == 2, "more often only where it runs along with nothing of its own left"
+    steps = 6 if name == "accumulating" else 12
+    assert all(said[name]["steps"][:2] == [steps, steps] for said in ranks)
+    assert ranks[0][name]["weights"] == ranks[1][name]["weights"]
+
+
+def test_parts_that_are_drawn_anew_in_every_epoch_cover_the_data(ranks: Ranks) -> None:
+    both = Counter(i for said in ranks for i in said["Shuffled"]["seen"])
+    assert sorted(both) == list(range(COUNT))
+    assert min(both.values()) == 2
+    assert set(ranks[0]["Shuffled"]["seen"]) & set(ranks[1]["Shuffled"]["seen"]), (
+        "the second epoch has other parts"
+    )
+
+
+def test_losses_weigh_each_sample_once(ranks: Ranks, tmp_path: Path) -> None:
+    """One process that reads the whole makes the same updates, as every second sample of a batch is a rank's."""
+    alone = trainer_for(tmp_path, Whole(), per_device_train_batch_size=4)
+    alone.train()
+    logs = [row["loss"] for row in alone.state.log_history if "loss" in row]
+    for name in ("ByRank", "ByRankAndWorker", "Sized", "by_node", "sharded"):
+        assert ranks[0][name]["logs"] == pytest.approx(logs, rel=1e-6), name
+
+
+@pytest.mark.parametrize("step", [2, 6, 10])
+def test_a_resumed_run_has_the_same_bits(ranks: Ranks, step: int) -> None:
+    for said in ranks:
+        whole, resumed = said["ByRank"], said[f"resumed-{step}"]
+        assert resumed["weights"] == whole["weights"]
+        assert whole["seen"][-len(resumed["seen"]) :] == resumed["seen"]
+        assert resumed["logs"] == whole["logs"]
+
+
+def test_a_generator_that_is_read_once_loses_nothing(ranks: Ranks) -> None:
+    assert {i for said in ranks for i in said["ReadOnce"]["seen"]} == set(range(COUNT))
+
+
+def test_evaluation_counts_every_sample_once(ranks: Ranks) -> None:
+    for said in ranks:
+        whole, by_rank, by_node, first_alone = said["evaluated"]
+        assert len(whole) == COUNT + 1
+        for other in (by_rank, by_node, first_alone):
+            assert other == pytest.approx(whole, rel=1e-6)
+
+
+def test_loops_of_the_users_own_see_every_sample_once_a_pass(ranks: Ranks) -> None:
+    for loops in zip(*(said["loops"] for said in ranks), strict=True):
+        for passes in zip(*loops, strict=True):
+            assert sorted(i for seen in passes for i in seen) == list(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("random", "beginning it again gives other samples"),
+        ("random loop", "beginning it again gives other samples"),
+        ("random evaluation", "beginning it again gives other samples"),
+        ("ends early", "1 of 2 ranks have come to the end"),
+        ("nothing", "ranks [1] have no sample at all"),
+        ("nothing loop", "ranks [1] have no sample at all"),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused_on_every_rank(ranks: Ranks, name: str, words: str) -> None:
+    for said in ranks:
+        assert words in said["refused"][name]
