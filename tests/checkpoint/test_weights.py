@@ -215,11 +215,6 @@ def test_meta_parameters_are_refused(tmp_path: Path) -> None:
         save_weights(tmp_path / "other", nn.Linear(2, 2, device="meta").state_dict())
 
 
-def test_extra_state_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'block\._extra_state' is a dict"):
-        save_weights(tmp_path, {"block._extra_state": {"a": 1}})
-
-
 def test_a_dtype_that_changes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(

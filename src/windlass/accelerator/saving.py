@@ -26,6 +26,7 @@ from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_byte
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
+from windlass.core.module_state import state_of
 from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
@@ -345,7 +346,7 @@ def _local(folder: str | os.PathLike[str]) -> Path:
     return Path(folder).expanduser().absolute()
 
 
-def _write_weights(draft: Draft, name: str, state: Mapping[str, Tensor]) -> None:
+def _write_weights(draft: Draft, name: str, state: Mapping[str, Any]) -> None:
     """Whole weights, in the folder itself or in one of the model's name."""
     if name == "model":
         draft.add({WEIGHTS_NAME: save_weights(draft.folder, state, files=draft.files)})
@@ -355,6 +356,6 @@ def _write_weights(draft: Draft, name: str, state: Mapping[str, Tensor]) -> None
         draft.add({f"{name}/{WEIGHTS_NAME}": entry})
 
 
-def _weights_of(strategy: Strategy) -> dict[str, Tensor]:
+def _weights_of(strategy: Strategy) -> dict[str, Any]:
     """What a checkpoint holds of a model: whole tensors, on the main process; or those of which each has a part."""
-    return strategy.module.state_dict(keep_vars=True) if strategy.saves_parts else strategy.whole_state()
+    return state_of(strategy.module) if strategy.saves_parts else strategy.whole_state()

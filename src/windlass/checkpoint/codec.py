@@ -4,6 +4,7 @@ JSON values stand for themselves. What JSON lacks is an object with one key that
 
     {"$tensor": "a/b"}                 the tensor of that name in the safetensors file; with "complex": true its last
                                        axis holds real and imaginary parts
+    {"$bytes": "a/b"}                  bytes, as a tensor of uint8
     {"$array": "a/b"}                  the same as a numpy array; with "scalar": true a numpy scalar
     {"$float": "nan" | "inf" | "-inf"}
     {"$tuple": [...]}
@@ -32,6 +33,7 @@ from windlass.core.types import State
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 8192  # Python refuses to parse much longer ones
+_IN_FILE = ("$tensor", "$array", "$bytes")  # tags that refer to the safetensors file
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -94,6 +96,8 @@ class _Encoder:
             return self._map(value, path)
         if isinstance(value, Tensor):
             return self._tensor("$tensor", value, path)
+        if kind is bytes:
+            return self._tensor("$bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()), path)
         if isinstance(value, np.ndarray | np.generic):
             return self._array(value, path)
         raise _unsupported(path, kind)
@@ -217,6 +221,8 @@ class _Decoder:
             return Deferred(self._name(content, path), self._tensors)
         if tag == "$tensor":
             return self._tensor(content, tree, path)
+        if tag == "$bytes":
+            return self._tensor(content, tree, path).numpy().tobytes()
         if tag == "$array":
             array = self._tensor(content, tree, path).numpy()
             return array[()] if tree.get("scalar") else array
@@ -312,7 +318,7 @@ def _mentions_tensors(tree: Any) -> bool:
         if isinstance(node, list):
             stack.extend(node)
         elif isinstance(node, dict):
-            if "$tensor" in node or "$array" in node:
+            if not node.keys().isdisjoint(_IN_FILE):
                 return True
             stack.extend(node.values())
     return False
@@ -330,5 +336,6 @@ def _show(path: tuple[str, ...]) -> str:
 def _unsupported(path: tuple[str, ...], kind: type) -> CheckpointError:
     return CheckpointError(
         f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; "
-        "tensors, numpy arrays, numbers, strings, booleans, None, lists, tuples and maps with str or int keys can"
+        "tensors, numpy arrays, numbers, strings, bytes, booleans, None, lists, tuples and maps with str or int keys "
+        "can"
     )

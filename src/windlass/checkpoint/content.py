@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
 from windlass.checkpoint.draft import Draft, rank_stem
+from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.tensor_file import nbytes
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
@@ -36,7 +36,7 @@ class Content:
 
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
     per_rank: State | Encoded = field(default_factory=dict)
-    weights: Mapping[str, Tensor] | None = None
+    weights: Mapping[str, Any] | None = None
     weights_name: str = WEIGHTS_NAME
     parts: Sequence[RankParts] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -50,7 +50,8 @@ class Content:
             CheckpointError: a state holds a type that cannot be saved.
         """
         shared = {name: encoded(state) for name, state in self.shared.items()}
-        return replace(self, shared=shared, per_rank=encoded(self.per_rank))
+        weights = None if self.weights is None else as_tensors(self.weights)
+        return replace(self, shared=shared, per_rank=encoded(self.per_rank), weights=weights)
 
     def tensor_bytes(self) -> int:
         """Bytes of the tensors that this rank would write as the keeper."""

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files
-from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.model_values import is_of_value
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, nbytes, open_tensors, write_tensors
-from windlass.checkpoint.weights import fill, save_weights, split_aliases
+from windlass.checkpoint.weights import fill, save_weights, stored_state
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.core.world import World
@@ -103,13 +104,13 @@ def parts_of_rank(
         CheckpointError: a tensor cannot be saved (see `tensor_file.check_tensor`), or is split otherwise than along
             one dimension.
     """
-    names = canonical_names(tensors)
-    stored, aliases = split_aliases({names[name]: tensor for name, tensor in tensors.items()})
+    stored, aliases = stored_state(tensors)
     here = range(world.size) if members is None else members
     # On another disk the other ranks' choice is not this one's, so only where all share one is work divided freely.
     load = dict.fromkeys(here, 0) if len(here) == world.size else {}
     by_size = sorted(stored, key=lambda name: -nbytes(stored[name]))  # large ones first: small ones even out
-    writers = {name: _writers(stored[name], here, load) for name in by_size}
+    # Values may differ in size between ranks, which must all come to the same division.
+    writers = {name: _writers(stored[name], here, {} if is_of_value(name) else load) for name in by_size}
     index = {name: _entry(name, tensor, writers[name]) for name, tensor in stored.items()}
     mine = {
         name: local(stored[name])

@@ -6,22 +6,20 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.names import canonical_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
-from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, save_weights, split_aliases
+from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, save_weights, stored_state
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def save_split(
-    folder: Path, state: Mapping[str, Tensor], limit: int, files: Files | None = None
-) -> list[str]:
+def save_split(folder: Path, state: Mapping[str, Any], limit: int, files: Files | None = None) -> list[str]:
     """Write a state dict into `folder`, as one file or as several of at most `limit` bytes of tensors each.
 
     A tensor that is larger by itself has a file of its own. Files of an earlier, differently split save are removed
@@ -35,8 +33,7 @@ def save_split(
     """
     files = files or Files()
     files.ensure_folder(folder)
-    names = canonical_names(state)
-    stored, aliases = split_aliases({names[name]: tensor for name, tensor in state.items()})
+    stored, aliases = stored_state(state)
     for name, tensor in stored.items():
         check_tensor(tensor, name)
     shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from torch import Tensor, nn
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.own_loading import fill_values, hand_over, on_device_of, read_like
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
+from windlass.core.module_state import bare, customizes_state, modules_with_extra_state, state_of
 from windlass.dist.sharded import Part, is_sharded, local, part
 from windlass.dist.views import end_of, overlapping
 
@@ -50,7 +54,7 @@ def save_weights(
     Raises:
         CheckpointError: an entry is not a plain dense tensor; it is named.
     """
-    stored, aliases = split_aliases(_canonical_state(state_dict))
+    stored, aliases = stored_state(state_dict)
     header = {**(metadata or {}), "format": "pt"}
     if aliases:
         header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
@@ -61,7 +65,7 @@ def save_weights(
 
 def weights_bytes(state_dict: Mapping[str, Any]) -> int:
     """How many bytes `save_weights` will write, its header aside."""
-    stored, _ = split_aliases(_canonical_state(state_dict))
+    stored, _ = stored_state(state_dict)
     return sum(nbytes(tensor) for tensor in stored.values())
 
 
@@ -96,14 +100,14 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
     )
 
 
-def _canonical_state(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    names = canonical_names(state_dict)
-    for name, value in state_dict.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"model state {name!r} is a {type(value).__name__}; {WEIGHTS_NAME} holds tensors only"
-            )
-    return {names[name]: value for name, value in state_dict.items()}
+def stored_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Of a state dict, the tensors to store under canonical names, and the map of tied names (see `split_aliases`).
+
+    Raises:
+        CheckpointError: an entry can be stored neither as a tensor nor as a value (see `model_values`).
+    """
+    names = canonical_names(state)
+    return split_aliases(as_tensors({names[name]: value for name, value in state.items()}))
 
 
 def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) -> None:
@@ -130,18 +134,33 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
         path: names the source in errors.
         aliases: tied name -> the name that it is stored under.
     """
-    targets = _canonical_state(model.state_dict(keep_vars=True))
-    sources = _match(file, aliases, targets)
-    _check(path, file, targets, sources)
-    _check_ties(path, file, targets, sources)
-    _check_overlaps(path, file, targets, sources)
+    module = bare(model)
+    state, extra = state_of(module), modules_with_extra_state(module)
+    names = canonical_names(state)
+    # Entries that are values: of any shape, and not to be copied into.
+    raw = {short: name for name, short in names.items() if name in extra or not is_plain(state[name])}
+    values = StoredValues(file, frozenset(raw))
+    tensors = values.others()
+    targets: dict[str, Tensor] = {short: state[name] for name, short in names.items() if short not in raw}
+    sources = _match(tensors, aliases, targets)
+    _check_values(path, values.names, raw.keys())
+    _check(path, tensors, targets, sources)
+    _check_ties(path, tensors, targets, sources)
+    _check_overlaps(path, tensors, targets, sources)
     stored, _ = split_aliases(targets)
-    changed = [name for name in stored if file.dtype(sources[name]) != stored[name].dtype]
+    changed = [name for name in stored if tensors.dtype(sources[name]) != stored[name].dtype]
     if changed:
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
+    read = {name: on_device_of(state[name], values.read(short)) for short, name in raw.items()}
+    if customizes_state(module):
+        own = {name: read_like(tensors.read(sources[short], part(state[name])), state[name])
+               for name, short in names.items() if short in targets}  # fmt: skip
+        hand_over(path, module, own | read)
+        return
     with torch.no_grad():
         for name, tensor in stored.items():
-            local(tensor).copy_(file.read(sources[name], part(tensor)))
+            local(tensor).copy_(tensors.read(sources[name], part(tensor)))
+    fill_values(path, module, read)
 
 
 def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str, Tensor]) -> dict[str, str]:
@@ -185,6 +204,16 @@ def _check(path: Path, file: TensorSource, targets: Mapping[str, Tensor], source
         raise CheckpointError(
             f"the model has {len(on_meta)} tensors on the meta device, which cannot take weights: {shorten(on_meta)}"
         )
+
+
+def _check_values(path: Path, stored: AbstractSet[str], wanted: AbstractSet[str]) -> None:
+    problems = []
+    if missing := sorted(wanted - stored):
+        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
+    if unexpected := sorted(stored - wanted):
+        problems.append(f"{len(unexpected)} that the model does not have: {shorten(unexpected)}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit the extra state of this model: {'; '.join(problems)}")
 
 
 def misfits(

@@ -25,6 +25,7 @@ from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
+from windlass.core.module_state import bare, state_of, with_copied_buffers
 from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count
 from windlass.core.types import State
@@ -122,7 +123,7 @@ class SavingMixin(TrainerBase):
         """
         folder = Path(output_dir or self.output_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = self.model.state_dict() if state_dict is None else state_dict
+        weights = dict(bare(self.model).state_dict()) if state_dict is None else state_dict
         if weights:
             name, tensors = self._weights_to_save(weights)
             save_weights(folder, tensors, name=name)
@@ -324,20 +325,14 @@ class SavingMixin(TrainerBase):
             "unfinished": self._run.unfinished,
         }
 
-    def _weights_of_first_rank(self, keep_vars: bool = False) -> Mapping[str, Any]:
+    def _weights_of_first_rank(self) -> Mapping[str, Any]:
         """The model's state dict, in which buffers (running statistics differ between ranks) are rank 0's on each rank
         that writes a copy. Collective where there are several.
         """
-        state: dict[str, Any] = self.model.state_dict(keep_vars=keep_vars)
         if self._output_disks().nodes == 1:
-            return state
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        copies: dict[int, Any] = {}
+            return state_of(self.model)
         with self._strategy.buffers_of_first_rank():
-            for name in state.keys() & buffers.keys():
-                copy = buffers[name].detach().clone()
-                state[name] = copies.setdefault(id(buffers[name]), copy)
-        return state
+            return with_copied_buffers(self.model)
 
     def _tensor_states(self) -> tuple[dict[str, State], dict[str, Mapping[str, Any]]]:
         """The optimizer's state for the main process to write, and the tensors of which every rank writes its part:
@@ -345,9 +340,7 @@ class SavingMixin(TrainerBase):
         """
         in_parts = self._strategy.saves_parts
         parts: dict[str, Mapping[str, Any]] = (
-            {"model": self._weights_of_first_rank(keep_vars=True)}
-            if in_parts and self._trained_adapter() is None
-            else {}
+            {"model": self._weights_of_first_rank()} if in_parts and self._trained_adapter() is None else {}
         )
         if self.args.save_only_model:
             return {}, parts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.module_state import bare
 from windlass.transforms.strategy import device_of, load_state
 
 _NOTHING = contextlib.nullcontext()
@@ -73,8 +74,8 @@ class Alone:
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return _NOTHING
 
-    def whole_state(self) -> dict[str, Tensor]:
-        return self._module.state_dict()
+    def whole_state(self) -> dict[str, Any]:
+        return dict(bare(self._module).state_dict())
 
     def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
         load_state(self._module, state)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 
 from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, copy_whole_, is_sharded, locals_of, whole_on_first
@@ -191,16 +192,16 @@ class FullyShardedModel:
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def whole_state(self) -> dict[str, Any]:
         """One tensor at a time: no device holds more than one whole, and rank 0's host all. Others give none."""
-        state: dict[str, Tensor] = {}
+        own = state_of(self._module)
+        state: dict[str, Any] = {}
         gathered: dict[int, Tensor | None] = {}
-        for name, tensor in self._module.state_dict(keep_vars=True).items():
-            if id(tensor) not in gathered:
-                gathered[id(tensor)] = whole_on_first(tensor.detach())
-            found = gathered[id(tensor)]
-            if found is not None and self._gang.rank == 0:
-                state[name] = found
+        for name, value in own.items():
+            if isinstance(value, Tensor) and id(value) not in gathered:
+                gathered[id(value)] = whole_on_first(value.detach())
+            if self._gang.rank == 0:
+                state[name] = gathered.get(id(value), value)
         return state
 
     def load_whole_state(self, state: Mapping[str, Tensor]) -> None:

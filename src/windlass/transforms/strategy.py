@@ -88,8 +88,9 @@ class Strategy(Protocol):
         """Within the body every rank holds rank 0's buffers: those that are saved. Collective."""
         ...
 
-    def whole_state(self) -> dict[str, Tensor]:
-        """The module's state dict with whole tensors, under the names of the bare module. Collective.
+    def whole_state(self) -> dict[str, Any]:
+        """The module's state dict with whole tensors, under the names of the bare module, and what `get_extra_state`
+        returned as it is. Collective.
 
         On rank 0 complete (on the host where parameters are sharded); on other ranks possibly empty.
         """
