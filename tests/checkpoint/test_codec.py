@@ -144,7 +144,8 @@ class Named(tuple):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ({1, 2}, "set"), (bytearray(b"raw"), "bytearray"), (object(), "object"), (print, "builtin_function"), (1j, "complex"),
+        ({1, 2}, "set"), (bytearray(b"raw"), "bytearray"), (object(), "object"),
+        (print, "builtin_function"), (1j, "complex"),
         (torch.float32, "dtype"), (Path("x"), "Path"), (Named((1,)), "Named"),
         (np.array(["a"]), "<U1"), (np.array([object()]), "object"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from windlass.accelerator.prepared import Prepared
 from windlass.checkpoint.manager import Checkpoint
@@ -14,6 +14,7 @@ from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, seed_generators
 from windlass.dist.gang import Gang
+from windlass.transforms.strategy import load_own_state
 
 _log = get_logger(__name__)
 _KINDS = {
@@ -95,13 +96,6 @@ def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: to
             "of forwards do not", checkpoint.folder, checkpoint.world_size, gang.size
         )  # fmt: skip
         seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), gang.rank))
-        return
-    _load_buffers(checkpoint.per_rank("buffers", gang.rank), prepared)
-
-
-def _load_buffers(saved: Mapping[str, Mapping[str, Tensor]], prepared: Prepared) -> None:
+    saved: Mapping[str, Mapping[str, Any]] = checkpoint.per_rank("buffers", source)
     for index, strategy in enumerate(prepared.strategies):
-        known = saved.get(str(index), {})
-        for name, buffer in strategy.own_buffers().items():
-            if name in known:
-                buffer.copy_(known[name])
+        load_own_state(strategy, saved.get(str(index), {}), same_world)

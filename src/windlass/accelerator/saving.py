@@ -31,7 +31,7 @@ from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
 from windlass.transforms.module_sizes import convert_file_size_to_int
-from windlass.transforms.strategy import Strategy
+from windlass.transforms.strategy import Strategy, own_state
 
 _log = get_logger(__name__)
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
@@ -249,7 +249,7 @@ class Saving(Core):
         return {
             "rng": rng_state(self.device),
             "loaders": {"states": [loader.state_dict() for loader in prepared.loaders]},
-            "buffers": {str(i): strategy.own_buffers() for i, strategy in enumerate(prepared.strategies)},
+            "buffers": {str(i): own_state(strategy) for i, strategy in enumerate(prepared.strategies)},
         }
 
     def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoint:

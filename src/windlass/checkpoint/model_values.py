@@ -24,6 +24,7 @@ from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.tensor_file import CODES
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import EXTRA_STATE
+from windlass.core.tensors import same_bits
 from windlass.dist.sharded import Part, is_sharded
 
 _TREE, _TENSORS = "#json", "#tensors/"
@@ -135,18 +136,6 @@ def same_value(one: Any, other: Any) -> bool:
     if strict_json.dump(tree, "a value") != strict_json.dump(other_tree, "a value"):
         return False
     return all(same_bits(tensors[name], others[name]) for name in tensors)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return True if two plain tensors have the same dtype, shape and bits, on any device."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return host.as_strided((host.numel(),), (1,)).view(torch.uint8)
 
 
 @contextmanager

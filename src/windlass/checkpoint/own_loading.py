@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.model_values import naming, same_bits, same_value
+from windlass.checkpoint.model_values import naming, same_value
 from windlass.checkpoint.names import shorten
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import modules_with_extra_state
-from windlass.core.trees import find_device, send_to_device
+from windlass.core.tensors import same_bits
 from windlass.dist.sharded import from_part, local
 
 
@@ -22,12 +22,6 @@ def read_like(mine: Tensor, live: Tensor) -> Tensor:
     """This rank's part of a stored tensor in the dtype of `live`, on its device, and spread over ranks as it is."""
     like = local(live)
     return from_part(mine.to(device=like.device, dtype=like.dtype), live)
-
-
-def on_device_of(live: Any, value: Any) -> Any:
-    """A value as it was stored, its tensors on the device of those in the model's present one."""
-    device = find_device(live)
-    return value if device is None else send_to_device(value, device)
 
 
 def fill_values(path: Path, module: nn.Module, values: Mapping[str, Any]) -> None:

@@ -22,12 +22,19 @@ from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, shorten
-from windlass.checkpoint.own_loading import fill_values, hand_over, on_device_of, read_like
+from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.core.module_state import bare, customizes_state, modules_with_extra_state, state_of
+from windlass.core.module_state import (
+    bare,
+    customizes_state,
+    modules_with_extra_state,
+    on_device_of,
+    state_of,
+)
+from windlass.core.tensors import distinct
 from windlass.dist.sharded import Part, is_sharded, local, part
 from windlass.dist.views import end_of, overlapping
 
@@ -159,7 +166,8 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
         return
     with torch.no_grad():
         for name, tensor in stored.items():
-            local(tensor).copy_(tensors.read(sources[name], part(tensor)))
+            mine = local(tensor)
+            distinct(mine).copy_(distinct(tensors.read(sources[name], part(tensor)), mine))
     fill_values(path, module, read)
 
 

@@ -6,7 +6,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from windlass.core.tensors import distinct
+from windlass.core.trees import find_device, send_to_device
 
 _METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _HOOKS = (
@@ -88,8 +92,41 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
     return {name: member.get_extra_state() for name, member in modules_with_extra_state(module).items()}
 
 
-def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give states by name to the modules that have them; others are left as they are."""
-    for name, member in modules_with_extra_state(module).items():
-        if name in states:
-            member.set_extra_state(states[name])
+def on_device_of(live: Any, value: Any) -> Any:
+    """A value as it was stored, its tensors on the device of those in the present one."""
+    device = find_device(live)
+    return value if device is None else send_to_device(value, device)
+
+
+def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are not in the state dict: those registered as not persistent; all of a module that customizes its
+    state.
+    """
+    every = customizes_state(module)
+    found: dict[str, Tensor] = {}
+    for prefix, member in module.named_modules():
+        for name, buffer in member._buffers.items():
+            if buffer is not None and (every or name in member._non_persistent_buffers_set):
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put buffers and extra states back by name; what the module does not have is left out."""
+    members = modules_with_extra_state(module)
+    owners = dict(module.named_modules())
+    with torch.no_grad():
+        for name, value in state.items():
+            owner, _, last = name.rpartition(".")
+            if name in members:
+                members[name].set_extra_state(on_device_of(members[name].get_extra_state(), value))
+            elif owner in owners and last in owners[owner]._buffers:
+                _load_buffer(owners[owner], last, value)
+
+
+def _load_buffer(owner: nn.Module, name: str, value: Tensor) -> None:
+    live = owner._buffers[name]
+    if live is not None and live.shape == value.shape and live.dtype == value.dtype:
+        distinct(live).copy_(distinct(value, live))
+    else:
+        owner._buffers[name] = value.clone() if live is None else value.to(live.device, copy=True)

@@ -27,6 +27,7 @@ from windlass.core.rng import preserved_rng
 from windlass.core.types import LossTerms
 from windlass.engine.normalise import Meaning
 from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
+from windlass.transforms.buffers import ForwardState
 
 Loss = Callable[[Any, float | None], Tensor | LossTerms]
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -83,13 +84,12 @@ class Probe:
         return result
 
     def _value(self, loss: Loss, batch: Any, denominator: float | None) -> float:
-        buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
+        before = ForwardState(self._module)
         with preserved_rng(self._device), torch.no_grad():
             try:
                 value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
             finally:  # a run that is told to leave right here saves what it has
-                for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
-                    buffer.copy_(saved)
+                before.restore()
         return float(value.sum if isinstance(value, LossTerms) else value)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from windlass.accelerator.memory import clear_device_cache, should_reduce_batch_size
 from windlass.core.errors import MemoryShortError
 from windlass.core.logs import get_logger
@@ -22,6 +20,7 @@ from windlass.engine.executor import Executor
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
 from windlass.trainer.memory_note import MemoryNote, read_note, write_note
+from windlass.transforms.buffers import ForwardState
 
 logger = get_logger(__name__)
 Result = TypeVar("Result")
@@ -130,7 +129,7 @@ class Fitting:
     def __init__(self, trainer: MemoryMixin, source: GroupSource, executor: Executor) -> None:
         self._trainer, self._source, self._executor = trainer, source, executor
         self._active = bool(trainer.args.auto_find_batch_size)
-        self._buffers: list[torch.Tensor] = []
+        self._before: ForwardState | None = None
         self._rng: State | None = None
         self._tried: list[int] = []
 
@@ -138,12 +137,10 @@ class Fitting:
         """Before the data of an update is asked for: what a forward changes, and what reading ahead draws."""
         if not self._active:
             return
-        live = list(self._trainer.model.buffers())
-        if len(self._buffers) != len(live):
-            self._buffers = [buffer.detach().clone() for buffer in live]
+        if self._before is None:
+            self._before = ForwardState(self._trainer.model)
         else:
-            for kept, buffer in zip(self._buffers, live, strict=True):
-                kept.copy_(buffer.detach())
+            self._before.take()
         self._rng = rng_state(self._trainer._device)
 
     def too_large(self, error: Exception) -> bool:
@@ -182,10 +179,9 @@ class Fitting:
         number of micro-batches of an update.
         """
         trainer, size = self._trainer, self._trainer._update_size
-        with torch.no_grad():
-            for kept, buffer in zip(self._buffers, trainer.model.buffers(), strict=True):
-                buffer.copy_(kept)
-        assert self._rng is not None, "`remember` was called before any data was read"
+        assert self._before is not None, "`remember` was called before any data was read"
+        assert self._rng is not None
+        self._before.restore()
         load_rng_state(self._rng, trainer._device)
         clear_device_cache(garbage_collection=True)
         smaller = size.within(size.micro // 2)

@@ -28,6 +28,7 @@ from windlass.core.threads import warn_of_other_threads
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.continuing import ContinuingMixin
+from windlass.transforms.strategy import load_own_state
 
 logger = get_job_logger(__name__)
 
@@ -181,16 +182,14 @@ class ResumingMixin(ContinuingMixin):
         if checkpoint.world_size == self._gang.size:
             rank = self._gang.rank
             self._run.ledger.load_state_dict(checkpoint.per_rank("ledger", rank))
-            saved = checkpoint.per_rank("buffers", rank)
-            for name, buffer in self._strategy.own_buffers().items():
-                if name in saved:
-                    buffer.copy_(saved[name])
+            load_own_state(self._strategy, checkpoint.per_rank("buffers", rank), same_world=True)
             load_rng_state(checkpoint.per_rank("rng", rank), self._device)
             return
         logger.warning(
             "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of "
             "dropout and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
         )  # fmt: skip
+        load_own_state(self._strategy, checkpoint.per_rank("buffers", 0), same_world=False)
         self._run.seed_step.start(checkpoint.step)
         ledgers = [checkpoint.per_rank("ledger", rank) for rank in range(checkpoint.world_size)]
         self._run.ledger.load_state_dict(merged_ledger(ledgers, mine=self._gang.rank == 0))

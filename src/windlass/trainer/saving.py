@@ -30,6 +30,7 @@ from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
+from windlass.transforms.strategy import own_state
 
 logger = get_logger(__name__)
 
@@ -357,7 +358,7 @@ class SavingMixin(TrainerBase):
             "rng": rng_state(self._device),
             "ledger": self._run.ledger.state_dict(),
             "position": self._run.loop.position,
-            "buffers": self._strategy.own_buffers(),
+            "buffers": own_state(self._strategy),
         }
 
     _disks: Disks | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.module_state import bare
+from windlass.transforms.buffers import OwnBuffers
 from windlass.transforms.strategy import device_of, load_state
 
 _NOTHING = contextlib.nullcontext()
@@ -28,6 +29,7 @@ class Alone:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._buffers = OwnBuffers(module)
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
 
@@ -69,7 +71,7 @@ class Alone:
         """Nobody to share with."""
 
     def own_buffers(self) -> dict[str, Tensor]:
-        return {}
+        return self._buffers.unsaved()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return _NOTHING

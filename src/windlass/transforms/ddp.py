@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,11 +14,18 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.transforms.alone import Alone
-from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.transforms.buffers import (
+    ForwardState,
+    broadcast,
+    buffers_of_first_rank,
+    is_ordinary,
+    share_buffers,
+)
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.strategy import device_of
 from windlass.transforms.unused import ReachedParameters
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's own name for what the wrapper leaves alone
 _NOTHING = contextlib.nullcontext()
 
 
@@ -31,9 +37,13 @@ class Replicated(DistributedDataParallel):
     """
 
     forwards = 0
+    # Names of buffers that every forward shares beside those that PyTorch can send.
+    shared_apart: Sequence[str] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
+        if self.shared_apart and self.require_forward_param_sync:
+            broadcast(map(self.module.get_buffer, self.shared_apart))
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
@@ -89,27 +99,25 @@ class DataParallel(Alone):
 
         DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or
         more ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first
-        step long ago. Buffers, gradients and random generators are left as they were found.
+        step long ago. Buffers, extra states, gradients and random generators are left as they were found.
         """
-        buffers = [buffer.detach().clone() for buffer in self._module.buffers()]
+        before = ForwardState(self._module)
         with preserved_rng(device_of(self._module)):
             for _ in range(2):
                 backward()
                 self.check_used()
                 self._module.zero_grad(set_to_none=True)
         self._compression.forget()
-        with torch.no_grad():
-            for buffer, saved in zip(self._module.buffers(), buffers, strict=True):
-                buffer.copy_(saved)
+        before.restore()
 
     def share_buffers(self) -> None:
         share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """Those of `ddp_broadcast_buffers=False`; else all have rank 0's, which are saved with the weights."""
+        """All of them under `ddp_broadcast_buffers=False`; else all have rank 0's, saved with the weights."""
         if self._wrapper is None or self._wrapper.broadcast_buffers:
-            return {}
-        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
+            return super().own_buffers()
+        return self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
@@ -137,4 +145,22 @@ def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
     device = device_of(module)
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
-    return Replicated(module, **options)
+    return _wrap(module, options)
+
+
+def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:
+    """The wrapper, which leaves alone what it cannot send; that has rank 0's values, too."""
+    odd = [name for name, p in module.named_parameters() if not p.requires_grad and not is_ordinary(p)]
+    odd_buffers = [name for name, buffer in module.named_buffers() if not is_ordinary(buffer)]
+    if not odd and not odd_buffers:
+        return Replicated(module, **options)
+    broadcast([*map(module.get_parameter, odd), *map(module.get_buffer, odd_buffers)])
+    kept = getattr(module, _IGNORED, None)
+    setattr(module, _IGNORED, [*(kept or ()), *odd, *odd_buffers])
+    try:
+        wrapper = Replicated(module, **options)
+    finally:
+        delattr(module, _IGNORED) if kept is None else setattr(module, _IGNORED, kept)
+    if wrapper.broadcast_buffers:
+        wrapper.shared_apart = [name for name in odd_buffers if name not in (kept or ())]
+    return wrapper

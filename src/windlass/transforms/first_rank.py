@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
 from windlass.dist.views import overlapping
+from windlass.transforms.buffers import broadcast
 
 # A table of a module's parameters or buffers, and a name in it.
 _Slot = tuple[dict[str, Any], str]
@@ -93,10 +93,12 @@ class FirstRank:
         if tensor.is_meta:
             places, tensor = self._slots[id(tensor)], _like(tensor, self._device)
             _fill(places, tensor)
-        else:
+        elif tensor.layout == torch.strided:
             tensor.data = tensor.data.to(self._device).contiguous()
+        else:
+            tensor.data = tensor.data.to(self._device)
         if not self._alone:
-            dist.broadcast(tensor.detach(), 0)
+            broadcast([tensor])
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:

@@ -27,7 +27,7 @@ from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, copy_whole_, is_sharded, locals_of, whole_on_first
-from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import device_of
@@ -66,6 +66,7 @@ class FullyShardedModel:
         else:
             shard_(module, self._device, plan, gang)
         _free_after_evaluations(module)
+        self._buffers = OwnBuffers(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
         # Under `find_unused_parameters` zeros stand for what a rank's backward did not reach.
@@ -185,9 +186,7 @@ class FullyShardedModel:
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them: nothing shares buffers between ranks in a forward."""
-        if self._gang.size == 1:
-            return {}
-        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
+        return self._buffers.unsaved() if self._gang.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
@@ -262,6 +261,7 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     if chosen.ram_efficient and gang.rank != 0:
         to_meta(module)
     check_same_structure(module, gang)
+    check_sparse(module, gang)
     first = FirstRank(module, device, gang)
     first.place(module.buffers())
     ignored = ignored_parameters(module, chosen.ignored)

@@ -10,6 +10,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.alone import Alone
+from windlass.transforms.buffers import check_sparse
 from windlass.transforms.strategy import Strategy
 
 
@@ -33,4 +34,5 @@ def spread(module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device) 
         return Alone(module)
     from windlass.transforms.ddp import DataParallel
 
+    check_sparse(module, gang)
     return DataParallel(module, plan)

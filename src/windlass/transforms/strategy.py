@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.module_state import extra_states, set_state, unsaved_buffers
 
 
 class Strategy(Protocol):
@@ -81,7 +82,9 @@ class Strategy(Protocol):
         ...
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers that this rank keeps for itself, by name; none where all have rank 0's."""
+        """The buffers that are saved for this rank beside the state dict, by name: those that are its own, and those
+        that changed and are not in the state dict.
+        """
         ...
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
@@ -107,6 +110,21 @@ class Strategy(Protocol):
     def release(self) -> None:
         """Training is over: let go of wrappers and of the process groups that they hold; `model` is `module` then."""
         ...
+
+
+def own_state(strategy: Strategy) -> dict[str, Any]:
+    """What a checkpoint holds for this rank of its model, by name: its buffers and extra states."""
+    return {**strategy.own_buffers(), **extra_states(strategy.module)}
+
+
+def load_own_state(strategy: Strategy, saved: Mapping[str, Any], same_world: bool) -> None:
+    """Put back what `own_state` returned, of this rank or, for another number of ranks, of rank 0: then only what the
+    state dict leaves out.
+    """
+    outside = unsaved_buffers(strategy.module)
+    set_state(
+        strategy.module, {name: value for name, value in saved.items() if same_world or name in outside}
+    )
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:

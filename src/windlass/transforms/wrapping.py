@@ -11,6 +11,7 @@ from torch import nn
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.transforms.buffers import is_ordinary
 from windlass.transforms.recompute import repeated_blocks
 
 _LAYERS = "fsdp_config.transformer_layer_cls_to_wrap"
@@ -37,7 +38,8 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
 
 
 def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None) -> set[nn.Parameter]:
-    """What stays whole on every rank: parameters of the modules that are named, and scalars, which have no rows.
+    """What stays whole on every rank: parameters of the modules that are named, and those that cannot be cut or sent in
+    parts: scalars, empty and complex ones, and frozen ones of a dtype or layout that only a forward can read.
 
     Args:
         ignored: names of modules, or a regular expression that a module's name must match as a whole.
@@ -45,7 +47,9 @@ def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None)
     Raises:
         ConfigError: no module has such a name.
     """
-    found = {parameter for parameter in module.parameters() if parameter.dim() == 0}
+    found = {
+        parameter for parameter in module.parameters() if parameter.dim() == 0 or not is_ordinary(parameter)
+    }
     names = dict(module.named_modules())
     if isinstance(ignored, str):
         members = [member for name, member in names.items() if re.fullmatch(ignored, name)]

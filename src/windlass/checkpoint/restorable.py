@@ -1,0 +1,76 @@
+"""Finding out, before anything is trained, whether what would be saved of a model brings it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from windlass.checkpoint.codec import decode, encode
+from windlass.checkpoint.names import shorten
+from windlass.checkpoint.own_loading import fill_values, hand_over
+from windlass.checkpoint.tensor_file import check_tensor
+from windlass.checkpoint.weights import stored_state
+from windlass.core.errors import CheckpointError
+from windlass.core.module_state import bare, customizes_state, extra_states, on_device_of, state_of
+from windlass.core.tensors import bits_of, same_bits
+from windlass.dist.sharded import local
+
+_WHAT = Path("the model's own state")
+
+
+def check_restorable(model: nn.Module) -> None:
+    """Save the model's state into memory and load it again. Parameters have the same bits afterwards.
+
+    A model that neither customizes its state nor has extra state is only looked at. One that customizes its state is
+    copied, and loaded while its trained parameters hold other values.
+
+    Raises:
+        CheckpointError: something cannot be saved, or does not come back; it is named.
+    """
+    module = bare(model)
+    stored, _ = stored_state(state_of(module))
+    for name, tensor in stored.items():
+        check_tensor(local(tensor), f"model state {name!r}")
+    if customizes_state(module):
+        _check_own_loading(module)
+        return
+    extra = extra_states(module)
+    fill_values(_WHAT, module, {name: _copied(value) for name, value in extra.items()})
+
+
+def _check_own_loading(module: nn.Module) -> None:
+    trained = {name: local(p).detach() for name, p in module.named_parameters() if p.requires_grad}
+    before = {name: tensor.clone() for name, tensor in trained.items()}
+    state = {name: _copied(value) for name, value in state_of(module).items()}
+    try:
+        for tensor in trained.values():
+            _invert(tensor)
+        hand_over(_WHAT, module, state)
+        lost = [name for name, tensor in trained.items() if not same_bits(tensor, before[name])]
+    finally:
+        for name, tensor in trained.items():
+            tensor.copy_(before[name])
+    if lost:
+        raise CheckpointError(
+            f"state_dict() and load_state_dict() of {type(module).__name__} do not bring back {len(lost)} parameters "
+            f"that are trained: {shorten(lost)}. A run could not be continued from its checkpoints: put them into the "
+            "state dict and load them, or freeze them"
+        )
+
+
+def _copied(value: Any) -> Any:
+    """What a value is after it was saved and loaded, on the same device."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    tree, tensors = encode(value)
+    return on_device_of(
+        value, decode(tree, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
+    )
+
+
+def _invert(tensor: Tensor) -> None:
+    """Give each element another value, whatever it has."""
+    inverted = bits_of(tensor).bitwise_not()
+    tensor.copy_(inverted.view(tensor.dtype).view(tensor.shape))

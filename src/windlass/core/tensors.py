@@ -1,0 +1,33 @@
+"""The bits of tensors, and what of their memory may be written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return True if two plain dense tensors have the same dtype, shape and bits, on any devices."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(bits_of(one.cpu()), bits_of(other.cpu()))
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a plain dense tensor in the order of its elements (uint8, flat): a view where it is contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A contiguous tensor of one element may have any stride, which a view of another width refuses.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def distinct(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The elements of `tensor` without those that `expand` repeats in `like` (by default in itself): what can be
+    written in place.
+    """
+    shown = tensor if like is None else like
+    if shown.layout != torch.strided:
+        return tensor
+    for dim, stride in enumerate(shown.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

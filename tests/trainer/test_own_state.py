@@ -1,0 +1,103 @@
+"""Runs of models that save and load in a way of their own, or have state beside tensors, end with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit
+from tests.trainer.small import Net, weights_hash
+from torch import nn
+
+from windlass.core.errors import ModelError
+
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
+    build = CASES[case]
+    clean = fit(build(), tmp_path)
+    resumed = fit(build(), tmp_path, resume=str(tmp_path / "checkpoint-3"))
+    assert digest(resumed.model) == digest(clean.model)
+
+
+def test_the_best_model_is_loaded_through_the_models_own_method(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, **CONSTANT}
+    trainer = fit(Copied(), tmp_path, **best, metric_for_best_model="loss", greater_is_better=True)
+    first = fit(Copied(), tmp_path / "first", steps=3, **CONSTANT)
+    assert trainer.state.best_global_step == 3
+    assert digest(trainer.model) == digest(first.model)
+
+
+def test_save_model_holds_extra_state(tmp_path: Path) -> None:
+    from windlass import load_weights
+
+    trainer = fit(Scaled("bytes"), tmp_path, steps=3)
+    trainer.save_model(str(tmp_path / "final"))
+    other = Scaled("bytes")
+    load_weights(tmp_path / "final", other)
+    assert digest(other) == digest(trainer.model)
+    assert len(other.history) == 3
+
+
+def test_constant_buffers_are_not_saved_for_every_rank(tmp_path: Path) -> None:
+    model = Net()
+    model.register_buffer("mask", torch.ones(64), persistent=False)
+    fit(model, tmp_path, steps=3)
+    assert b"mask" not in (tmp_path / "checkpoint-3" / "rank-00000.json").read_bytes()
+
+
+class Odd(Net):
+    def get_extra_state(self) -> Any:
+        return {"seen": {1, 2}}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class HalfMade(Net):
+    def get_extra_state(self) -> Any:
+        return {"n": 1}
+
+
+def sparse() -> nn.Module:
+    model = Net()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Partial, r"Partial do not bring back 1 parameters that are trained: layer\.bias"),
+        (Odd, r"'_extra_state' is a dict: state 'seen' is a builtins\.set"),
+        (HalfMade, r"set_extra_state of HalfMade \(_extra_state\) failed"),
+        (sparse, r"model state 'graph' is a torch\.sparse_coo tensor"),
+    ],
+)
+def test_what_could_not_be_resumed_is_refused_before_training(
+    build: Any, message: str, tmp_path: Path
+) -> None:
+    model = build()
+    before = digest_parameters(model)
+    with pytest.raises(ModelError, match=message):
+        fit(model, tmp_path)
+    assert digest_parameters(model) == before
+    fit(build(), tmp_path / "unsaved", steps=1, save_strategy="no")
+
+
+def digest_parameters(model: nn.Module) -> str:
+    return weights_hash(dict(model.named_parameters()))
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
+    def build() -> Partial:
+        model = Partial()
+        model.layer.bias.requires_grad_(False)
+        return model
+
+    clean = fit(build(), tmp_path)
+    assert digest(fit(build(), tmp_path, resume=str(tmp_path / "checkpoint-3")).model) == digest(clean.model)
