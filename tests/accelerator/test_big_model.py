@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tests.transforms.big_models import IDS, Model, seeded
 from torch import nn
 
+from windlass import Accelerator
 from windlass.accelerator import big_model, checkpoint_loading
 from windlass.accelerator.big_model import (
     cpu_offload,
@@ -124,6 +125,25 @@ def test_dispatched_outputs_are_those_of_the_whole_model(
     remove_hook_from_submodules(model)
     assert torch.equal(_outputs(model), _outputs(seeded()))
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+@pytest.mark.parametrize("places", MAPS)
+@pytest.mark.parametrize("limit", ["10GB", 200])
+def test_an_offloaded_model_is_saved_whole(places: dict[str, Any], limit: Any, tmp_path: Path) -> None:
+    model = seeded()
+    dispatch_model(model, places, offload_dir=tmp_path / "offload", offload_buffers=True)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model, evaluation_mode=True)
+    accelerator.save_model(prepared, tmp_path / "saved", max_shard_size=limit)
+    accelerator.save_model(seeded(), tmp_path / "expected", max_shard_size=limit)
+    saved, expected = (
+        {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("saved", "expected")
+    )
+    assert saved == expected
+    whole = seeded().state_dict()
+    assert all(
+        torch.equal(tensor, whole[name]) for name, tensor in accelerator.get_state_dict(prepared).items()
+    )
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit
+from tests.dist.launch import launch
+from tests.trainer.odd_tensors import Odd
+from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit, own_tensors
 from tests.trainer.small import Net, weights_hash
 from torch import nn
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import same_bits
 
 CONSTANT = {"lr_scheduler_type": "constant"}
 
@@ -50,7 +54,7 @@ def test_constant_buffers_are_not_saved_for_every_rank(tmp_path: Path) -> None:
     assert b"mask" not in (tmp_path / "checkpoint-3" / "rank-00000.json").read_bytes()
 
 
-class Odd(Net):
+class Unsavable(Net):
     def get_extra_state(self) -> Any:
         return {"seen": {1, 2}}
 
@@ -73,7 +77,7 @@ def sparse() -> nn.Module:
     ("build", "message"),
     [
         (Partial, r"Partial do not bring back 1 parameters that are trained: layer\.bias"),
-        (Odd, r"'_extra_state' is a dict: state 'seen' is a builtins\.set"),
+        (Unsavable, r"'_extra_state' is a dict: state 'seen' is a builtins\.set"),
         (HalfMade, r"set_extra_state of HalfMade \(_extra_state\) failed"),
         (sparse, r"model state 'graph' is a torch\.sparse_coo tensor"),
     ],
@@ -101,3 +105,54 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
 
     clean = fit(build(), tmp_path)
     assert digest(fit(build(), tmp_path, resume=str(tmp_path / "checkpoint-3")).model) == digest(clean.model)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks saw, of runs that were stopped and continued under every strategy."""
+    folder = tmp_path_factory.mktemp("own_state")
+    launch(2, Path(__file__).parent / "own_state_ranks.py", folder, timeout=500)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.dist
+def test_two_ranks_end_with_the_same_bits_as_if_never_stopped(ranks: list[dict[str, Any]]) -> None:
+    differing = {
+        name: run for rank in ranks for name, run in rank["runs"].items() if run.get("differs") != []
+    }
+    assert not differing
+    assert len(ranks[0]["runs"]) == 24
+
+
+@pytest.mark.dist
+def test_tensors_of_every_dtype_and_layout_train_as_in_one_process(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    alone = own_tensors(fit(Odd(), tmp_path, per_device_train_batch_size=8).model)
+    for name, run in ranks[0]["runs"].items():
+        if not name.endswith(", odd"):
+            continue
+        for key, expected in alone.items():
+            if not expected.numel():
+                continue
+            found = torch.frombuffer(bytearray.fromhex(run["ended"][key]), dtype=expected.dtype)
+            if key[:2] in ("b_", "p_") and key != "p_phase":
+                assert same_bits(found.reshape(expected.shape), expected), (name, key)
+            else:
+                torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.dist
+def test_ranks_refuse_together_what_could_not_be_resumed(ranks: list[dict[str, Any]]) -> None:
+    for strategy in ("ddp", "parts"):
+        assert all("that are trained: layer.bias" in rank["refused"][strategy] for rank in ranks)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_tensors_of_every_dtype_and_layout_resume_alone(persistent: bool, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return Odd(persistent, sparse=not persistent)
+
+    clean = own_tensors(fit(build(), tmp_path).model)
+    resumed = own_tensors(fit(build(), tmp_path, resume=str(tmp_path / "checkpoint-3")).model)
+    assert [name for name in clean if not same_bits(clean[name], resumed[name])] == []

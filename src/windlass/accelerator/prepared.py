@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.schedule import PreparedSchedule
+from windlass.checkpoint.restorable import check_restorable
 from windlass.core.errors import ModelError
+from windlass.core.module_state import customizes_state
 from windlass.core.types import Stateful
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.engine.native import NativeExecutor
@@ -40,6 +42,7 @@ class Prepared:
         self.custom: list[Stateful] = []
         self.scaler = scaler
         self._device = device
+        self._restorable: list[Strategy] = []  # whose models were found to load what they save
         # By optimizer: how many parameters it had, and the executor over them.
         self._executors: dict[int, tuple[int, NativeExecutor]] = {}
         # Parameters as they were before their model was sharded, for optimizers that were built on them.
@@ -53,6 +56,17 @@ class Prepared:
             if model is strategy.model or model is strategy.module:
                 return strategy
         return None
+
+    def check_restorable(self) -> None:
+        """Before the first save of each model that saves or loads in a way of its own: see whether it comes back.
+
+        Raises:
+            CheckpointError: one does not; its parameters are named.
+        """
+        for strategy in self.strategies:
+            if strategy not in self._restorable and customizes_state(strategy.module):
+                check_restorable(strategy.module)
+                self._restorable.append(strategy)
 
     @property
     def everything(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -31,6 +32,11 @@ from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
 from windlass.transforms.module_sizes import convert_file_size_to_int
+from windlass.transforms.offload import (
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    load_offloaded_parameter,
+)
 from windlass.transforms.strategy import Strategy, own_state
 
 _log = get_logger(__name__)
@@ -193,6 +199,7 @@ class Saving(Core):
     def _write_state(self, store: Store, step: int) -> None:
         strategies = self._prepared.strategies
         # What cannot give its state must not leave other processes waiting.
+        store.agree(step, self._prepared.check_restorable)
         weights, (shared, parts), per_rank = store.agree(
             step,
             lambda: (
@@ -279,8 +286,10 @@ class Saving(Core):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict with whole tensors; where it is sharded, on the main process and in host memory.
 
-        Every process calls it. Others get an empty one where the model is sharded.
+        Every process calls it. Others get an empty one where the model is sharded. Offloaded weights are read.
         """
+        if any(map(has_offloaded_params, model.modules())):
+            return dict(get_state_dict_offloaded_model(model))
         strategy = self._prepared.strategy_of(model)
         if strategy is None or not (unwrap or strategy.sharded):
             return dict(model.state_dict())
@@ -302,10 +311,13 @@ class Saving(Core):
         if not safe_serialization:
             raise ConfigError(Problem("safe_serialization", False, "pickle is never written; leave it True"))
         folder = _local(save_directory)
-        state = self.get_state_dict(model)
+        limit = convert_file_size_to_int(max_shard_size)
+        away = any(map(has_offloaded_params, model.modules()))
+        read = functools.partial(load_offloaded_parameter, model) if away else None
+        state = state_of(model) if away else self.get_state_dict(model)
         try:
             if self._gang.rank == 0:
-                save_split(folder, state, convert_file_size_to_int(max_shard_size))
+                save_split(folder, state, limit, offloaded=read)
         finally:
             self._gang.barrier()
 

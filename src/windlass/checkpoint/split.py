@@ -11,19 +11,29 @@ from typing import Any
 from torch import Tensor
 
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.names import canonical_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
-from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, save_weights, stored_state
+from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, stored_state
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def save_split(folder: Path, state: Mapping[str, Any], limit: int, files: Files | None = None) -> list[str]:
+def save_split(
+    folder: Path,
+    state: Mapping[str, Any],
+    limit: int,
+    files: Files | None = None,
+    offloaded: Callable[[str], Tensor] | None = None,
+) -> list[str]:
     """Write a state dict into `folder`, as one file or as several of at most `limit` bytes of tensors each.
 
     A tensor that is larger by itself has a file of its own. Files of an earlier, differently split save are removed
     once the new ones stand.
+
+    Args:
+        offloaded: reads the data of a tensor that is on the meta device, by its name in `state`; one at a time.
 
     Returns:
         The names of the files that hold tensors.
@@ -34,14 +44,17 @@ def save_split(folder: Path, state: Mapping[str, Any], limit: int, files: Files 
     files = files or Files()
     files.ensure_folder(folder)
     stored, aliases = stored_state(state)
+    long = {short: name for name, short in canonical_names(state).items()}
+
+    def read(name: str) -> Tensor:
+        tensor = stored[name]
+        return offloaded(long[name]).to(tensor.dtype) if offloaded and tensor.is_meta else tensor
+
     for name, tensor in stored.items():
-        check_tensor(tensor, name)
+        if not (offloaded and tensor.is_meta):
+            check_tensor(tensor, name)
     shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
-    if len(_parts(shaped, limit)) < 2:
-        save_weights(folder, state, files=files)
-        written = [WEIGHTS_NAME]
-    else:
-        written = stream_split(folder, shaped, stored.__getitem__, aliases, limit, files)
+    written = stream_split(folder, shaped, read, aliases, limit, files)
     _remove_others(folder, written, files)
     return written
 

@@ -94,7 +94,9 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
     """Equal for two tensors exactly when they are the same memory, seen the same way."""
     if is_sharded(tensor):
         return id(tensor)  # a rank's part may be empty, and then lies nowhere
-    if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+    if tensor.is_meta:
+        return id(tensor)
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
         return name  # no memory to share; what cannot be saved is refused later, by name
     return (
         tensor.device,

@@ -51,7 +51,8 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             bits = bits_of(own)  # what the backend cannot send in its dtype, it can as bytes
             if bits.numel():
                 torch.distributed.broadcast(bits, 0)
-                own.copy_(bits.view(own.dtype).view(own.shape))
+                if bits.data_ptr() != own.data_ptr():
+                    own.copy_(bits.view(own.dtype).view(own.shape))
 
 
 def check_sparse(module: nn.Module, gang: Gang) -> None:

@@ -251,19 +251,19 @@ def load_offloaded_parameter(model: nn.Module, param_name: str) -> Tensor:
         name = f"{last}.{name}"
 
 
-def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """The whole state dict of a dispatched model, on the host; tied weights are one tensor.
 
     Raises:
         ModelError: a tensor is on the meta device and was not offloaded from there.
     """
-    by_tensor: dict[int, Tensor] = {}
+    found: dict[int, Any] = {}
     state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        if id(tensor) not in by_tensor:
-            data = load_offloaded_parameter(model, name) if tensor.is_meta else tensor.detach()
-            by_tensor[id(tensor)] = data.to("cpu")
-    return {name: by_tensor[id(tensor)] for name, tensor in state.items()}
+    for name, value in state.items():
+        if id(value) not in found:
+            data = load_offloaded_parameter(model, name) if getattr(value, "is_meta", False) else value
+            found[id(value)] = data.detach().to("cpu") if isinstance(data, Tensor) else data
+    return {name: found[id(value)] for name, value in state.items()}
 
 
 class CpuOffload(ModelHook):
