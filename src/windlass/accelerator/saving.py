@@ -199,11 +199,10 @@ class Saving(Core):
     def _write_state(self, store: Store, step: int) -> None:
         strategies = self._prepared.strategies
         # What cannot give its state must not leave other processes waiting.
-        store.agree(step, self._prepared.check_restorable)
         weights, (shared, parts), per_rank = store.agree(
             step,
             lambda: (
-                [_weights_of(strategy) for strategy in strategies],
+                self._weights(),
                 self._shared_state(),
                 self._rank_state(),
             ),
@@ -232,6 +231,10 @@ class Saving(Core):
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
         for hook in self._save_hooks.values():
             hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
+
+    def _weights(self) -> list[dict[str, Any]]:
+        self._prepared.check_restorable()
+        return [_weights_of(strategy) for strategy in self._prepared.strategies]
 
     def _shared_state(self) -> tuple[dict[str, State], Parts]:
         """What the main process writes, and the tensors beside it of which every process writes its part."""
