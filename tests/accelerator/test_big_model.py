@@ -133,7 +133,7 @@ def test_an_offloaded_model_is_saved_whole(places: dict[str, Any], limit: Any, t
     model = seeded()
     dispatch_model(model, places, offload_dir=tmp_path / "offload", offload_buffers=True)
     accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(model, evaluation_mode=True)
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
     accelerator.save_model(prepared, tmp_path / "saved", max_shard_size=limit)
     accelerator.save_model(seeded(), tmp_path / "expected", max_shard_size=limit)
     saved, expected = (

@@ -21,6 +21,7 @@ from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
+from windlass.config.plan import SavePlan
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
@@ -30,6 +31,7 @@ from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
+from windlass.trainer.restorable import check_saved_model
 from windlass.transforms.strategy import own_state
 
 logger = get_logger(__name__)
@@ -89,6 +91,17 @@ class SavingMixin(TrainerBase):
             return None
         adapter = self._trained_adapter()
         return self._strategy.whole_state() if adapter is None else adapter.gathered()
+
+    def _check_saved_model(self, plan: SavePlan) -> None:
+        """Before the first update. What a script saves its own way, and adapters, which peft names, are not looked at.
+        Every rank calls it.
+
+        Raises:
+            ModelError: the model could not be resumed from its checkpoints.
+        """
+        own_way = overrides(self, SavingMixin, ("_save_checkpoint", "_save"))
+        if not own_way and self._trained_adapter() is None:
+            check_saved_model(self.model, plan, self._gang)
 
     def _trained_adapter(self) -> Adapter | None:
         """The adapter that is all this model trains; None where it trains other weights."""

@@ -54,7 +54,6 @@ from windlass.trainer.interrupt import stopping_on_interrupt
 from windlass.trainer.leaving import WaitBrokenOff
 from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
-from windlass.trainer.restorable import check_saved_model
 from windlass.trainer.resuming import saved_position, saved_update_size
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.whereabouts import telling_where
@@ -381,8 +380,7 @@ class Trainer(TrainerParts):
         self.model_wrapped = built.executor.model
         self._executor, self._strategy = built.executor, built.executor.strategy
         check_disks(self._output_disks(), self._strategy, self.args.save_on_each_node)
-        if self._trained_adapter() is None:
-            check_saved_model(self.model, plan.save, self._gang)
+        self._check_saved_model(plan.save)
         self._run = TrainingRun(self, plan, built, source)
         self.accelerator.bind_backward(self._run.backward, self._strategy)
 
