@@ -104,13 +104,18 @@ def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
     Each rank's own follow its own data until the next forward, so without this an evaluation would be of several
     models, most of them not the one in the checkpoint. Collective.
     """
-    buffers = list(module.buffers())
+    buffers = _dense(module)
     own = [buffer.detach().clone() for buffer in buffers]
     share_buffers(module)
     try:
         yield
     finally:
         restore(buffers, own)
+
+
+def _dense(module: nn.Module) -> list[Tensor]:
+    """The buffers without sparse ones, which are taken to be constants: a checkpoint refuses one that has changed."""
+    return [buffer for buffer in module.buffers() if buffer.layout == torch.strided]
 
 
 def restore(buffers: Iterable[Tensor], saved: Iterable[Tensor]) -> None:
@@ -130,7 +135,7 @@ class ForwardState:
 
     def take(self) -> None:
         """Copy what there is now, into the memory of earlier copies."""
-        live = list(self._module.buffers())
+        live = _dense(self._module)
         if [kept.shape for kept in self._buffers] != [buffer.shape for buffer in live]:
             self._buffers = [buffer.detach().clone() for buffer in live]
         else:
@@ -140,7 +145,7 @@ class ForwardState:
 
     def restore(self) -> None:
         """Put them back, as often as it is called."""
-        restore(self._module.buffers(), self._buffers)
+        restore(_dense(self._module), self._buffers)
         if self._extra:
             set_state(self._module, copy.deepcopy(self._extra))
 
