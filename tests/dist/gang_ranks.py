@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.transforms.ddp import DataParallel, Replicated
@@ -16,9 +18,31 @@ from windlass.transforms.ddp import DataParallel, Replicated
 RANK, SIZE, CPU = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
 
 
+def sums_under_way_stay_out_of_python(gang: Gang) -> None:
+    """A thread of the process group that enters Python makes a thread state, and all are numbered."""
+
+    def thread_states() -> int:
+        python = ctypes.pythonapi
+        python.PyInterpreterState_Get.restype = python.PyThreadState_New.restype = ctypes.c_void_p
+        python.PyThreadState_GetID.restype = ctypes.c_uint64
+        state = ctypes.c_void_p(python.PyThreadState_New(ctypes.c_void_p(python.PyInterpreterState_Get())))
+        number = int(python.PyThreadState_GetID(state))
+        python.PyThreadState_Clear(state)
+        python.PyThreadState_Delete(state)
+        return number
+
+    wait_for_foreign_threads()
+    before = thread_states()
+    for number in range(300):
+        assert gang.start_sum([float(number), 1.0]).wait() == [number * SIZE, SIZE]
+    wait_for_foreign_threads()
+    assert thread_states() - before == 1
+
+
 def exchanges(gang: Gang) -> None:
     assert (gang.rank, gang.size) == (RANK, SIZE)
     assert gang.sum(torch.tensor([1.0, float(RANK)])).tolist() == [SIZE, SIZE * (SIZE - 1) / 2]
+    sums_under_way_stay_out_of_python(gang)
     first, second = gang.start_sum([0.1, 2]), gang.start_sum([float(RANK)])
     assert second.wait() == [SIZE * (SIZE - 1) / 2]
     assert abs(first.wait()[0] - 0.1 * SIZE) < 1e-15, "in double precision"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepared import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.workers import start_timeout
 from windlass.precision.check import check_precision
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
@@ -263,6 +265,7 @@ class Preparing(Properties, Stepping, Core):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            worker_start_timeout=start_timeout(os.environ),
             slice_fn=slice_fn_for_dispatch,
         )
         loader = prepare_loader(

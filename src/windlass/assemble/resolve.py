@@ -271,6 +271,7 @@ def resolve_data(args: Any) -> DataPlan:
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=context,
         in_order=args.dataloader_in_order,
+        start_timeout=args.dataloader_start_timeout,
         drop_last=args.dataloader_drop_last,
         order=_text(args.train_sampling_strategy),  # type: ignore[arg-type]
         length_column=args.length_column_name,

@@ -76,7 +76,8 @@ class StabilityPlan:
 @dataclass(frozen=True, slots=True)
 class DataPlan:
     """How data is read. `worker_init` is called in each worker with its number; a worker that gives nothing for
-    `worker_timeout` seconds is an error (0: never)."""
+    `worker_timeout` seconds is an error (0: never); one that has not started `start_timeout` seconds after its fork is
+    replaced. `purpose` is what messages say the data are read for."""
 
     workers: int = 0
     pin_memory: bool = True
@@ -86,6 +87,8 @@ class DataPlan:
     in_order: bool = True
     worker_init: Any = None
     worker_timeout: float = 0
+    start_timeout: float = 30.0
+    purpose: str = "training"
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"

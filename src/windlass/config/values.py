@@ -58,6 +58,7 @@ RANGES: dict[str, Range] = {
     "eval_accumulation_steps": at_least(1),
     "dataloader_num_workers": at_least(0),
     "dataloader_prefetch_factor": at_least(1),
+    "dataloader_start_timeout": _POSITIVE,
     "ddp_bucket_cap_mb": at_least(1),
     "ddp_timeout": _POSITIVE,
     "seed": at_least(0),

@@ -54,6 +54,10 @@ class DataError(WindlassError, ValueError):
     """A dataset, a batch or a data file that cannot be trained on."""
 
 
+class WorkerError(WindlassError, RuntimeError):
+    """A data worker process died or could not be started."""
+
+
 class ModelError(WindlassError, ValueError):
     """A model or a hook that does not do what training needs (no loss, raw backward, ...)."""
 

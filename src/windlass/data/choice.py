@@ -33,6 +33,7 @@ from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.shared_stream import SharedStream
 from windlass.data.source import Source
+from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
@@ -45,15 +46,23 @@ class Choice:
         split: the loader's batch size is that of all ranks together.
         seedable: replace a random sampler by the seedable one.
         gang: the ranks.
+        start_timeout: seconds after which a worker that has not started is replaced.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, seed: int, split: bool, seedable: bool, gang: Gang
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int,
+        split: bool,
+        seedable: bool,
+        gang: Gang,
+        start_timeout: float = START_TIMEOUT,
     ) -> None:
         self._loader, self._dataset = loader, loader.dataset
         self._seed, self._split, self._seedable, self._gang = seed, split, seedable, gang
         self._unbatched = loader.batch_sampler is None and loader.batch_size is None
-        self._plan = _plan(loader, seed)
+        self._plan = _plan(loader, seed, start_timeout)
 
     def reader(
         self, world: int, rank: int, *, dispatch: bool = False, slice_fn: Callable[..., Any] | None = None
@@ -67,7 +76,12 @@ class Choice:
         self._refuse_contradictions(world, dispatch)
         if dispatch and world > 1:
             alone = Choice(
-                self._loader, seed=self._seed, split=self._split, seedable=self._seedable, gang=Gang()
+                self._loader,
+                seed=self._seed,
+                split=self._split,
+                seedable=self._seedable,
+                gang=Gang(),
+                start_timeout=self._plan.start_timeout,
             ).reader(1, 0)
             drop_last = self._plan.drop_last
             return Dispatched(alone, self._gang, split=self._split, drop_last=drop_last, slice_fn=slice_fn)
@@ -160,7 +174,7 @@ class Choice:
                 "Set dispatch_batches=True to let the main process iterate it for all, or do not prepare it if every "
                 "rank gets data of its own."
             )
-        return OwnIteration(self._loader)
+        return OwnIteration(self._loader, self._plan.start_timeout)
 
     def _refuse_contradictions(self, world: int, dispatch: bool) -> None:
         problems = []
@@ -208,7 +222,7 @@ def _iterates_in_its_own_way(loader: DataLoader[Any]) -> bool:
     return kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata.")
 
 
-def _plan(loader: DataLoader[Any], seed: int) -> DataPlan:
+def _plan(loader: DataLoader[Any], seed: int, start_timeout: float) -> DataPlan:
     return DataPlan(
         workers=loader.num_workers,
         pin_memory=loader.pin_memory,
@@ -218,6 +232,8 @@ def _plan(loader: DataLoader[Any], seed: int) -> DataPlan:
         in_order=loader.in_order,
         worker_init=loader.worker_init_fn,
         worker_timeout=loader.timeout,
+        start_timeout=start_timeout,
+        purpose="a prepared loader",
         drop_last=bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)),
         seed=seed,
     )

@@ -16,6 +16,7 @@ from windlass.data.group import Group
 from windlass.data.nested import checksum, tensors_of
 from windlass.data.seeding import Sandbox, first_seed, rewind
 from windlass.data.skip import skips_unread, with_batch_sampler
+from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)
 _END = object()
@@ -47,9 +48,17 @@ class ForeignLoader:
         batch: `batch.accumulation` is the default of `groups`.
         seed: the run's data seed.
         longest: batches of the rank that has most; None: of this one.
+        start_timeout: seconds after which a worker of the loader that has not started is replaced.
     """
 
-    def __init__(self, loader: Any, batch: BatchPlan, seed: int = 42, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        batch: BatchPlan,
+        seed: int = 42,
+        longest: int | None = None,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
         if not hasattr(loader, "__iter__"):
             raise DataError(
                 f"the training loader ({type(loader).__name__}) cannot be iterated; return a DataLoader."
@@ -59,6 +68,7 @@ class ForeignLoader:
         self._here, self._restored = _NOWHERE, False
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._sandbox = Sandbox()
+        self._reader = Reader(f"training (by a {type(loader).__name__} of the script)", start_timeout)
         self._generators = [(g, first_seed(g)) for g in (_generator(loader), _generator(_sampler(loader)))]
 
     @property
@@ -253,7 +263,7 @@ class ForeignLoader:
         """The batches of `loader`, the first under the seed of batch `number`."""
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
-            batches = iter(loader)
+            batches = read_batches(loader, self._reader)
         while True:
             with self._sandbox:
                 self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, number))

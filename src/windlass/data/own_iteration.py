@@ -10,6 +10,7 @@ from windlass.data.bookmark import Bookmark
 from windlass.data.foreign import loader_length
 from windlass.data.nested import batch_size_of
 from windlass.data.portion import Portion
+from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)
 
@@ -19,8 +20,9 @@ class OwnIteration:
 
     unit = "batches"
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, start_timeout: float = START_TIMEOUT) -> None:
         self._loader = loader
+        self._reader = Reader(f"a prepared {type(loader).__name__}", start_timeout)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -33,7 +35,7 @@ class OwnIteration:
         for part in (self._loader, getattr(self._loader, "sampler", None)):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)  # type: ignore[union-attr]
-        batches, done = iter(self._loader), 0
+        batches, done = read_batches(self._loader, self._reader), 0
         batch = next(batches, _END)
         while batch is not _END:
             following, done = next(batches, _END), done + 1

@@ -60,7 +60,7 @@ def build_eval_loader(
     `batches_with_ids` says which sample is where. Every pass is the same, random transforms included. Errors as above.
     """
     collate = collate or auto_collate
-    plan = dataclasses.replace(plan, drop_last=False)
+    plan = dataclasses.replace(plan, drop_last=False, purpose="evaluation")
     batch = dataclasses.replace(batch, micro=batch.eval, accumulation=1)
     loader: Loader
     if is_stream(dataset):

@@ -14,6 +14,7 @@ from windlass.data.choice import Choice
 from windlass.data.order import own_generators
 from windlass.data.pin import wants_pinning
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
 
 
@@ -30,6 +31,7 @@ class LoaderOptions:
         data_seed: what the order of shuffled loaders depends on; None: a number drawn from PyTorch's generator.
         non_blocking: copy to the device without waiting; always so from page-locked memory.
         use_stateful_dataloader: `load_state_dict` goes back into the middle of a pass.
+        worker_start_timeout: seconds after which a worker that has not started is replaced.
         slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
     """
 
@@ -40,6 +42,7 @@ class LoaderOptions:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    worker_start_timeout: float = START_TIMEOUT
     slice_fn: Callable[..., Any] | None = None
 
 
@@ -78,6 +81,7 @@ def prepare_loader(
         split=options.split_batches,
         seedable=options.use_seedable_sampler,
         gang=gang,
+        start_timeout=options.worker_start_timeout,
     ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=options.slice_fn)
     return PreparedLoader(
         loader,

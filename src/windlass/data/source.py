@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
-from windlass.core.job_signals import WorkerStart
 from windlass.data.pin import pin, wants_pinning
+from windlass.data.workers import Reader, TaskBoard, read_batches
 
 Task = list[int]
+_SHOWN = 8  # samples that a message lists
 
 
 class Tasks(Protocol):
@@ -82,27 +83,46 @@ class WorkerPool:
     """Worker processes, one micro-batch a task, through PyTorch's `DataLoader`, whose queues and signals are proven."""
 
     def __init__(self, fetch: Fetching, plan: DataPlan, persistent: bool) -> None:
-        self._queue = _Queue()
+        self._queue, self._board = _Queue(), TaskBoard(plan.workers)
         self._loader: DataLoader[Any] = DataLoader(
-            _Tasks(fetch), sampler=self._queue, **worker_options(plan, persistent)
+            _Tasks(fetch, self._board), sampler=self._queue, **worker_options(plan, persistent)
         )
+        self._under_way: dict[int, tuple[int, Task]] = {}
+        self._reader = Reader(plan.purpose, plan.start_timeout, self._task_of)
 
     def run(self, epoch: int, cuts: Iterator[TasksT]) -> Iterator[tuple[TasksT, list[Any]]]:
         waiting: deque[TasksT] = deque()
+        under_way = self._under_way
+        under_way.clear()
 
         def tasks() -> Iterator[tuple[int, int, Task]]:
             number = 0
             for cut in cuts:
                 waiting.append(cut)  # workers read ahead of whoever takes the groups
                 for ids in cut.batches:
+                    under_way[number] = epoch, ids
                     yield number, epoch, ids
                     number += 1
 
+        def batches() -> Iterator[tuple[int, Any]]:
+            for number, batch in read_batches(self._loader, self._reader):
+                under_way.pop(number, None)
+                yield number, batch
+
+        self._board.clear()
         self._queue.tasks = tasks()
-        stream = in_order(iter(self._loader))
+        stream = in_order(batches())
         for first in stream:
             cut = waiting.popleft()
             yield cut, [first, *islice(stream, len(cut.batches) - 1)]
+
+    def _task_of(self, worker: int) -> str:
+        number = self._board.task_of(worker)
+        if number not in self._under_way:
+            return ""
+        epoch, ids = self._under_way[number]
+        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+        return f"samples {ids[:_SHOWN]}{more} (epoch {epoch})"
 
 
 def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
@@ -115,7 +135,7 @@ def worker_options(plan: DataPlan, persistent: bool) -> dict[str, Any]:
         "persistent_workers": persistent,
         "multiprocessing_context": plan.multiprocessing_context,
         "in_order": plan.in_order,
-        "worker_init_fn": WorkerStart.now(plan.worker_init),
+        "worker_init_fn": plan.worker_init,
         "timeout": plan.worker_timeout,
         # Its own, because otherwise every pass would draw from the program's default generator.
         "generator": torch.Generator().manual_seed(plan.seed),
@@ -154,9 +174,10 @@ class _Queue:
 class _Tasks(Dataset[Any]):
     """What a worker runs: a task in, a numbered batch out."""
 
-    def __init__(self, fetch: Fetching) -> None:
-        self._fetch = fetch
+    def __init__(self, fetch: Fetching, board: TaskBoard) -> None:
+        self._fetch, self._board = fetch, board
 
     def __getitem__(self, task: tuple[int, int, Task]) -> tuple[int, Any]:
         number, epoch, ids = task
+        self._board.take(number)
         return number, self._fetch(epoch, ids, False)

@@ -20,6 +20,7 @@ from windlass.data.reading import Reading, open_reading
 from windlass.data.same_stream import NoSampleError
 from windlass.data.seeding import Sandbox, collator_reseeder
 from windlass.data.source import in_order, worker_options
+from windlass.data.workers import Reader, read_batches
 
 logger = get_logger(__name__)
 
@@ -95,7 +96,9 @@ class StreamRows:
         else:
             pool = self._pool
         pool.dataset.seek(epoch, start)  # type: ignore[attr-defined]
-        yield from in_order(iter(pool))
+        task = f"the stream {type(self._reader.dataset).__name__} (epoch {epoch}, from sample {start} on)"
+        reader = Reader(self._plan.purpose, self._plan.start_timeout, lambda worker: task)
+        yield from in_order(read_batches(pool, reader))
 
     def _say_cost(self, epoch: int, start: int, bookmark: Bookmark | None) -> None:
         reason = why_read_again(self._reader.dataset, bookmark, epoch, start)

@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,17 +44,39 @@ class _Done:
         return self._values
 
 
+class _Buffer:
+    """Numbers that a sum under way reads and writes; kept and used again for the life of the process.
+
+    The thread that ends the sum drops its reference to the tensor. Were it the last but Python's, it would enter Python
+    to do so, and take locks there: a data worker forked at that instant would never run (see `core.foreign_threads`). A view
+    holds the tensor from the side of C++ as long as this object lives.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.tensor = torch.zeros(length, dtype=torch.float64)
+        self.numbers = self.tensor.numpy()
+        self._holder = self.tensor[:]
+
+
 class _InFlight:
+    _free: ClassVar[dict[int, list[_Buffer]]] = {}
+
     def __init__(self, values: list[float], group: Any) -> None:
-        self._packed = torch.tensor(values, dtype=torch.float64)
-        self._work = dist.all_reduce(self._packed, group=group, async_op=True)
+        free = self._free.setdefault(len(values), [])
+        self._buffer = free.pop() if free else _Buffer(len(values))
+        self._buffer.numbers[:] = values
+        self._work = dist.all_reduce(self._buffer.tensor, group=group, async_op=True)
+        self._sums: list[float] | None = None
 
     def wait(self) -> list[float]:
-        if not self._work.is_completed():
-            with _exchange("sum of counts over ranks"):
-                self._work.wait()
-        self._work.wait()  # gives at once, or raises what went wrong
-        return self._packed.numpy().tolist()  # type: ignore[no-any-return]
+        if self._sums is None:
+            if not self._work.is_completed():
+                with _exchange("sum of counts over ranks"):
+                    self._work.wait()
+            self._work.wait()  # gives at once, or raises what went wrong
+            self._sums = self._buffer.numbers.tolist()
+            self._free[len(self._sums)].append(self._buffer)
+        return self._sums
 
 
 class Gang:

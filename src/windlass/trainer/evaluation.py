@@ -20,6 +20,7 @@ from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
 from windlass.data.stream_loader import StreamLoader
+from windlass.data.workers import Reader, read_batches
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
@@ -245,7 +246,8 @@ class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMi
             loader.agree(self._gang)
         if isinstance(loader, Loader) and not loader.own_parts:
             return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
-        unplaced: Iterable[Placed] = (([], batch) for batch in loader)
+        reader = Reader("evaluation", self.args.dataloader_start_timeout)
+        unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
         return in_step(unplaced, self._gang) if self._strategy.sharded else unplaced
 
     def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:

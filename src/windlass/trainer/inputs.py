@@ -135,7 +135,8 @@ class InputsMixin(TrainerBase):
         batch = resolve_batch(self.args, Facts(self._world, None))
         lengths = self._gang.gather_objects(loader_length(loader))
         longest = None if None in lengths else max(lengths)
-        return ForeignLoader(loader, batch, seed=resolve_data(self.args).seed, longest=longest)
+        data = resolve_data(self.args)
+        return ForeignLoader(loader, batch, data.seed, longest, start_timeout=data.start_timeout)
 
     # --- columns ----------------------------------------------------------------------------------------------------
 

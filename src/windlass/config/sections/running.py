@@ -100,6 +100,9 @@ class WindlassSection:
     preemption_deadline: str | float | None = setting(
         None, "Time after such a signal, like '60s', after which the process leaves whatever it has saved."
     )
+    dataloader_start_timeout: float = setting(
+        30.0, "Seconds after which a loader process that was forked and has not started is replaced."
+    )
     keep_last: int | None = setting(None, "Newest checkpoints to keep, whatever the best are.")
     keep_best: int | None = setting(
         None, "Best checkpoints to keep by metric_for_best_model; each is saved when it is evaluated."

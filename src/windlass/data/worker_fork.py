@@ -1,0 +1,152 @@
+"""Fork a data worker: no lock and no signal may be lost to it on the way, and one that does not arrive is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+from multiprocessing import popen_fork
+from multiprocessing.context import ForkProcess
+from typing import Any, NamedTuple
+
+from windlass.core.errors import WorkerError
+from windlass.core.foreign_threads import wait_for_foreign_threads
+from windlass.core.logs import get_logger
+from windlass.dist.beacon import beacon
+
+logger = get_logger(__name__)
+
+# A lock that a thread of this process holds for long would stop one worker after the other.
+_ATTEMPTS = 4
+# Signals that a process sends itself by an error: blocked, they would end it without a trace.
+_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
+
+
+class _Entrance(NamedTuple):
+    """What a worker needs to sign on: the pipe to its parent, and the signal mask it shall have."""
+
+    read: int
+    write: int
+    mask: set[Any]
+
+
+_entrance: _Entrance | None = None
+
+
+def sign_on() -> None:
+    """Tell the parent that this worker runs, and receive signals from now on; a no-op anywhere else.
+
+    To be called in the worker once its signal handlers are set, before any code of the user.
+    """
+    global _entrance
+    if _entrance is None:
+        return
+    (read, write, mask), _entrance = _entrance, None
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone, which the worker notices by itself
+        os.write(write, b"\0")
+    os.close(write)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class WorkerProcess(ForkProcess):
+    """A forked process whose `start` returns when the child has called `sign_on`.
+
+    Attributes:
+        number: of the worker in its pool.
+        patience: seconds after which a child that has not signed on is killed and forked again.
+    """
+
+    number = 0
+    patience = 30.0
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 (the name is the standard library's)
+        return _Popen(process_obj)
+
+
+class _Popen(popen_fork.Popen):
+    def _launch(self, process_obj: Any) -> None:
+        number, patience = process_obj.number, process_obj.patience
+        for attempt in range(1, _ATTEMPTS + 1):
+            beacon().call(f"start of data worker {number}")
+            read = self._fork(process_obj)
+            try:
+                if self._signs_on(read, number, patience):
+                    return
+            except BaseException:
+                self._end()
+                raise
+            finally:
+                os.close(read)
+            self._end()
+            if attempt < _ATTEMPTS:
+                logger.warning(
+                    f"data worker {number} (pid {self.pid}) did not start within {patience:g} s and is replaced: a "
+                    "lock that another thread held while the process was forked stays locked in the worker. It had "
+                    "read nothing yet, so the data are not affected"
+                )
+        raise WorkerError(
+            f"data worker {number} did not start within {patience:g} s in {_ATTEMPTS} attempts. Another thread of this "
+            "process holds a lock whenever it is forked, or the machine is overloaded. Raise the time "
+            "(dataloader_start_timeout, or the variable WINDLASS_WORKER_START_TIMEOUT), or start "
+            "workers by another method (dataloader_multiprocessing_context='forkserver' or 'spawn')."
+        )
+
+    def _fork(self, process_obj: Any) -> int:
+        """Fork; return the end of a pipe from which the sign of the child can be read."""
+        global _entrance
+        read, write = os.pipe()
+        blocked = {number for number in signal.valid_signals() if _name(number) not in _FAULTS}
+        wait_for_foreign_threads()
+        # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        _entrance = _Entrance(read, write, mask)
+        try:
+            super()._launch(process_obj)  # type: ignore[misc]  # the child does not return from here
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            _entrance = None
+            os.close(write)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return read
+
+    def _signs_on(self, read: int, number: int, patience: float) -> bool:
+        """Wait for the child's sign; False if none comes in time.
+
+        Raises:
+            WorkerError: the child ended before it gave one.
+        """
+        if not multiprocessing.connection.wait([read], patience):
+            return False
+        if os.read(read, 1):
+            return True
+        code = self.wait(patience)  # its end of the pipe is closed a little before it has ended
+        if code is None:
+            return False
+        raise WorkerError(
+            f"data worker {number} (pid {self.pid}) {how_it_ended(code)} before it read anything."
+        )
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # any other signal is blocked in it
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        if self.finalizer is not None:
+            self.finalizer()
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code of `multiprocessing` in words."""
+    return f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,308 @@
+"""Read a `DataLoader` that has worker processes: how they start, and the error if one of them dies.
+
+Every loader is read through here: the Trainer's, an evaluation's, prepared loaders and those that a script made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext, ForkContext
+from multiprocessing.sharedctypes import RawArray
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from windlass.core.errors import ConfigError, Problem, WorkerError
+from windlass.core.job_signals import WorkerStart
+from windlass.core.logs import get_logger
+from windlass.data.worker_fork import WorkerProcess, how_it_ended, sign_on
+from windlass.dist.beacon import beacon
+
+logger = get_logger(__name__)
+
+START_TIMEOUT = 30.0
+# Sets it for loops of a script's own; a Trainer has `dataloader_start_timeout`.
+START_TIMEOUT_VARIABLE = "WINDLASS_WORKER_START_TIMEOUT"
+_NO_TASK = -1
+# Tensors of a batch are fetched from the worker that made it: so ends the fetching from one that dies.
+_CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
+_LAST_BREATH = 2.0
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads, for messages and for the start of workers.
+
+    Attributes:
+        purpose: what the batches are for: "training", "evaluation", ...
+        start_timeout: seconds after which a worker that has not started is replaced.
+        task: what the worker of that number reads now; empty if unknown.
+    """
+
+    purpose: str
+    start_timeout: float = START_TIMEOUT
+    task: Callable[[int], str] = lambda worker: ""
+
+
+def start_timeout(environ: Mapping[str, str]) -> float:
+    """Seconds after which a worker that has not started is replaced, as the environment sets it.
+
+    Raises:
+        ConfigError: it is not a number above 0.
+    """
+    text = environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ConfigError(Problem(START_TIMEOUT_VARIABLE, text, "must be a number of seconds above 0"))
+    return seconds
+
+
+def read_batches(loader: Iterable[Any], reader: Reader) -> Iterator[Any]:
+    """Iterate any loader; the worker processes of a `DataLoader` are started and watched here.
+
+    Raises:
+        WorkerError: while iterating: a worker died, or could not be started. The loader can be iterated again.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        return _Reading(loader, reader)
+    return iter(loader)
+
+
+class TaskBoard:
+    """What each worker of a pool reads, in memory that they share with their parent."""
+
+    def __init__(self, workers: int) -> None:
+        self._tasks = RawArray("q", max(workers, 1))
+        self.clear()
+
+    def clear(self) -> None:
+        self._tasks[:] = [_NO_TASK] * len(self._tasks)
+
+    def take(self, task: int) -> None:
+        """In a worker: it begins to read `task`."""
+        info = get_worker_info()
+        if info is not None:
+            self._tasks[info.id] = task
+
+    def task_of(self, worker: int) -> int:
+        return int(self._tasks[worker])
+
+
+class _Crew:
+    """The workers of a loader, from their start to their end.
+
+    Attributes:
+        broken: a worker died, and no error has been raised for it yet.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Any] = []
+        self.broken = False
+
+    def process_class(self, context: BaseContext, start_timeout: float) -> Callable[..., Any]:
+        """What a `DataLoader` takes for the `Process` class of `context`."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(context, ForkContext):
+                worker: Any = WorkerProcess(*args, **kwargs)
+                worker.number, worker.patience = len(self._workers), start_timeout
+            else:
+                worker = context.Process(*args, **kwargs)  # type: ignore[attr-defined]
+            self._workers.append(worker)
+            return worker
+
+        return make
+
+    def look(self) -> None:
+        """Notice workers that died. Torch's own handler finds none of them afterwards, and raises nothing anywhere."""
+        codes = [worker.exitcode for worker in self._workers]  # of all: who is looked at is reaped
+        self.broken |= any(codes)
+
+    def death(self, reader: Reader, sign: Exception) -> WorkerError | None:
+        """The error of a worker that died; None if `sign`, which was raised while reading, has another cause."""
+        if isinstance(sign, _CUT_OFF):  # a little before the process has ended
+            running = {worker.sentinel: worker for worker in self._workers if worker.is_alive()}
+            for ended in multiprocessing.connection.wait(running, _LAST_BREATH):
+                running[ended].join(_LAST_BREATH)
+        unexpected = "exited unexpectedly" in str(sign)  # torch's words, for any exit code
+        for number, worker in enumerate(self._workers):
+            if worker.exitcode or (unexpected and worker.exitcode == 0):
+                task = reader.task(number) or "data"
+                return WorkerError(
+                    f"data worker {number} (pid {worker.pid}) {how_it_ended(worker.exitcode)} while it read {task} "
+                    f"for {reader.purpose}.{_advice(worker.exitcode)}"
+                )
+        return None
+
+    def end(self) -> None:
+        """End what is left: the queues that these workers share cannot be trusted once one of them was killed."""
+        self.broken = False
+        left = [worker for worker in self._workers if worker.pid is not None]
+        self._workers = []
+        for worker in left:
+            worker.kill()
+        for worker in left:
+            worker.join()
+
+
+def _advice(code: int) -> str:
+    if code != -signal.SIGKILL:
+        return ""
+    return (
+        " The system kills a process in this way if memory runs out: set fewer workers or a smaller prefetch factor, "
+        "and resume from the last checkpoint."
+    )
+
+
+_crews: WeakSet[_Crew] = WeakSet()
+_lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
+_reading: list[_Crew] = []  # this process waits for a batch of theirs
+
+
+class _Reading:
+    """One pass over a loader with workers."""
+
+    def __init__(self, loader: DataLoader[Any], reader: Reader) -> None:
+        self._loader, self._reader = loader, reader
+        self._crew = _crew_of(loader)
+        self._started = False
+        self._batches: Iterator[Any] = self._watched(self._begin)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._started:
+            return self._watched(self._next)
+        self._started = True
+        return self._watched(self._first)
+
+    def _begin(self) -> Iterator[Any]:
+        with _started_by_us(self._loader, self._crew, self._reader):
+            return iter(self._loader)
+
+    def _first(self) -> Any:
+        """A subclass may start its workers as late as this."""
+        with _started_by_us(self._loader, self._crew, self._reader):
+            return next(self._batches)
+
+    def _next(self) -> Any:
+        return next(self._batches)
+
+    def _watched(self, work: Callable[[], Any]) -> Any:
+        """Call `work`, in which the death of a worker is an error of ours."""
+        try:
+            return self._waited_for(work)
+        except WorkerError as error:
+            raise self._failed(error) from None
+        except (_DiedError, RuntimeError, *_CUT_OFF) as error:
+            death = self._crew.death(self._reader, error)
+            if death is None:
+                raise
+            raise self._failed(death) from None  # what torch says of it is not its cause
+
+    def _waited_for(self, work: Callable[[], Any]) -> Any:
+        """Call `work`; `_DiedError` may be raised anywhere in it, and nowhere behind it."""
+        try:
+            _reading.append(self._crew)
+            if self._crew.broken:
+                raise _DiedError
+            return work()
+        finally:
+            _reading.pop()
+
+    def _failed(self, error: WorkerError) -> WorkerError:
+        """What to raise. The next pass over the loader starts new workers."""
+        logger.error(str(error))  # at once: this rank may have to answer the others until they are done
+        self._crew.end()
+        _lasting.pop(self._loader, None)
+        # Where torch keeps lasting workers, dead or alive.
+        self._loader._iterator = None
+        return error
+
+
+def _crew_of(loader: DataLoader[Any]) -> _Crew:
+    crew = _lasting.get(loader)
+    if crew is None or getattr(loader, "_iterator", None) is None:
+        crew = _Crew()
+        if loader.persistent_workers:
+            _lasting[loader] = crew
+    _crews.add(crew)
+    return crew
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Called in a worker when all handlers of signals are set."""
+
+    own: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        sign_on()
+        if self.own is not None:
+            self.own(worker)
+
+
+@contextlib.contextmanager
+def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iterator[None]:
+    """Workers that `loader` starts in the body belong to `crew`."""
+    own_context, own_init = loader.multiprocessing_context, loader.worker_init_fn
+    context: Any = own_context
+    if not isinstance(context, BaseContext):
+        context = multiprocessing.get_context(context)
+    ours = copy.copy(context)
+    ours.Process = crew.process_class(context, reader.start_timeout)
+    loader.multiprocessing_context = ours
+    loader.worker_init_fn = WorkerStart.now(_Arrival(own_init))
+    try:
+        yield
+    finally:
+        loader.multiprocessing_context, loader.worker_init_fn = own_context, own_init
+        _listen()
+        beacon().call("read data")
+
+
+class _DiedError(Exception):
+    """Raised where this process waits for a batch, which will not come."""
+
+
+class _Listener:
+    """Handles SIGCHLD. Torch's handler raises wherever the process happens to be, in the middle of a save, say; this
+    one only where it waits for a batch. Otherwise the error is raised when the next batch is asked for.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self._before, self._owner = before, os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        mine = os.getpid() == self._owner
+        if mine:
+            for crew in list(_crews):
+                crew.look()
+        if callable(self._before):
+            self._before(number, frame)
+        if mine and _reading and _reading[-1].broken:
+            raise _DiedError
+
+
+def _listen() -> None:
+    """Put our handler before torch's, which torch sets when it starts its first worker."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # deaths are noticed some seconds later, by torch's own looking
+    before = signal.getsignal(signal.SIGCHLD)
+    if not isinstance(before, _Listener):
+        signal.signal(signal.SIGCHLD, _Listener(before))

@@ -1,0 +1,207 @@
+"""Data workers that do not start, that die, and that get the signals of their job while they start."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.data.cases import Augmented, Stream, train_loader
+from tests.trainer.preemption_cases import At
+from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
+from torch.utils.data import DataLoader
+
+from windlass import Accelerator, Trainer
+from windlass.config.plan import BatchPlan
+from windlass.config.plugins import DataLoaderConfiguration
+from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
+from windlass.data.foreign import ForeignLoader
+from windlass.data.workers import START_TIMEOUT_VARIABLE, start_timeout
+
+PATIENCE = 2.0
+
+
+class Replacements(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING and "replaced" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+class HeldLock:
+    """A lock that a thread of this process holds, and that the next process to be forked needs."""
+
+    def __init__(self, always: bool = False) -> None:
+        self._lock, self.wanted, self._always = threading.Lock(), False, always
+        holder = threading.Thread(target=self._lock.acquire)
+        holder.start()
+        holder.join()
+        os.register_at_fork(after_in_child=self._need, after_in_parent=self._forked)
+
+    def _need(self) -> None:
+        if self.wanted:
+            self._lock.acquire()
+
+    def _forked(self) -> None:
+        self.wanted &= self._always
+
+
+def _collated(samples: list[Any]) -> Any:
+    return torch.stack([sample["x"] for sample in samples])
+
+
+def _own_loader(count: int = 6, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Augmented(count), batch_size=2, num_workers=2, collate_fn=_collated, **options)
+
+
+def _prepared() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    config = DataLoaderConfiguration(data_seed=3)
+    return list(Accelerator(cpu=True, dataloader_config=config).prepare(_own_loader(shuffle=True)))
+
+
+def _foreign() -> list[torch.Tensor]:
+    loader = ForeignLoader(_own_loader(shuffle=True), BatchPlan(2, 1, 1, 0, eval=2), start_timeout=PATIENCE)
+    return [group.batches[0] for group in loader.groups()]
+
+
+def _stream() -> list[torch.Tensor]:
+    loader = train_loader(
+        Stream(Augmented(8)), 2, workers=2, collate=_collated, start_timeout=PATIENCE, drop_last=True
+    )
+    return [group.batches[0] for group in loader.groups()]
+
+
+ARGUMENTS = {
+    "dataloader_num_workers": 1,
+    "dataloader_start_timeout": PATIENCE,
+    "eval_strategy": "epoch",
+    "num_train_epochs": 1,
+    "log_level": "warning",
+}
+
+
+def test_workers_that_hang_in_their_fork_are_replaced(tmp_path: Path) -> None:
+    """Each kind of loader once with a worker that needs a lock which another thread held at the fork."""
+
+    def work() -> None:
+        os.environ[START_TIMEOUT_VARIABLE] = str(PATIENCE)
+        held, said = HeldLock(), Replacements()
+        logging.getLogger("windlass").addHandler(said)
+
+        def hanging(make: Callable[[], Any], times: int = 1) -> Any:
+            before, held.wanted = len(said.messages), True
+            made = make()
+            assert len(said.messages) >= before + times, said.messages  # a slow machine may replace more
+            return made
+
+        for make in (_prepared, _foreign, _stream):
+            whole, replaced = make(), hanging(make)
+            assert len(whole) == len(replaced)
+            assert all(torch.equal(one, other) for one, other in zip(whole, replaced, strict=True))
+
+        def in_evaluation() -> None:
+            held.wanted = True
+
+        case = Case(ARGUMENTS)
+        whole = run(tmp_path / "whole", case)
+        told = At("on_epoch_end", 5, in_evaluation)
+        replaced = hanging(lambda: run(tmp_path / "replaced", case, told), times=2)
+        same_run(tmp_path / "replaced", replaced, tmp_path / "whole", whole)
+
+    assert in_a_child(work) == 0
+
+
+def test_a_worker_that_never_starts_is_an_error() -> None:
+    def work() -> None:
+        held, before = HeldLock(always=True), set(multiprocessing.active_children())
+        held.wanted = True
+        with pytest.raises(WorkerError, match=r"worker 0 did not start within 0.05 s in \d attempts"):
+            next(train_loader(Augmented(4), 2, workers=1, start_timeout=0.05).groups())
+        assert set(multiprocessing.active_children()) == before
+
+    assert in_a_child(work) == 0
+
+
+@pytest.mark.parametrize("text", ["0", "inf", "soon"])
+def test_a_time_of_the_environment_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{START_TIMEOUT_VARIABLE}='{text}'"):
+        start_timeout({START_TIMEOUT_VARIABLE: text})
+
+
+class Killed(Augmented):
+    """In a worker, the sample `at` is the death of the process, as long as there is a file."""
+
+    def __init__(self, count: int, at: int, file: Path) -> None:
+        super().__init__(count)
+        self._at, self._file = at, file
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._at and self._file.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("at", [0, 9])
+def test_a_killed_worker_is_named_and_the_loader_can_be_read_again(
+    tmp_path: Path, at: int, persistent: bool
+) -> None:
+    file = tmp_path / "kill"
+    file.touch()
+    dataset = Killed(12, at, file)
+    options = {"order": "sequential", "workers": 2, "persistent_workers": persistent, "collate": _collated}
+    loader = train_loader(dataset, 2, **options)
+    named = rf"worker {at // 2 % 2} \(pid \d+\) was killed by SIGKILL while it read samples \[{at - at % 2}, "
+    seen: list[Any] = []
+    with pytest.raises(WorkerError, match=named + r"\d+\] \(epoch 0\) for training"):
+        seen.extend(group.batches[0] for group in loader.groups())
+    file.unlink()
+    seen += [group.batches[0] for group in loader.groups()]
+    whole = [group.batches[0] for group in train_loader(dataset, 2, **options).groups()]
+    assert all(torch.equal(one, other) for one, other in zip(seen, whole, strict=True))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_death_is_an_error_only_where_batches_are_asked_for(persistent: bool) -> None:
+    """And not in the middle of a save, say, or of a callback."""
+    groups = train_loader(Augmented(40), 2, workers=2, persistent_workers=persistent).groups()
+    before = set(multiprocessing.active_children())
+    next(groups)
+    worker = (set(multiprocessing.active_children()) - before).pop()
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    worker.join()
+    sum(range(1000))  # handlers of signals run here
+    with pytest.raises(WorkerError, match=rf"\(pid {worker.pid}\) was killed by SIGKILL"):
+        list(groups)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(Samples(), batch_size=4, num_workers=2)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnLoader])
+def test_a_signal_to_the_job_while_workers_start_ends_none_of_them(tmp_path: Path, kind: Any) -> None:
+    """It is sent to the whole process group by each worker, right after it was forked."""
+    folder, case = tmp_path / "told", Case({"dataloader_num_workers": 2}, trainer=kind)
+
+    def work() -> None:
+        os.setpgid(0, 0)
+        begun: list[bool] = []
+        os.register_at_fork(after_in_child=lambda: begun and os.killpg(0, signal.SIGTERM))
+        build(folder, case, At("on_epoch_begin", 5, lambda: begun.append(True))).train()
+
+    assert in_a_child(work) == EXIT_PREEMPTED
+    whole = run(tmp_path / "whole", case)
+    same_run(folder, run(folder, case, resume=True), tmp_path / "whole", whole)
