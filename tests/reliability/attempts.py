@@ -18,7 +18,16 @@ from typing import Any
 
 import torch.distributed as dist
 from tests.reliability.cases import SamplesSeen, Trial
-from tests.reliability.dooms import Counts, Doom, arm, callbacks_of, count_operations
+from tests.reliability.dooms import (
+    BY_CLOCK,
+    INTERRUPTED,
+    WORKER_KILLED,
+    Counts,
+    Doom,
+    arm,
+    callbacks_of,
+    count_operations,
+)
 from tests.reliability.whereabouts import on_a_new_machine, output_dir
 from tests.trainer.resume_cases import bits, in_a_child, run
 
@@ -30,6 +39,7 @@ from windlass.core.errors import EXIT_PREEMPTED
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
 _TICK = 0.004
+_STOPPED = 130  # how an attempt ends that Ctrl-C stopped, as in a shell
 KILLED = -signal.SIGKILL
 
 
@@ -51,8 +61,29 @@ class Strike:
     @property
     def instant(self) -> float | None:
         """Seconds after which it strikes, where it does so by the clock. Starting takes time too."""
-        by_clock = self.doom.kind == "at a random instant"
+        by_clock = self.doom.kind in BY_CLOCK
         return self.doom.share * self.seconds * max(self.left, 0.3) if by_clock else None
+
+    def fall(self, pids: Sequence[int], alive: Sequence[int], again: bool) -> float | None:
+        """What happens at the instant; gives the seconds until it is to happen again, None if that is all.
+
+        Args:
+            pids: of all ranks. alive: of those that run. again: whether it is the second time.
+        """
+        victims = [pid for pid in alive if self.doom.everyone or pid == pids[self.doom.victim]]
+        if self.doom.kind == INTERRUPTED:
+            for pid in victims:  # a terminal interrupts data workers, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGINT)
+            return None if again else self.doom.gap
+        if self.doom.kind == WORKER_KILLED:
+            workers = [child for pid in victims for child in _children(pid)]
+            if not workers:
+                return _TICK if victims else None  # it starts some later
+            _kill([workers[int(self.doom.share * len(workers))]])
+            return None
+        _kill([pid for pid in alive if pid == pids[self.doom.victim]])
+        return None
 
 
 @dataclass
@@ -140,6 +171,7 @@ def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
     code = 1
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -150,6 +182,8 @@ def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
     except BaseException as end:
         if isinstance(end, SystemExit) and isinstance(end.code, int):
             code = end.code
+        if isinstance(end, KeyboardInterrupt):
+            code = _STOPPED
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -176,7 +210,7 @@ def _rank(
     (folder / f"met-{number}-{rank}").touch()
     if trial.remote:
         on_a_new_machine(folder, number)
-    _note_commits(folder, MirroredStore if trial.remote else Store)
+    _note_commits(folder / f"committed-{rank}.txt", MirroredStore if trial.remote else Store)
     callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
     counts = None
     if strike is None and not resume:
@@ -186,8 +220,10 @@ def _rank(
     elif strike is not None and (rank == strike.doom.victim or (strike.doom.leaves and strike.doom.everyone)):
         arm(strike.doom, strike.doom.place(strike.counts, strike.left))
         callbacks += callbacks_of(strike.doom, strike.counts, strike.left)
-    trainer = run(output_dir(folder, trial.remote), trial.case, *callbacks, resume=resume or None)
+    trainer = run(output_dir(folder, trial, rank), trial.case, *callbacks, resume=resume or None)
     state = trainer.state
+    if state.global_step < state.max_steps:
+        sys.exit(_STOPPED)  # the first Ctrl-C lets `train` return early
     end = {
         "bits": bits(trainer),
         "step": state.global_step,
@@ -198,14 +234,14 @@ def _rank(
     (folder / f"end-{rank}.json").write_text(json.dumps(end))
 
 
-def _note_commits(folder: Path, kind: type[Store]) -> None:
-    """Write down each step that was committed, when it was."""
+def _note_commits(path: Path, kind: type[Store]) -> None:
+    """Write down each step that this rank committed, when it was."""
     original = kind.commit
 
     def commit(self: Store, draft: Draft) -> None:
         original(self, draft)
         if self.keeps:
-            with (folder / "committed.txt").open("a") as file:
+            with path.open("a") as file:
                 file.write(f"{draft.step}\n")
 
     kind.commit = commit  # type: ignore[method-assign]
@@ -215,7 +251,7 @@ def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -
     """Wait for all ranks. Where one dies before they have met, the others are ended, as a launcher does."""
     started, codes = time.monotonic(), dict[int, int]()
     alive, hung = list(pids), False
-    instant = None if strike is None else strike.instant
+    instant, again = None if strike is None else strike.instant, False
     together = strike is not None and strike.doom.everyone
     deadline = started + PATIENCE
     while alive:
@@ -223,9 +259,15 @@ def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -
         codes |= _reaped(alive)
         alive = [pid for pid in alive if pid not in codes]
         passed = time.monotonic() - started
-        if strike is not None and instant is not None and passed >= instant:
-            _kill([pid for pid in alive if pid == pids[strike.doom.victim]])
-            instant = None
+        # Whoever is interrupted before it has begun ends in the code of these tests.
+        if (
+            strike is not None
+            and instant is not None
+            and passed >= instant
+            and (met() or not strike.doom.interrupts)
+        ):
+            wait = strike.fall(pids, alive, again)
+            instant, again = None if wait is None else passed + wait, True
         if KILLED in codes.values():
             deadline = min(deadline, time.monotonic() + LINGERING)
             if together or not met():
@@ -234,6 +276,15 @@ def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -
             hung = True
             _kill(alive)
     return Ended([codes[pid] for pid in pids], hung)
+
+
+def _children(pid: int) -> list[int]:
+    """Of a rank: its data workers."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _reaped(pids: Sequence[int]) -> dict[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.reliability.dooms import LEAVE
+from tests.reliability.dooms import INTERRUPTED, LEAVE
 from tests.trainer.resume_cases import SAMPLES, Case, Drawing, Net, Quiet, Samples, Stream, sample
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -19,6 +19,7 @@ BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 BY_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
 BY_EPOCHS = {"eval_strategy": "epoch"}
 POISONED = 33  # of SAMPLES: it makes the loss NaN wherever it is met
+LONG = 32  # samples behind this one need more memory
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Trial:
         exact: whether a killed run ends with the bits of an uninterrupted one; otherwise with the same samples in the
             same order and losses within 1e-6.
         remote: whether the output folder is a URL, and every attempt is made on a machine that has nothing yet.
+        own_disks: whether each rank has a disk of its own.
         unfit: kinds of kill or fault that cannot meet the expectation here, and need not.
     """
 
@@ -38,7 +40,12 @@ class Trial:
     worlds: tuple[int, ...] = (1,)
     exact: bool = True
     remote: bool = False
+    own_disks: bool = False
     unfit: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def has_workers(self) -> bool:
+        return bool(self.case.arguments.get("dataloader_num_workers"))
 
 
 class StepsAndScores(TrainerCallback):
@@ -116,6 +123,23 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
+class Narrow(Plain):
+    """Memory holds no micro-batch of more than two samples, if one of them is long."""
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled() and len(x) > 2 and bool((index > LONG).any()):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().forward(x, index, labels)
+
+
+def adapted() -> nn.Module:
+    """All that is trained are an adapter and the layers saved beside it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["body"], modules_to_save=["norm", "head"], lora_dropout=0.2)
+    return get_peft_model(Net(), config)  # type: ignore[arg-type]
+
+
 class SamplesSeen(TrainerCallback):
     """Notes the samples of every update in `seen-RANK.txt`, so that a killed process leaves what it had seen.
 
@@ -157,7 +181,7 @@ _ELASTIC = {
 # A disk that costs a run its best checkpoint costs it the best weights too, so that its end may differ.
 _NO_LOSS = frozenset({"full disk", "failing disk"})
 # What lets a run that goes back find another checkpoint than an undisturbed one.
-_OTHER_CHECKPOINTS = _NO_LOSS | {"damage", LEAVE}
+_OTHER_CHECKPOINTS = _NO_LOSS | {"damage", LEAVE, INTERRUPTED}
 
 TRIALS = [
     Trial("one process", Case(BY_EPOCHS, callbacks=own_callbacks)),
@@ -221,6 +245,25 @@ TRIALS = [
         Case(of_ranks(**_SHARDED, **BEST, **BY_STEPS, save_total_limit=1), callbacks=own_callbacks),
         (3,),
         unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
+        "two ranks, workers that stay",
+        Case(of_ranks(dataloader_num_workers=1, dataloader_persistent_workers=True, **BY_EPOCHS)),
+        (2,),
+    ),
+    Trial("an adapter", Case(BY_EPOCHS, model=adapted)),
+    Trial("two ranks, an adapter, sharded", Case(of_ranks(**_SHARDED, **BY_STEPS), model=adapted), (2,)),
+    Trial(
+        "two machines with disks of their own",
+        Case(of_ranks(**BY_EPOCHS, save_steps=2)),
+        (2,),
+        own_disks=True,
+        unfit=frozenset({"damage", "stale folders"}),  # of one disk
+    ),
+    Trial(
+        "micro-batches that memory does not hold",
+        Case({"auto_find_batch_size": True, **BY_EPOCHS}, model=Narrow),
+        exact=False,
     ),
     Trial("one, two and three ranks in turn", Case(_ELASTIC, model=Plain), (1, 2, 3), exact=False),
     Trial("the same, sharded", Case({**_ELASTIC, **_SHARDED}, model=Plain), (1, 2, 3), exact=False),

@@ -38,6 +38,9 @@ KILLS = {
     UPLOADING: "upload",
     "at a file operation": "any",
 }
+INTERRUPTED, WORKER_KILLED = INTERRUPTS = ("interrupted twice", "a data worker is killed")
+BY_CLOCK = ("at a random instant", *INTERRUPTS)
+_LONGEST_GAP = 0.1  # seconds between the first and the second Ctrl-C
 LEAVE, KILLED_LEAVING = LEAVES = ("told to leave", "told to leave, then killed")
 _EVERY_EVENT = tuple(name for names in EVENTS.values() for name in names)
 _LONGEST_NOTICE = 0.05  # seconds between being told to leave and being killed; a save takes about as long
@@ -50,12 +53,13 @@ class Doom:
     """One attempt's fate.
 
     Attributes:
-        kind: of KILLS or FAULTS, or LEAVE.
+        kind: of KILLS, INTERRUPTS or FAULTS, or LEAVE.
         share: how far into what is left of the run, in [0, 1).
         victim: the rank it befalls.
         everyone: whether all ranks are killed with it, as when a machine loses its power, or told to leave.
         then: of a fault: how far into the run it is killed as well; None where it is not. Of what is told to leave: how
-            much of the longest notice it gets before it is killed.
+            much of the longest notice it gets before it is killed. Of two interrupts: how much of the longest gap lies
+            between them.
         at: the place itself, from 1, instead of a share.
     """
 
@@ -69,7 +73,7 @@ class Doom:
     @property
     def kills(self) -> bool:
         """Whether it may kill."""
-        return self.kind in KILLS or self.then is not None
+        return self.kind in KILLS or (self.then is not None and not self.interrupts)
 
     @property
     def leaves(self) -> bool:
@@ -77,9 +81,19 @@ class Doom:
         return self.kind == LEAVE
 
     @property
+    def interrupts(self) -> bool:
+        """Whether it ends the run by an exception in it."""
+        return self.kind in INTERRUPTS
+
+    @property
+    def gap(self) -> float:
+        """Seconds between two interrupts."""
+        return (self.then or 0.0) * _LONGEST_GAP
+
+    @property
     def killer(self) -> Doom | None:
         """The kill in it, where that has a place of its own."""
-        if self.leaves:
+        if self.leaves or self.interrupts:
             return None
         if self.then is None:
             return self if self.kills else None

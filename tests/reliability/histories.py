@@ -15,15 +15,23 @@ from typing import Any
 import pytest
 from tests.reliability.attempts import Ended, Strike, attempt
 from tests.reliability.cases import TRIALS, Trial, trial
-from tests.reliability.dooms import FAULTS, KILLED_LEAVING, KILLS, LEAVE, UPLOADING, Doom
-from tests.reliability.whereabouts import logs, store_of
+from tests.reliability.dooms import (
+    FAULTS,
+    INTERRUPTS,
+    KILLED_LEAVING,
+    KILLS,
+    LEAVE,
+    UPLOADING,
+    WORKER_KILLED,
+    Doom,
+)
+from tests.reliability.whereabouts import logs, newest_whole
 from tests.trainer.resume_cases import rows
 
-from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.store import Store
 
 KILLS_OF_A_HISTORY = 5
-_GROUPS = {"kill": tuple(KILLS), "leave": (LEAVE,), "fault": FAULTS}
+_GROUPS = {"kill": tuple(KILLS), "interrupt": INTERRUPTS, "leave": (LEAVE,), "fault": FAULTS}
 CLEAN = "clean.json"
 
 
@@ -32,7 +40,8 @@ class Told:
     """What came of a history; everything in it goes through JSON.
 
     Attributes:
-        struck: kind of each kill that struck, of each leave that was taken, and of each fault that was there.
+        struck: kind of each kill and interrupt that struck, of each leave that was taken, and of each fault that was
+            there.
         problems: what did not hold, each in one line.
     """
 
@@ -58,8 +67,8 @@ class Plan:
 def plan(seed: int, name: str) -> Plan:
     """The history of a name: the same for the same seed.
 
-    `kill-N`, `leave-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at its N-th file
-    operation, `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
+    `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at
+    its N-th file operation, `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
     """
     group, *numbers = name.split("-")
     if group in _GROUPS:
@@ -72,9 +81,9 @@ def plan(seed: int, name: str) -> Plan:
 
 def _random_plan(seed: int, name: str, number: int, group: str) -> Plan:
     chance = random.Random(f"{seed} {name}")
-    fit = [one for one in TRIALS if not one.unfit.issuperset(_GROUPS[group])]
+    fit = [one for one in TRIALS if not _unfit(one).issuperset(_GROUPS[group])]
     chosen = fit[number % len(fit)]
-    unfit = chosen.unfit | (frozenset() if chosen.remote else {UPLOADING})
+    unfit = _unfit(chosen)
     kinds = [kind for kind in _GROUPS[group] if kind not in unfit]
     chance.shuffle(kinds)
     count = 1 if group == "fault" else KILLS_OF_A_HISTORY
@@ -85,11 +94,23 @@ def _random_plan(seed: int, name: str, number: int, group: str) -> Plan:
             share=chance.random(),
             victim=chance.randrange(world),
             everyone=chance.random() < 0.5,
-            then=None if group == "kill" else chance.choice([None, chance.random()]),
+            then=_then(group, chance),
         )
         for i, world in enumerate(worlds[:-1])
     )
     return Plan(name, chosen, dooms, worlds)
+
+
+def _then(group: str, chance: random.Random) -> float | None:
+    if group == "interrupt":
+        return chance.random()
+    return None if group == "kill" else chance.choice([None, chance.random()])
+
+
+def _unfit(trial: Trial) -> frozenset[str]:
+    """Kinds that cannot befall a trial, or under which its end may differ."""
+    none_there = {UPLOADING: trial.remote, WORKER_KILLED: trial.has_workers}
+    return trial.unfit | {kind for kind, there in none_there.items() if not there}
 
 
 def exhaustive(number: int, clean: Path) -> list[str]:
@@ -117,7 +138,7 @@ def make_clean(chosen: Trial, place: Path) -> None:
     ended = attempt(chosen, place, max(chosen.worlds), resume=False)
     took = time.monotonic() - started
     assert ended.finished, f"{chosen.name}: the undisturbed run failed: {ended.codes}\n{_last_words(place)}"
-    assert (place / "committed.txt").exists(), "commits go unnoticed"
+    assert (place / "committed-0.txt").exists(), "commits go unnoticed"
     (place / CLEAN).write_text(json.dumps({"seconds": took}))
 
 
@@ -157,13 +178,13 @@ class History:
             doom = self._damage(doom, world)
         if doom is not None and doom.kind == "stale folders":
             _plant(self._place / "run", random.Random(doom.share))
-        newest = self._whole()
-        left = 1 - (newest.step if newest else 0) / self._ends[0]["step"]
+        newest = newest_whole(self._place, self._plan.trial)
+        left = 1 - newest / self._ends[0]["step"]
         strike = None
         if doom is not None:
             counts = self._ends[min(doom.victim, len(self._ends) - 1)]["counts"]
             strike = Strike(doom, counts, left, self._seconds)
-        ended = attempt(self._plan.trial, self._place, world, resume=newest is not None, strike=strike)
+        ended = attempt(self._plan.trial, self._place, world, resume=newest > 0, strike=strike)
         self._judge(ended, doom)
         return ended.finished
 
@@ -172,23 +193,26 @@ class History:
             self._problem(f"ranks had to be ended by force: {ended.codes}")
         elif not ended.finished and (doom is None or not _is_its_end(doom, ended)):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
-        if doom is not None and (ended.killed or ended.left or (doom.kind in FAULTS and ended.finished)):
+        elif (
+            doom is not None
+            and doom.kind == WORKER_KILLED
+            and not ended.finished
+            and not self._names_worker()
+        ):
+            self._problem(f"no rank names the worker that was killed: {_last_words(self._place)}")
+        if doom is not None and (_is_its_end(doom, ended) or (doom.kind in FAULTS and ended.finished)):
             self._told.struck.append(KILLED_LEAVING if doom.leaves and ended.killed else doom.kind)
         self._check_store()
         if ended.left and not self._newest:
             self._problem("it left, and no checkpoint stands")
 
-    def _whole(self) -> CheckpointInfo | None:
-        store = store_of(self._place, self._plan.trial.remote)
-        path, _ = store.newest_verified()
-        return None if path is None else store.verify(path)
+    def _names_worker(self) -> bool:
+        return "worker" in _last_words(self._place)
 
     def _check_store(self) -> None:
         """Once a checkpoint was committed there is always a whole one, and never an older one than before."""
-        newest = self._whole()
-        step = 0 if newest is None else newest.step
-        committed = self._place / "committed.txt"
-        announced = int(committed.read_text().split()[-1]) if committed.exists() else 0
+        step = newest_whole(self._place, self._plan.trial)
+        announced = _announced(self._place, max(self._plan.worlds) if self._plan.trial.own_disks else 1)
         if step < max(self._newest, announced):
             self._told.lost = True
             self._problem(
@@ -208,7 +232,7 @@ class History:
             return None
         _harm(whole[-1].path, random.Random(doom.share))
         self._told.struck.append("damage")
-        (self._place / "committed.txt").unlink(missing_ok=True)
+        (self._place / "committed-0.txt").unlink(missing_ok=True)
         self._newest = 0
         self._check_store()
         if self._newest != whole[-2].step:
@@ -223,19 +247,32 @@ class History:
         try:
             if self._plan.trial.exact:
                 assert _without_counts(_ends(self._place)) == _without_counts(self._ends)
-                assert rows(logs(self._place)) == rows(logs(self._clean))
+                assert self._rows(self._place) == self._rows(self._clean)
             else:
                 self._compare_nearly()
         except AssertionError as difference:
             self._told.differs = True
             lines = str(difference).strip().splitlines()
-            self._problem(
-                "the end differs: " + (" ".join(lines)[:600] or _difference(self._place, self._clean))
-            )
+            self._problem("the end differs: " + (" ".join(lines)[:600] or self._difference()))
+
+    def _rows(self, place: Path) -> list[dict[str, Any]]:
+        return rows(logs(place, self._plan.trial))
+
+    def _difference(self) -> str:
+        """The first thing in which the two ends differ."""
+        for ours, theirs in zip(_ends(self._place), self._ends, strict=False):
+            for name in ours.keys() - {"counts"}:
+                if ours[name] != theirs[name]:
+                    return f"{name} is {ours[name]} instead of {theirs[name]}"
+        here, clean = self._rows(self._place), self._rows(self._clean)
+        found = (
+            f"{ours} instead of {theirs}" for ours, theirs in zip(here, clean, strict=False) if ours != theirs
+        )
+        return "metrics.jsonl: " + (next(found, None) or f"{len(here)} rows instead of {len(clean)}")
 
     def _compare_nearly(self) -> None:
         assert _samples_by_step(self._place) == _samples_by_step(self._clean), "other samples"
-        ours, theirs = ([row for row in rows(logs(at)) if "loss" in row] for at in (self._place, self._clean))
+        ours, theirs = ([row for row in self._rows(at) if "loss" in row] for at in (self._place, self._clean))
         assert [row["step"] for row in ours] == [row["step"] for row in theirs], "other steps were logged"
         assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
             "losses"
@@ -244,7 +281,14 @@ class History:
 
 def _is_its_end(doom: Doom, ended: Ended) -> bool:
     """Whether this doom may end an attempt like that."""
-    return (doom.kills and ended.killed) or (doom.leaves and ended.left)
+    broken_off = doom.interrupts and not ended.finished and not ended.hung
+    return (doom.kills and ended.killed) or (doom.leaves and ended.left) or broken_off
+
+
+def _announced(place: Path, disks: int) -> int:
+    """The last step that was committed on every disk."""
+    paths = [place / f"committed-{rank}.txt" for rank in range(disks)]
+    return min(int(path.read_text().split()[-1]) if path.exists() else 0 for path in paths)
 
 
 def _ends(place: Path) -> list[dict[str, Any]]:
@@ -253,17 +297,6 @@ def _ends(place: Path) -> list[dict[str, Any]]:
 
 def _without_counts(ends: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**end, "counts": None} for end in ends]
-
-
-def _difference(place: Path, clean: Path) -> str:
-    """The first thing in which two ends differ."""
-    for ours, theirs in zip(_ends(place), _ends(clean), strict=False):
-        for name in ours.keys() - {"counts"}:
-            if ours[name] != theirs[name]:
-                return f"{name} is {ours[name]} instead of {theirs[name]}"
-    pairs = zip(rows(logs(place)), rows(logs(clean)), strict=False)
-    found = next((f"{ours} instead of {theirs}" for ours, theirs in pairs if ours != theirs), None)
-    return "metrics.jsonl: " + (found or f"{len(rows(logs(place)))} rows instead of {len(rows(logs(clean)))}")
 
 
 def _samples_by_step(place: Path) -> dict[int, list[int]]:

@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--faults", type=int, help="histories with failing disks and damaged files (kills / 5)"
     )
+    parser.add_argument("--interrupts", type=int, help="histories that are interrupted (kills / 10)")
     parser.add_argument("--leaves", type=int, help="histories that are told to leave (kills / 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -167,8 +168,10 @@ def everything(matrix: Matrix, given: argparse.Namespace) -> int:
     else:
         matrix.prepare([one.name for one in TRIALS])
         faults = given.kills // 5 if given.faults is None else given.faults
+        interrupts = given.kills // 10 if given.interrupts is None else given.interrupts
         leaves = given.kills // 10 if given.leaves is None else given.leaves
         matrix.make([f"fault-{number}" for number in range(faults)])
+        matrix.make([f"interrupt-{number}" for number in range(interrupts)])
         matrix.make([f"leave-{number}" for number in range(leaves)])
         matrix.until(given.kills)
     chosen = f'--every "{given.every}"' if given.every else f"--kills {given.kills}"

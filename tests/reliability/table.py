@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common import caption, facts, rewrite, table
 from tests.reliability.cases import TRIALS
-from tests.reliability.dooms import FAULTS, KILLS, LEAVES
+from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES
 
 SECTION = "kill matrix"
 _Results = Iterable[dict[str, Any]]
@@ -33,6 +33,7 @@ def by_case(results: _Results) -> str:
 _HEAD = (
     "case",
     "kills",
+    "interrupts",
     "told to leave",
     "faults",
     "runs",
@@ -44,7 +45,7 @@ _HEAD = (
 
 def _row(name: str, told: list[dict[str, Any]]) -> tuple[object, ...]:
     kinds = [kind for one in told for kind in one["struck"]]
-    struck = [sum(kind in group for kind in kinds) for group in (KILLS, LEAVES, FAULTS)]
+    struck = [sum(kind in group for kind in kinds) for group in (KILLS, INTERRUPTS, LEAVES, FAULTS)]
     reached = sum(not one["problems"] or one["differs"] for one in told)
     return (
         name, *struck, len(told), reached, sum(one["lost"] for one in told), sum(one["differs"] for one in told)
@@ -55,5 +56,6 @@ def by_kind(results: _Results) -> str:
     """How often each kind of kill, leave and fault struck."""
     struck = [kind for one in results for kind in one["struck"]]
     return table(
-        ("what happened", "times"), [(kind, struck.count(kind)) for kind in (*KILLS, *LEAVES, *FAULTS)]
+        ("what happened", "times"),
+        [(kind, struck.count(kind)) for kind in (*KILLS, *INTERRUPTS, *LEAVES, *FAULTS)],
     )

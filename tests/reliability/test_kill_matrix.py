@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.reliability.cases import TRIALS, StepsAndScores, Trial
-from tests.reliability.dooms import FAULTS, KILLS, LEAVES, Doom
+from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES, Doom
 from tests.reliability.histories import History, Plan, make_clean
 from tests.reliability.kill_matrix import Matrix, matrix_in, memory
 from tests.trainer.resume_cases import Case
@@ -17,7 +17,7 @@ from tests.trainer.resume_cases import Case
 from windlass import Trainer
 
 SEED = 0
-_KINDS = {"kill": KILLS, "leave": LEAVES, "fault": FAULTS}
+_KINDS = {"kill": KILLS, "interrupt": INTERRUPTS, "leave": LEAVES, "fault": FAULTS}
 
 
 @pytest.fixture(scope="module")
