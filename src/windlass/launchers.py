@@ -14,13 +14,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from windlass.config.launch_token import NEEDS_TOKEN, reachable_from_here_only, read_token
 from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
     from torch.distributed.launcher.api import LaunchConfig
+
+    from windlass.cli.launching.rendezvous import Meeting
+
+_BACKEND = "windlass"
 
 
 def notebook_launcher(
@@ -71,9 +77,11 @@ def notebook_launcher(
             function(*args)
         return
     threads = torch.get_num_threads() if _devices() else 1
+    meeting = _alone() if num_nodes == 1 else _meeting(
+        num_nodes, node_rank, rdzv_backend, rdzv_endpoint or f"{master_addr}:{use_port}", rdzv_conf or {}, rdzv_id
+    )  # fmt: skip
     config = _config(
-        count, num_nodes, node_rank, rdzv_backend, rdzv_endpoint or f"{master_addr}:{use_port}", dict(rdzv_conf or {}),
-        rdzv_id, max_restarts=max_restarts, monitor_interval=monitor_interval,
+        count, meeting, max_restarts=max_restarts, monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
     )  # fmt: skip
     _launch(_Rank(function, tuple(args), settings, threads), config)
@@ -95,7 +103,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     settings.say(KEYS["cpu"], True, "debug_launcher", "flag", weak=False)
     _launch(
         _Rank(function, tuple(args), settings, threads=1),
-        _config(num_processes, 1, 0, "c10d", "", {}, "none"),
+        _config(num_processes, _alone()),
     )
 
 
@@ -172,35 +180,59 @@ def _process_problems(launcher: str, cpu: bool = False) -> Iterator[Problem]:
         yield Problem("this process", os.getpid(), fix)
 
 
-def _config(
-    count: int,
-    nodes: int,
-    node: int,
-    backend: str,
-    endpoint: str,
-    options: dict[str, Any],
-    run: str,
-    **rest: Any,
-) -> LaunchConfig:
+def _alone() -> Meeting:
+    """One machine needs no agreed place: a free port, so that two launches do not meet by mistake."""
+    from windlass.cli.launching.rendezvous import Meeting
+
+    return Meeting("127.0.0.1", 0, 1, 0, True, uuid.uuid4().hex, 0)
+
+
+def _meeting(
+    nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
+) -> Meeting:
+    """Where several machines meet.
+
+    Raises:
+        ConfigError: the endpoint is not HOST:PORT, or other machines reach it and there is no token.
+    """
+    from windlass.cli.launching.environment import can_listen
+    from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
+
+    address, _, port = endpoint.rpartition(":")
+    if not address or not port.isdecimal():
+        raise ConfigError(Problem("rdzv_endpoint", endpoint, "must be HOST:PORT"))
+    token = read_token(None, os.environ)
+    if token is None and not reachable_from_here_only(address):
+        raise ConfigError(Problem("master_addr", address, NEEDS_TOKEN))
+    wait = int(options.get("timeout", options.get("join_timeout", DEFAULT_WAIT_SECONDS)))
+    static = backend == "static"
+    hosts = node == 0 if static else can_listen(address, int(port))
+    return Meeting(address, int(port), nodes, node if static else None, hosts, run, wait, token)
+
+
+def _config(count: int, meeting: Meeting, **rest: Any) -> LaunchConfig:
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
-    if nodes == 1:
-        # One machine needs no agreed place: a free port, so that two launches do not meet by mistake.
-        backend, endpoint, run = "c10d", "127.0.0.1:0", uuid.uuid4().hex
-    elif backend == "static":
-        options["rank"] = node
+    # Torch's launcher finds a rendezvous by the name of its backend.
+    rendezvous_handler_registry.register(_BACKEND, _handler)
     return LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
+        min_nodes=meeting.machines,
+        max_nodes=meeting.machines,
         nproc_per_node=count,
-        run_id=run,
-        rdzv_endpoint=endpoint,
-        rdzv_backend=backend,
-        rdzv_configs=options,
+        run_id=meeting.run_id,
+        rdzv_endpoint=f"{meeting.address}:{meeting.port}",
+        rdzv_backend=_BACKEND,
+        rdzv_configs={"meeting": meeting},
         start_method="fork",
-        local_addr="127.0.0.1" if nodes == 1 else None,
         **{"max_restarts": 0, **rest},
     )
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from windlass.cli.launching.rendezvous import meet
+
+    return meet(parameters.get("meeting"))
 
 
 def _launch(rank: _Rank, config: LaunchConfig) -> None:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from windlass.core.output import STDOUT
 from windlass.dist.gang import Gang
 
 Function = Callable[..., Any]
@@ -113,4 +114,4 @@ class Ranks:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
         if self.is_local_main_process:
-            print(*args, **kwargs)
+            print(*args, **{"file": STDOUT, **kwargs})

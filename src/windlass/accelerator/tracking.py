@@ -9,6 +9,7 @@ from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.metric_values import python_number
+from windlass.core.redact import redact_value, redacted_argv
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -44,11 +45,12 @@ class TrackingMixin:
         _check_names("init_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.log_with)])
         opened = [self._build_tracker(item, project_name, options) for item in self.log_with]
         for tracker in opened:
-            tracker.start()
+            with redacted_argv():
+                tracker.start()
         self.trackers = [*self.trackers, *opened]
         if config is not None:
             for tracker in opened:
-                tracker.store_init_configuration(config)
+                tracker.store_init_configuration(redact_value("config", config))
 
     def _build_tracker(
         self, item: str | GeneralTracker, project_name: str, options: Options

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from windlass.core.output import in_html
 
 Point = tuple[float, float]
 
@@ -38,12 +39,13 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
     finite = [p for _, s in drawn for p in s.points if _is_finite(p)]
     frame = _Frame.around(finite)
     curves = "".join(_curve(frame, s, index) for index, s in drawn)
-    legend = "".join(f'<span class="key s{index % 6}">{escape(s.name)}</span>' for index, s in drawn)
+    legend = "".join(f'<span class="key s{index % 6}">{in_html(s.name)}</span>' for index, s in drawn)
     gaps = sum(len(s.points) for _, s in drawn) - len(finite)
     note = f'<span class="muted">{gaps} non-finite left out</span>' if gaps else ""
+    name = in_html(title)
     return (
-        f'<figure class="card"><figcaption>{escape(title)}<span class="legend">{legend if len(drawn) > 1 else ""}{note}'
-        f'</span></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)} over steps">'
+        f'<figure class="card"><figcaption>{name}<span class="legend">{legend if len(drawn) > 1 else ""}{note}'
+        f'</span></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name} over steps">'
         f"{frame.axes()}{curves}</svg></figure>\n"
     )
 
@@ -146,7 +148,7 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
     kind = "dot" if len(finite) <= _DOTS_UP_TO else "spot"
     dots = "".join(
         f'<circle class="{kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}">'
-        f"<title>{escape(series.name)}: {short(y, 6)} at step {x:g}</title></circle>"
+        f"<title>{in_html(series.name)}: {short(y, 6)} at step {x:g}</title></circle>"
         for x, y in finite
     )
     return f'<g class="s{index % 6}">{paths}{dots}</g>'

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from windlass.core.optional import is_available, require
+from windlass.core.output import STDOUT, TolerantStream, shown
 
 # A terminal is redrawn at most this often: drawing costs about a millisecond, a step may cost less.
 _REDRAW_SECONDS = 0.2
@@ -44,12 +44,12 @@ def open_display(total: int, label: str, *, start: int = 0, file: TextIO | None 
         total: steps of the run.
         start: steps already done, when resumed.
     """
-    file = file or sys.stdout
-    if not file.isatty():
-        return LineDisplay(total, label, start=start, file=file)
+    stream = TolerantStream(file) if file else STDOUT
+    if not stream.isatty():
+        return LineDisplay(total, label, start=start, file=stream)
     if is_available("rich"):
-        return RichDisplay(total, label, start=start, file=file)
-    return BarDisplay(total, label, start=start, file=file)
+        return RichDisplay(total, label, start=start, file=stream)
+    return BarDisplay(total, label, start=start, file=stream)
 
 
 def clock_text(seconds: float) -> str:
@@ -89,10 +89,10 @@ class _PacedDisplay:
         label: str,
         *,
         start: int = 0,
-        file: TextIO | None = None,
+        file: TolerantStream | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._file = file or sys.stdout
+        self._file = file or STDOUT
         self._clock = clock
         self._pace = _Pace(total, label, start, clock)
         self._inner: _Pace | None = None
@@ -122,7 +122,7 @@ class LineDisplay(_PacedDisplay):
         self._inner = None
 
     def write(self, text: str) -> None:
-        self._print(f"[{self._pace.text()}] {text}")
+        self._print(f"[{self._pace.text()}] {shown(text)}")
 
     def close(self) -> None:
         self._inner = None
@@ -133,7 +133,8 @@ class LineDisplay(_PacedDisplay):
 
     def _print(self, line: str) -> None:
         self._last = self._clock()
-        print(line, file=self._file, flush=True)
+        self._file.write(f"{line}\n")
+        self._file.flush()
 
 
 class BarDisplay(_PacedDisplay):
@@ -149,7 +150,7 @@ class BarDisplay(_PacedDisplay):
         self._draw()
 
     def write(self, text: str) -> None:
-        self._file.write(f"{self._cleared()}{text}\n")
+        self._file.write(f"{self._cleared()}{shown(text)}\n")
         self._draw()
 
     def close(self) -> None:
@@ -180,9 +181,9 @@ class RichDisplay:
     processes fork.
     """
 
-    def __init__(self, total: int, label: str, *, start: int = 0, file: TextIO | None = None) -> None:
+    def __init__(self, total: int, label: str, *, start: int = 0, file: TolerantStream | None = None) -> None:
         progress, console = require("rich.progress", "draw a bar"), require("rich.console", "draw a bar")
-        self._console: Any = console.Console(file=file or sys.stdout)
+        self._console: Any = console.Console(file=file or STDOUT)
         self._bar: Any = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=None),
@@ -221,7 +222,7 @@ class RichDisplay:
             self._redraw()
 
     def write(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._redraw()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from windlass.callbacks.charts import short
 from windlass.callbacks.displays import clock_text
 from windlass.callbacks.rows import is_timing
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
+from windlass.core.output import in_html
 
+logger = get_logger(__name__)
 _REDRAW_SECONDS = 0.5
 Row = dict[str, Any]
 
@@ -81,10 +83,13 @@ class NotebookProgressCallback(TrainerCallback):
         self._last = time.monotonic()
         elapsed = self._last - self._began if self._began else 0.0
         page = display.HTML(progress_html(state.global_step, state.max_steps, elapsed, self._rows))
-        if self._handle is None:
-            self._handle = display.display(page, display_id=True)
-        else:
-            self._handle.update(page)
+        try:
+            if self._handle is None:
+                self._handle = display.display(page, display_id=True)
+            else:
+                self._handle.update(page)
+        except Exception as error:  # a notebook that has gone: no table is worth a trained model
+            warn_once(logger, f"the notebook shows no progress, and training goes on: {error!r}")
 
 
 def progress_html(step: int, total: int, elapsed: float, rows: Sequence[Row]) -> str:
@@ -105,7 +110,7 @@ def _table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    head = "".join(f"<th>{in_html(name)}</th>" for name in names)
     body = "".join(
         f"<tr>{''.join(f'<td>{_text(row.get(name))}</td>' for name in names)}</tr>" for row in rows
     )
@@ -117,7 +122,7 @@ def _text(value: Any) -> str:
         return "No log"
     if isinstance(value, int | float):
         return short(value, 6)
-    return escape(str(value))
+    return in_html(str(value))
 
 
 def _titled(metrics: Mapping[str, Any]) -> Row:

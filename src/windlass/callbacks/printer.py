@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.output import say
 
 
 def readable(logs: Mapping[str, Any], max_str_len: int | None = None) -> dict[str, Any]:
@@ -41,4 +42,4 @@ class PrinterCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_local_process_zero and logs is not None:
-            print(readable(logs), flush=True)
+            say(readable(logs))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -17,12 +16,12 @@ from windlass.callbacks.report_page import render_report
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.optional import is_available, is_imported
+from windlass.core.redact import is_secret_name, redact_command, redact_value
 
 logger = get_logger(__name__)
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_SECRET = re.compile(r"(^|_|-)token$|password|secret|api_key")
 _PACKAGES = ("windlass", "torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors")
 
 
@@ -67,7 +66,8 @@ class ReportCallback(TrainerCallback):
     def _collect(self, args: Any, status: str) -> dict[str, Any]:
         given = self._facts() if callable(self._facts) else self._facts or {}
         found = {"title": self.folder.name, "status": status}
-        return {**found, "arguments": changed_arguments(args), "environment": environment(), **given}
+        facts = {**found, "arguments": changed_arguments(args), "environment": environment(), **given}
+        return dict(redact_value("facts", facts))
 
     def _draw(self, state: TrainerState, title: str) -> None:
         if is_available("matplotlib"):
@@ -89,9 +89,9 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     changed = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
-        shown = field.init and not field.name.startswith("_") and not _SECRET.search(field.name)
+        shown = field.init and not field.name.startswith("_") and not is_secret_name(field.name)
         if shown and value != _default(field):
-            changed[field.name] = getattr(value, "value", value)
+            changed[field.name] = redact_value(field.name, getattr(value, "value", value))
     return changed
 
 
@@ -114,15 +114,8 @@ def environment() -> dict[str, str]:
 
 
 def _command() -> str:
-    """The command line of this process, with the values of tokens and passwords starred out."""
-    shown: list[str] = []
-    hide = False
-    for word in sys.argv:
-        name, equals, _ = word.partition("=")
-        secret = _SECRET.search(name.lower()) is not None
-        shown.append("***" if hide else f"{name}=***" if secret and equals else word)
-        hide = secret and not equals and name.startswith("-")
-    return " ".join(shown)
+    """The command line of this process, without secrets."""
+    return " ".join(redact_command(sys.argv))
 
 
 def _accelerator() -> dict[str, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from windlass.callbacks.charts import Point, Series, line_chart, short
 from windlass.callbacks.displays import clock_text
 from windlass.callbacks.report_style import STYLE
 from windlass.callbacks.rows import is_timing
+from windlass.core.output import in_html
 
 History = Sequence[Mapping[str, Any]]
 
@@ -39,8 +39,8 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
     measured = [row for row in history if _event_of(row) is None]
     body = "".join(
         [
-            f"<h1>{escape(title)}</h1>\n",
-            f'<p class="sub">{escape(str(facts.get("status", "")))}</p>\n',
+            f"<h1>{in_html(title)}</h1>\n",
+            f'<p class="sub">{in_html(str(facts.get("status", "")))}</p>\n',
             _tiles(measured),
             _charts(measured),
             _evaluations(measured),
@@ -50,7 +50,7 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+        f"<title>{in_html(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
     )
 
 
@@ -106,8 +106,8 @@ def _tiles(history: History) -> str:
         duration = clock_text(runtime) if runtime >= 60 else f"{short(runtime, 3)} s"
         tiles.append(("Training time", duration, rate))
     cells = "".join(
-        f'<div class="card tile"><div class="label">{escape(label)}</div><div class="value">{_cell(value)}</div>'
-        f'<div class="more">{escape(more)}</div></div>'
+        f'<div class="card tile"><div class="label">{in_html(label)}</div><div class="value">{_cell(value)}</div>'
+        f'<div class="more">{in_html(more)}</div></div>'
         for label, value, more in tiles
     )
     return f'<div class="tiles">{cells}</div>\n' if cells else ""
@@ -139,7 +139,7 @@ def _evaluations(history: History) -> str:
     names = [name for name in _names(rows) if name.startswith("eval_") and not is_timing(name)]
     if not names:
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("step", "epoch", *names))
+    head = "".join(f"<th>{in_html(name)}</th>" for name in ("step", "epoch", *names))
     lines = "".join(
         "<tr>"
         + "".join(f'<td class="num">{_cell(row.get(name, ""))}</td>' for name in ("step", "epoch", *names))
@@ -167,11 +167,11 @@ def _pairs(title: str, values: Mapping[str, Any] | None) -> str:
     if not values:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{escape(str(name))}</th><td class="num">{_cell(value)}</td></tr>\n'
+        f'<tr><th scope="row">{in_html(str(name))}</th><td class="num">{_cell(value)}</td></tr>\n'
         for name, value in values.items()
     )
     return (
-        f'<div class="card"><table><caption>{escape(title)}</caption><tbody>\n{rows}</tbody></table></div>\n'
+        f'<div class="card"><table><caption>{in_html(title)}</caption><tbody>\n{rows}</tbody></table></div>\n'
     )
 
 
@@ -214,4 +214,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _cell(value: Any) -> str:
-    return short(value, 5) if _is_number(value) else escape(str(value))
+    return short(value, 5) if _is_number(value) else in_html(str(value))

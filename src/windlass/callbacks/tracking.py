@@ -11,6 +11,7 @@ from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_tra
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import State
 
 logger = get_logger(__name__)
@@ -75,7 +76,8 @@ class TrackingCallback(RowCallback):
             earlier = _open.pop(tracker.name, None)
             if earlier is not None:
                 earlier.finish()
-            tracker.start()
+            with redacted_argv():
+                tracker.start()
             _open[tracker.name] = tracker
             self._running.append(tracker)
         self._run_ids = {}
@@ -100,7 +102,7 @@ class TrackingCallback(RowCallback):
             if isinstance(value, bool | int | float | str)
         }
         for tracker in self._running:
-            tracker.store_init_configuration({**simple, **args.to_sanitized_dict()})
+            tracker.store_init_configuration(redact_value("config", {**simple, **args.to_sanitized_dict()}))
 
     # --- resuming -----------------------------------------------------------------------------------------------
 

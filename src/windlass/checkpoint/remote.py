@@ -29,6 +29,7 @@ from windlass.core.errors import CheckpointError, ConfigError, MissingDependency
 from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
 from windlass.core.optional import require
+from windlass.core.redact import redact_text
 
 _logger = get_logger(__name__)
 _CHECKPOINT = re.compile(r"(checkpoint-\d{1,18})(?:-again-\d{1,9})?")
@@ -48,6 +49,7 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self.shown = redact_text(self.url)
         self._system, self._root = _open(self.url)
 
     def before(self, operation: str, name: str) -> None:
@@ -96,7 +98,7 @@ class RemoteFolder:
         with self._doing("read", name), self._system.open(self._at(name), "rb") as file:
             data = bytes(file.read(limit + 1))
         if len(data) > limit:
-            raise CheckpointError(f"{self.url}/{name} has more than {limit:,} bytes")
+            raise CheckpointError(f"{self.shown}/{name} has more than {limit:,} bytes")
         return data
 
     def chunks(self, name: str) -> Iterator[bytes]:
@@ -121,8 +123,8 @@ class RemoteFolder:
         except (CheckpointError, GeneratorExit):
             raise
         except Exception as error:  # every service has errors of its own
-            problem = f"cannot {what} {self.url}/{name} ({type(error).__name__}: {error})"
-            raise OSError(errno.EIO, problem) from error
+            problem = f"cannot {what} {self.shown}/{name} ({type(error).__name__}: {error})"
+            raise OSError(errno.EIO, redact_text(problem)) from quiet(error)
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -135,18 +137,23 @@ def _open(url: str) -> tuple[Any, str]:
             raise ConfigError(Problem("output_dir", url, f"no such kind of folder is known as {scheme}://"))
         system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except MissingDependencyError as error:
-        raise ConfigError(Problem("output_dir", url, str(error))) from error
+        raise ConfigError(Problem("output_dir", url, str(error))) from quiet(error)
     except ImportError as error:
         package = known["class"].split(".")[0] if known else scheme
         fix = f"{scheme}:// needs the package {package}. Install it with: pip install {package}"
-        raise ConfigError(Problem("output_dir", url, fix)) from error
+        raise ConfigError(Problem("output_dir", url, fix)) from quiet(error)
     except ConfigError:
         raise
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(Problem("output_dir", url, f"it can't be opened: {error}")) from error
+        raise ConfigError(Problem("output_dir", url, f"it can't be opened: {error}")) from quiet(error)
     if hasattr(system, "auto_mkdir"):
         system.auto_mkdir = True  # the one kind that has folders apart from the files in them
     return system, str(root).rstrip("/")
+
+
+def quiet(error: Exception) -> Exception | None:
+    """The cause to show in a traceback: none where its text holds credentials."""
+    return error if redact_text(str(error)) == str(error) else None
 
 
 def check_remote(url: str) -> None:
@@ -162,7 +169,7 @@ def check_remote(url: str) -> None:
         remote.remove(probe)
     except OSError as error:
         fix = f"it can't be written: {error.strerror}. Check the address and the credentials of this machine"
-        raise ConfigError(Problem("output_dir", url, fix)) from error
+        raise ConfigError(Problem("output_dir", url, fix)) from quiet(error)
     if arrived != b"windlass":
         raise ConfigError(Problem("output_dir", url, "what is written there does not read back"))
 
@@ -215,7 +222,7 @@ class Mirror:
                 data = self.remote.read(f"{name}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
                 self._known[name] = parse_manifest(self.root / match[1], data)
             except CheckpointError as error:
-                _logger.warning("%s/%s is not whole: %s", self.remote.url, name, error)
+                _logger.warning("%s/%s is not whole: %s", self.remote.shown, name, error)
                 return None
         return self._known[name]
 
@@ -300,7 +307,7 @@ class Mirror:
             arrived = files.write(draft / name, self.remote.chunks(f"{one.name}/{name}"))
             if arrived != entry:
                 raise CheckpointError(
-                    f"{self.remote.url}/{one.name}/{name} is damaged: it does not match the manifest"
+                    f"{self.remote.shown}/{one.name}/{name} is damaged: it does not match the manifest"
                 )
         manifests = [MANIFEST_NAME]
         if one.info.nodes > 1:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from windlass.checkpoint.compare import Comparison, compare
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
+from windlass.core.output import one_line, say
 
 _SHOWN = 20  # differences of one file
 
@@ -17,7 +18,7 @@ def diff_command(first: str, second: str, as_json: bool) -> int:
     """Print the differences; returns 0 where there are none, else 1."""
     found = compare(open_folder(local_path(first)), open_folder(local_path(second)))
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        say(json.dumps(asdict(found), indent=2))
     else:
         _print(found)
     return 0 if found.same else 1
@@ -28,9 +29,9 @@ def _print(found: Comparison) -> None:
         listed = list(group)
         for difference in listed[:_SHOWN]:
             place = f"{where}: {difference.name}" if difference.name else where
-            print(f"{place}: {difference.what}")
+            say(one_line(f"{place}: {difference.what}"))
         if len(listed) > _SHOWN:
-            print(f"{where}: {len(listed) - _SHOWN} more differ; --json lists them all")
+            say(f"{where}: {len(listed) - _SHOWN} more differ; --json lists them all")
     count = len(found.differences)
     said = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
-    print(f"{said}; {found.equal_tensors} tensors have equal bits")
+    say(f"{said}; {found.equal_tensors} tensors have equal bits")

@@ -15,6 +15,7 @@ from windlass.cli.options import DTYPES
 from windlass.config.quantities import size_in_bytes
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
+from windlass.core.output import one_line, say
 
 
 def export_command(words: argparse.Namespace) -> int:
@@ -35,7 +36,7 @@ def export_command(words: argparse.Namespace) -> int:
         export_file(source, target, options)
         written = [target]
     for path in written:
-        print(f"{path}: {in_words(path.stat().st_size)}")
+        say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
     return 0
 
 

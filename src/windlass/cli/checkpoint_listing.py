@@ -14,6 +14,7 @@ from windlass.checkpoint.survey import FOREIGN, Found, RunNotes, look_at, marks_
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
+from windlass.core.output import one_line, say
 
 HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
 
@@ -26,12 +27,12 @@ def list_command(folder: str, as_json: bool) -> int:
     notes = notes_of(whole)
     rows = [_row(one, whole, notes) for one in found]
     if as_json:
-        print(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return 0
     table = [HEADERS, *(_cells(row) for row in rows)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADERS))]
     for cells in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
     return 0
 
 
@@ -42,12 +43,11 @@ def verify_command(folder: str) -> int:
         try:
             info = Store(one.path.parent).verify(one.path)
         except CheckpointError as error:
-            print(f"{one.path}: {FOREIGN if one.problem == FOREIGN else _reason(error, one.path)}")
+            reason = FOREIGN if one.problem == FOREIGN else _reason(error, one.path)
+            say(one_line(f"{one.path}: {reason}"))
             failed += 1
         else:
-            print(
-                f"{one.path}: whole, {len(info.files)} files, {in_words(info.nbytes)}{lies_elsewhere(info)}"
-            )
+            say(f"{one.path}: whole, {len(info.files)} files, {in_words(info.nbytes)}{lies_elsewhere(info)}")
     return 1 if failed else 0
 
 
@@ -107,7 +107,7 @@ def _row(one: Found, whole: list[CheckpointInfo], notes: RunNotes) -> dict[str, 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     saved = row["saved_at"]
-    return (
+    cells = (
         Path(row["path"]).name if row["step"] is None else str(row["step"]),
         "-" if saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)),
         "-" if row["bytes"] is None else in_words(row["bytes"]),
@@ -116,3 +116,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(row["marks"]) or "-",
         "whole" if row["problem"] is None else row["problem"],
     )
+    return tuple(map(one_line, cells))

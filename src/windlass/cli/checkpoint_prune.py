@@ -8,6 +8,7 @@ from windlass.checkpoint.survey import notes_of
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import CheckpointError
+from windlass.core.output import one_line, say
 
 
 def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry_run: bool) -> int:
@@ -38,7 +39,7 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
     for info in going:
         if not dry_run:
             store.remove(info.path)
-        print(f"{info.path}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}")
+        say(f"{one_line(info.path)}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}")
     freed = in_words(sum(info.nbytes for info in going))
-    print(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")
+    say(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")
     return 0

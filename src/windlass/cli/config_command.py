@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from windlass.config.parallel.files import from_file
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say
 
 Answers = dict[str, Any]
 
@@ -147,7 +147,7 @@ def config_command(words: list[str]) -> int:
         else asked(prompter())
     )
     write_file(settings, path)
-    print(f"wrote {path}\nstart a script with it: windlass launch {_flag(options.config_file)}script.py")
+    say(f"wrote {path}\nstart a script with it: windlass launch {_flag(options.config_file)}script.py")
     return 0
 
 
@@ -190,7 +190,7 @@ def _answer(prompt: Prompter, question: Question, default: str) -> Any:
     return ask_until(
         question.key.read,
         lambda: prompt.ask(question.text, default),
-        lambda text: print(text, file=sys.stderr),
+        lambda text: say(text, error=True),
     )
 
 
@@ -226,6 +226,6 @@ def _update(named: str | None) -> None:
     if unread:
         raise ConfigError(unread)
     for note in (note for note in settings.notes if "means nothing here" in note):
-        print(f"left out: {note}")
+        say(f"left out: {note}")
     updated(path)
-    print(f"updated {path}")
+    say(f"updated {path}")

@@ -9,6 +9,7 @@ from windlass.config.launch_file import find_file
 from windlass.config.parallel import from_environment, from_file, merge
 from windlass.core.errors import ConfigError
 from windlass.core.optional import require
+from windlass.core.output import say
 
 
 def environment_command() -> int:
@@ -18,7 +19,7 @@ def environment_command() -> int:
     facts |= _launch_facts()
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+        say(f"{name:<{width}}  {value}")
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
+from windlass.core.output import say
 
 # Bits a number takes when loaded, and bytes per parameter in training with Adam (None: nobody trains so):
 # weights, gradients and two moments in fp32 are 16; under autocast a 16-bit copy of the weights comes on top.
@@ -31,10 +32,10 @@ def estimate_memory_command(words: list[str]) -> int:
     rows = [HEADERS, *estimate(model, options.dtypes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
     parameters = sum(param.numel() for param in model.parameters())
-    print(f"{type(model).__name__} of {options.model}: {parameters:,} parameters")
+    say(f"{type(model).__name__} of {options.model}: {parameters:,} parameters")
     for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(
+        say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    say(
         "Training: weights, gradients and Adam's moments; activations, which depend on the batch, come on top."
     )
     return 0

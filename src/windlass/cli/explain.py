@@ -16,6 +16,7 @@ from windlass.config.parallel.keys import GROUPS, Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say
 
 
 def explain_command(words: list[str]) -> int:
@@ -34,7 +35,7 @@ def explain_command(words: list[str]) -> int:
     settings = launch_settings(options, os.environ)
     if options.recipe:
         settings = merge(_of_recipe(options.recipe), settings)
-    print("\n".join(_all(settings) if options.key is None else explain(find_key(options.key), settings)))
+    say("\n".join(_all(settings) if options.key is None else explain(find_key(options.key), settings)))
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from windlass.config.nearest import did_you_mean
 from windlass.core.optional import require
+from windlass.core.output import say
 
 _HELP = """\
 Start a script in many processes. What was said to `windlass config` holds where no flag says otherwise, and everything
@@ -42,7 +43,7 @@ def launch_command(words: Sequence[str]) -> int:
     plan = resolve_launch(options, os.environ, this_machine())
     carrier = engine(plan.engine)
     if options.print:
-        print(carrier.show(plan))
+        say(carrier.show(plan))
         return 0
     return carrier.run(plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from windlass import __version__
 from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
+from windlass.core.job_signals import surviving_hangup
+from windlass.core.output import say, settle
 from windlass.core.threads import waiting_policy
 
 TRAIN_HELP = """\
@@ -28,17 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        with surviving_hangup() if arguments[:1] in (["train"], ["launch"]) else contextlib.nullcontext():
+            return _dispatch(arguments)
     except WindlassError as error:
-        print(f"windlass: {error}", file=sys.stderr)
+        say(f"windlass: {error}", error=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("windlass: interrupted", file=sys.stderr)
+        say("windlass: interrupted", error=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has gone: Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # what argparse printed, into `| head`
         return 0
+    finally:
+        settle()
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -89,7 +93,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return environment_command()
     if options.command == "version":
-        print(f"windlass {__version__}")
+        say(f"windlass {__version__}")
         return 0
     parser.print_help()
     return 0

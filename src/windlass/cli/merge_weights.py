@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.output import say
 
 
 def merge_weights_command(words: list[str]) -> int:
@@ -35,10 +36,10 @@ def merge_weights_command(words: list[str]) -> int:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
         raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
     entry = export_file(open_folder(source), target / WEIGHTS_NAME, ExportOptions())
-    print(f"{target / WEIGHTS_NAME}: {entry.size:,} bytes, sha256 {entry.sha256}")
+    say(f"{target / WEIGHTS_NAME}: {entry.size:,} bytes, sha256 {entry.sha256}")
     if options.remove_checkpoint_dir:
         Files().remove_tree(source)
-        print(f"{source} removed")
+        say(f"{source} removed")
     return 0
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from windlass.cli.schema import Recipe
 from windlass.cli.training import training_arguments
+from windlass.core.redact import is_secret_name, redact_text
 
 MARK = "# * "
 HEAD = f"""\
@@ -51,7 +52,7 @@ def _training(recipe: Recipe) -> Iterator[str]:
     from windlass.config.arguments import describe
 
     for name, value, is_default in describe(training_arguments(recipe.training)):
-        if name.endswith("_token"):
+        if is_secret_name(name):
             continue  # secrets stay out of what is printed; the environment holds them
         if name in recipe.training or not is_default:
             yield _line(f"  {name}: {_scalar(value)}", "", changed=not is_default)
@@ -78,5 +79,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
-        return str(getattr(value, "value", value))
+        return redact_text(str(getattr(value, "value", value)))
     return value

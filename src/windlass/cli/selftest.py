@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from windlass.cli.launch import launch_command
+from windlass.core.output import say
 
 
 def selftest_command(words: Sequence[str]) -> int:
@@ -16,9 +17,9 @@ def selftest_command(words: Sequence[str]) -> int:
         processes += ["--config_file", options.config_file]
     if options.num_processes:
         processes += ["--num_processes", str(options.num_processes)]
-    print(f"windlass test: launching with {' '.join([*processes, *flags])}", flush=True)
+    say(f"windlass test: launching with {' '.join([*processes, *flags])}")
     code = launch_command([*processes, *flags, "-m", "windlass.cli.selftest_ranks"])
-    print("windlass test: all is well" if code == 0 else "windlass test: something is wrong, see above")
+    say("windlass test: all is well" if code == 0 else "windlass test: something is wrong, see above")
     return code
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.state import AcceleratorState
 from windlass.config.plugins import FullyShardedDataParallelPlugin
+from windlass.core.output import say
 from windlass.dist.beacon import beacon
 from windlass.dist.operations import gather_object
 
@@ -43,11 +44,9 @@ def main() -> int:
         wrong = check()
         failed += wrong is not None
         if Accelerator().is_main_process:
-            print(
-                f"  {'ok  ' if wrong is None else 'FAIL'} {name}{f': {wrong}' if wrong else ''}", flush=True
-            )
+            say(f"  {'ok  ' if wrong is None else 'FAIL'} {name}{f': {wrong}' if wrong else ''}")
     if several_machines and Accelerator().is_main_process:
-        print(f"  --   {_CHECKPOINT}: left out, for no folder is known that all machines share", flush=True)
+        say(f"  --   {_CHECKPOINT}: left out, for no folder is known that all machines share")
     return min(failed, 1)
 
 

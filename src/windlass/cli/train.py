@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from windlass.cli.schema import Recipe
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
+from windlass.core.output import say
 from windlass.core.world import world_from_environment
 
 
@@ -22,7 +22,7 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` are the words of the command line, for the command that resumes."""
     recipe = load_recipe(options.recipe, options.overrides, options.output_dir)
     if options.print_config:
-        print(render_config(recipe), end="")
+        say(render_config(recipe), end="")
         return 0
     args = training_arguments(recipe.training)
     resume = options.resume or args.resume_from_checkpoint or None
@@ -69,7 +69,7 @@ def _launcher() -> list[str]:
 def _speaker() -> Callable[[str], None]:
     """Prints on the first process only; at once, also into a pipe."""
     if world_from_environment().is_main:
-        return lambda text: print(text, flush=True)
+        return lambda text: say(text)
     return lambda text: None
 
 
@@ -144,4 +144,4 @@ def _interrupted(args: TrainingArguments, command: str) -> int:
 def _say_how_to_go_on(newest: Path | None, command: str) -> None:
     state = f"{newest} is whole. Go on with:\n  {command}" if newest else "there is no checkpoint yet."
     if world_from_environment().is_main:
-        print(f"\nInterrupted: {state}", file=sys.stderr)
+        say(f"\nInterrupted: {state}", error=True)

@@ -17,13 +17,13 @@ from windlass.config.enums import ParallelMode
 from windlass.config.parallel.environment import from_environment
 from windlass.config.turns import main_process_first
 from windlass.core.logs import log_levels
+from windlass.core.redact import is_secret_name, redact_text
 from windlass.core.world import World, world_from_environment
 
 if TYPE_CHECKING:
     import torch
 
 # Names that end in "_token" and hold no secret.
-_PUBLIC_TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token", "mask_token", "sep_token", "cls_token")
 
 
 class WorldHelpers:
@@ -159,14 +159,16 @@ def placeholder(name: str) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name.endswith("_token") and name not in _PUBLIC_TOKENS:
-        return None if value is None else placeholder(name)
+    if is_secret_name(name) and isinstance(value, str):
+        return placeholder(name)
+    if isinstance(value, str) and type(value) is str:
+        return redact_text(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PurePath):
-        return str(value)
+        return redact_text(str(value))
     if isinstance(value, (list, tuple)):
-        return [_plain("", item) for item in value]
+        return [_plain(name, item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(str(key), item) for key, item in value.items()}
     if hasattr(value, "to_dict") and not isinstance(value, type):

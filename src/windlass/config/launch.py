@@ -9,6 +9,7 @@ from dataclasses import replace
 from windlass.config.launch_checks import Machine, launch_problems, requeue_problems
 from windlass.config.launch_file import find_file
 from windlass.config.launch_plan import LaunchPlan
+from windlass.config.launch_token import token_problems
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
 from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
@@ -51,7 +52,11 @@ def resolve_launch(
     here = machine or Machine()
     settings = launch_settings(options, environ)
     plan = _plan(options, settings, here)
-    problems = [*launch_problems(plan, here), *requeue_problems(plan, environ)]
+    problems = [
+        *launch_problems(plan, here),
+        *requeue_problems(plan, environ),
+        *token_problems(plan, environ),
+    ]
     problems += [*parallel_problems(settings, _world(plan))]
     if problems:
         raise ConfigError(problems)
@@ -89,6 +94,7 @@ def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> 
         main_port=settings.value(rows.MAIN_PORT),
         rendezvous=settings.value(rows.RENDEZVOUS),
         rendezvous_options=settings.value(rows.RENDEZVOUS_OPTIONS),
+        token_file=settings.value(rows.TOKEN_FILE),
         max_restarts=settings.value(rows.MAX_RESTARTS),
         monitor_interval=settings.value(rows.MONITOR_INTERVAL),
         log_dir=settings.value(rows.LOG_DIR),

@@ -26,7 +26,14 @@ _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
         ("it spreads the processes over its cluster, and num_processes is their number", (rows.MACHINES,)),
         (
             _PLACES,
-            (rows.MACHINE_RANK, rows.MAIN_ADDRESS, rows.MAIN_PORT, rows.RENDEZVOUS, rows.RENDEZVOUS_OPTIONS),
+            (
+                rows.MACHINE_RANK,
+                rows.MAIN_ADDRESS,
+                rows.MAIN_PORT,
+                rows.RENDEZVOUS,
+                rows.RENDEZVOUS_OPTIONS,
+                rows.TOKEN_FILE,
+            ),
         ),
         ("it does not watch the marks of its processes", (rows.STALL_TIMEOUT, rows.MONITOR_INTERVAL)),
         ("it keeps the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),

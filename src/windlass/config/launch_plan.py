@@ -17,6 +17,7 @@ class LaunchPlan:
         script: path of a script, name of a module (`module`), or a program (`no_python`).
         processes: on all machines together.
         main_address, main_port: where machines meet; None leaves the choice to the engine, on one machine.
+        token_file: holds the secret of a job on several machines; None reads `WINDLASS_RDZV_TOKEN`.
         tee: which streams go to the console and `log_dir`: "0" none, "1" output, "2" errors, "3" both, or by rank.
         threads: of each process; None shares the machine's cores out.
         devices: numbers of the accelerators to use; empty uses all.
@@ -39,6 +40,7 @@ class LaunchPlan:
     main_port: int | None = None
     rendezvous: Literal["static", "c10d"] = "static"
     rendezvous_options: Mapping[str, Any] = field(default_factory=dict)
+    token_file: str | None = None
     max_restarts: int = 0
     monitor_interval: float = 0.1
     log_dir: str | None = None

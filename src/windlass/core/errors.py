@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.core.output import shown
+from windlass.core.redact import redact_value
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -16,11 +19,18 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: {self.fix}"
+        value = redact_value(self.field.rpartition(".")[2], self.value)
+        return shown(f"{self.field}={value!r}: {self.fix}")
 
 
 class WindlassError(Exception):
-    """Base of every error that is the user's to mend; the command line exits with code 2 on it."""
+    """Base of every error that is the user's to mend; the command line exits with code 2 on it.
+
+    Its text may quote a file or a setting: it is shown without secrets and control characters.
+    """
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class ConfigError(WindlassError, ValueError):

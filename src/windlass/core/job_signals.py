@@ -47,6 +47,20 @@ def taking(number: int, handle: Callable[[int], None]) -> Iterator[None]:
         signal.signal(number, before)
 
 
+@contextlib.contextmanager
+def surviving_hangup() -> Iterator[None]:
+    """Within the body the end of the terminal (SIGHUP) ends nothing: what is shown is lost, the
+    work is not. A handler of the script's own, and `nohup`, stay as they are.
+    """
+    number = getattr(signal, "SIGHUP", None)
+    main = threading.current_thread() is threading.main_thread()
+    if number is None or not main or signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    with taking(number, lambda _: None):
+        yield
+
+
 def _tell_workers() -> None:
     if _running is not None:
         _running.value = bool(_taken)

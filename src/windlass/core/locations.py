@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from windlass.core.redact import redact_text
+
 STAGING = "WINDLASS_STAGING"
 # A scheme has two letters at least: `C:\\runs` is a path.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)", re.DOTALL)
@@ -44,7 +46,8 @@ def local_folder(path: str | os.PathLike[str], environ: Mapping[str, str] | None
     if not is_url(text):
         return Path(text).expanduser()
     env = os.environ if environ is None else environ
-    url = text.rstrip("/")
+    # Credentials stay out of the name, and a run finds its folder again after they were renewed.
+    url = redact_text(text).rstrip("/")
     root = env.get(STAGING) or Path(env.get("XDG_CACHE_HOME") or "~/.cache", "windlass", "staging")
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
     return Path(root).expanduser() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

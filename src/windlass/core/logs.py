@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
 from typing import TYPE_CHECKING
 
+from windlass.core.output import STDERR, shown
 from windlass.core.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -40,11 +40,21 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to whatever `sys.stderr` is *now*: notebooks and tests replace it after import."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        super().__init__(STDERR)
 
-    @property
-    def stream(self):  # type: ignore[no-untyped-def]
-        return sys.stderr
+
+class _Clean(logging.Filter):
+    """Takes secrets and control characters out of a record, before any handler sees it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = shown(record.getMessage()), None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = shown(_FORMATTER.formatException(record.exc_info))
+        return True
+
+
+_FORMATTER = logging.Formatter("%(name)s: %(message)s")
+_clean = _Clean()
 
 
 def _root() -> logging.Logger:
@@ -53,7 +63,7 @@ def _root() -> logging.Logger:
     with _lock:
         if _handler is None:
             _handler = _StderrHandler()
-            _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            _handler.setFormatter(_FORMATTER)
             root.addHandler(_handler)
             root.setLevel(WARNING)
             root.propagate = False
@@ -63,7 +73,9 @@ def _root() -> logging.Logger:
 def get_logger(name: str | None = None) -> logging.Logger:
     """A logger of the `windlass` tree; its level is that of `set_verbosity`."""
     _root()
-    return logging.getLogger(name or "windlass")
+    found = logging.getLogger(name or "windlass")
+    found.addFilter(_clean)  # added once, however often
+    return found
 
 
 class JobLogger(_Adapter):

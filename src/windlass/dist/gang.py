@@ -18,6 +18,7 @@ from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import AFTER, MEETING, beacon
 from windlass.dist.exchange import gather_json
+from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
 
 
 class Pending(Protocol):
@@ -198,9 +199,11 @@ def join(
     if _joined is None or not dist.is_initialized():
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
+            if world.local_size == world.size and is_loopback(os.environ.get("MASTER_ADDR", "")):
+                keep_gloo_on_loopback()
             # A meeting point of its own does not say who we are; the variables of the launcher say both.
             who: dict[str, Any] = (
-                _store_of_attempt(timeout)
+                _store_of_attempt(world, timeout)
                 if init_method is None
                 else {"rank": world.rank, "world_size": world.size}
             )
@@ -218,19 +221,29 @@ def join(
     return _joined
 
 
-def _store_of_attempt(timeout: timedelta) -> dict[str, Any]:
+def _store_of_attempt(world: World, timeout: timedelta) -> dict[str, Any]:
     """Where the processes of a job that was started again meet: apart from those before them. Torch's launcher keeps
-    one store over its restarts, and in it the addresses of processes that are gone.
+    one store over its restarts, and in it the addresses of processes that are gone; Windlass's opens a new one.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ.get("MASTER_ADDR", "")
+    if (attempt == "0") if launchers else (not is_loopback(address) or "MASTER_PORT" not in os.environ):
         return {}
     # Here, because a torch that was built without distribution has neither.
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": size}
+    store: Any = None
+    if not launchers and world.is_main:
+        with contextlib.suppress(OSError):  # this process holds a store there already, which torch finds again
+            store, _ = open_store(address, int(os.environ["MASTER_PORT"]))
+            store.set_timeout(timeout)
+    if store is None:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    if launchers and not store.check([ONE_ATTEMPT]):
+        store = PrefixStore(f"attempt-{attempt}", store)
+    return {"store": store, "rank": world.rank, "world_size": world.size}
 
 
 def current() -> Gang:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang, leave
+from windlass.dist.listening import gloo_on_loopback
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -37,5 +38,6 @@ def data_mesh(device: torch.device, gang: Gang, replicas: int = 1) -> DeviceMesh
 def _open_group_of_one(device: torch.device) -> None:
     """A mesh of one rank needs a process group too; its store is in this process, so no port is opened."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
+    with gloo_on_loopback():
+        dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
     atexit.register(leave)

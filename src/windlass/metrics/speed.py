@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
+
+from windlass.core.clock import seconds_since
 
 # Dense matrix-product peak of one device in FLOP/s: bf16 or fp16 on tensor cores, without sparsity, from the
 # makers' data sheets. The first name contained in the device's own counts: longer names before their beginnings.
@@ -42,13 +42,13 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """Wall time since `start_time` (a `time.time()`), and the rates of what is given, named `{prefix}_...`.
+    """Seconds since `start_time` (a `Moment` or `time.time()`), and the rates of what is given, named `{prefix}_...`.
 
     Returns:
         `{prefix}_runtime` in seconds (4 digits), `{prefix}_samples_per_second`, `_steps_per_second` and
         `_tokens_per_second` (3 digits); the rates are left out where no time passed.
     """
-    runtime = time.time() - start_time
+    runtime = seconds_since(start_time)
     metrics = {f"{prefix}_runtime": round(runtime, 4)}
     if runtime <= 0:
         return metrics

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from windlass.config.plain_yaml import load_yaml
+from windlass.core.output import shown
 from windlass.core.plain_text import read_text
 
 _SETTINGS = (
@@ -56,7 +57,7 @@ def write_card(path: Path, card: ModelCard) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(shown(text), encoding="utf-8")
 
 
 def earlier_tags(path: Path) -> list[str]:

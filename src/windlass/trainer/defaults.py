@@ -16,6 +16,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
+from windlass.core.redact import has_hidden
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 from windlass.dist.gang import Gang
@@ -149,6 +150,11 @@ def remote_problems(output_dir: str) -> list[Problem]:
     """What keeps a URL from being opened at all: an unknown kind of folder, or a package that is not installed."""
     try:
         if is_url(output_dir):
+            if has_hidden(output_dir):
+                fix = (
+                    "its credentials were taken out when the arguments were written; give the whole URL again"
+                )
+                return [Problem("output_dir", output_dir, fix)]
             RemoteFolder(output_dir)
     except ConfigError as error:
         return error.problems

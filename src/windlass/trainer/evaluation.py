@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
@@ -68,7 +68,7 @@ class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMi
         self._check_evaluation_alike(f"evaluate() of {metric_key_prefix!r}")
         loader = self.get_eval_dataloader(eval_dataset)
         self._watch_memory()
-        started = time.time()
+        started = Moment()
         loss_only = True if self.compute_metrics is None else None
         output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
@@ -91,7 +91,7 @@ class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMi
         self._read_memory_note()
         loader = self.get_test_dataloader(test_dataset)
         self._watch_memory()
-        started = time.time()
+        started = Moment()
         output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
         self.control = self.callback_handler.fire(

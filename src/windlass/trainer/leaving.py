@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from windlass.config.quantities import seconds
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
+from windlass.core.job_signals import surviving_hangup
 from windlass.core.logs import get_job_logger
 from windlass.trainer.interrupt import Deadline, say, told_by_signals
 from windlass.trainer.saving import SavingMixin
@@ -37,7 +38,7 @@ class LeavingMixin(SavingMixin):
                 raise WaitBrokenOff
 
         try:
-            with told_by_signals(self.args.preemption_signals.split(), tell):
+            with told_by_signals(self.args.preemption_signals.split(), tell), surviving_hangup():
                 yield
         finally:
             deadline.cancel()

@@ -12,6 +12,7 @@ from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
+from windlass.core.output import say
 from windlass.metrics.memory import memory_metrics, reset_device_peak
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.base import TrainerBase
@@ -51,9 +52,9 @@ class ReportsMixin(TrainerBase):
             return
         shown = self.metrics_format(metrics)
         width = max((len(str(name)) for name in shown), default=0)
-        print(f"***** {split} metrics *****")
+        say(f"***** {split} metrics *****")
         for name in sorted(shown):
-            print(f"  {name:<{width}} = {shown[name]}")
+            say(f"  {name:<{width}} = {shown[name]}")
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Metrics for people: times as h:m:s, memory in MB, FLOPs in GF, other floats with four digits."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from windlass.assemble.build import Built
 from windlass.checkpoint.background import Counters
 from windlass.config.plan import RunPlan
+from windlass.core.clock import Moment
 from windlass.core.device import visible_devices
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
@@ -63,7 +63,7 @@ class TrainingRun:
         self._normaliser = trainer._normaliser
         self._flops_per_position = 6 * trainer._parameter_count
         self._empty_cache_every = trainer.args.torch_empty_cache_steps
-        self._started = time.time()
+        self._started = Moment()
         self._beacon = beacon()
         self._load_watch = LoadWatch(processes_and_threads(plan.data.workers))
         self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not

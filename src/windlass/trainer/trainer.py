@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +23,7 @@ from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
+from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger, set_verbosity
@@ -279,7 +279,7 @@ class Trainer(TrainerParts):
             self._seed()
             self._take_model(self.call_model_init(trial))
             self.optimizer, self.lr_scheduler = None, None
-        started = time.time()
+        started = Moment()
         self._watch_memory()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         try:

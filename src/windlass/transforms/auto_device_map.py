@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.logs import get_logger
+from windlass.core.output import say
 from windlass.transforms.device_map import clean_device_map, lookup
 from windlass.transforms.device_memory import Room, class_names, get_max_memory
 from windlass.transforms.module_sizes import (
@@ -249,7 +250,7 @@ class _Filling:
 
     def _say(self, text: str) -> None:
         if self.verbose:
-            print(text)
+            say(text)
 
 
 def tied_outside(name: str, ties: Sequence[Sequence[str]]) -> list[str]:

@@ -85,7 +85,13 @@ def _launch(machine: MachineHere, rank: int, main: str, port: int, *words: objec
     ]  # fmt: skip
     return subprocess.Popen(
         [str(word) for word in (*command, *words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "WINDLASS_HOME": "/nowhere",
+            "WINDLASS_RDZV_TOKEN": "of-two-test-machines",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from tests.cli.launching.machines import free_port
@@ -13,6 +12,9 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from windlass.cli.launching.environment import address_towards, can_listen
 from windlass.cli.launching.rendezvous import Meeting, UnreachableError, meet, wait_until_reachable
+from windlass.dist.rendezvous import MeetingError
+
+TOKEN = "a-secret-of-this-test"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_it_is_waited_for() -> None:
             "0",
             "127.0.0.1",
             "join_timeout=1,id=job",
-            "RendezvousTimeoutError: the machines did not meet. 2 machines must start",
+            "RendezvousTimeoutError: the machines did not meet: 1 of 2 came",
         ),
     ],
 )
@@ -52,7 +54,8 @@ def test_the_launcher_ends_with_a_code_of_its_own(rank: str, address: str, waits
         address, "--main_process_port", str(free_port()), "--rdzv_conf", waits, __file__,
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "windlass", *words], env={**os.environ, "WINDLASS_HOME": "/nowhere"},
+        [sys.executable, "-m", "windlass", *words],
+        env={**os.environ, "WINDLASS_HOME": "/nowhere", "WINDLASS_RDZV_TOKEN": TOKEN},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 69, done.stderr
@@ -73,8 +76,8 @@ def test_who_can_listen_holds_the_store() -> None:
         assert not can_listen("127.0.0.1", port)
 
 
-def _meeting(port: int, rank: int | None, hosts: bool, **changes: Any) -> Meeting:
-    return Meeting("127.0.0.1", port, 2, rank, hosts, "test", 30, changes)
+def _meeting(port: int, rank: int | None, hosts: bool, token: str | None = None) -> Meeting:
+    return Meeting("127.0.0.1", port, 2, rank, hosts, "test", 30, token)
 
 
 def _both(ranks: tuple[int | None, int | None]) -> list[RendezvousInfo]:
@@ -109,5 +112,5 @@ def test_of_two_that_both_take_themselves_for_the_host_one_gives_way() -> None:
 
 
 def test_two_machines_of_one_rank_are_refused() -> None:
-    with pytest.raises(UnreachableError, match="they say --machine_rank 0, 0: each needs its own"):
+    with pytest.raises(MeetingError, match="they say --machine_rank 0, 0: each needs its own"):
         _both((0, 0))

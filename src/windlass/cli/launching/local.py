@@ -20,12 +20,15 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from windlass.cli.launching.agent import OptionalLogs, Patience, WatchingAgent
 from windlass.cli.launching.environment import can_listen, worker_environment
-from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, UnreachableError, meet
+from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, meet
 from windlass.cli.launching.report import exit_code, say
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
+from windlass.config.launch_token import read_token
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
+from windlass.core.redact import redact_command, redact_value
 from windlass.dist.elastic import quiet_elastic
+from windlass.dist.rendezvous import MeetingError
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -68,13 +71,13 @@ def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
 def _run_in(folder: Path, plan: LaunchPlan) -> tuple[int, bool]:
     os.environ.update(worker_environment(plan))
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    # Torch's launcher hands on what it knows; this one is for the schedulers that send it instead of SIGTERM.
+    # Torch's launcher hands on what it knows; SIGUSR1 is for the schedulers that send it instead of SIGTERM.
     if hasattr(signal, "SIGUSR1"):
-        os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+        os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGQUIT,SIGUSR1")
     meeting = _meeting(plan)
     try:
         agent = _agent(plan, meet(meeting), folder)
-    except (UnreachableError, RendezvousError) as error:
+    except (MeetingError, RendezvousError) as error:
         return _unreachable(error, meeting), False
     try:
         result = agent.run()
@@ -82,7 +85,7 @@ def _run_in(folder: Path, plan: LaunchPlan) -> tuple[int, bool]:
         if not agent.has_left:
             return _stopped(stop), True
         result = None
-    except (UnreachableError, RendezvousError) as error:
+    except (MeetingError, RendezvousError) as error:
         return _unreachable(error, meeting), False
     finally:
         _close(agent)
@@ -121,15 +124,19 @@ def command(plan: LaunchPlan) -> list[str]:
 def _meeting(plan: LaunchPlan) -> Meeting:
     options = dict(plan.rendezvous_options)
     run_id, wait = str(options.pop("id", "windlass")), _wait(options)
+    if options:
+        fix = "is an option of torch's rendezvous, which is not used; id, timeout and join_timeout are the options"
+        raise ConfigError([Problem(f"--rdzv_conf {name}", value, fix) for name, value in options.items()])
     if plan.machines == 1:
         port = plan.main_port or 0
-        return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait, options)
+        return Meeting(_LOCALHOST, port, 1, 0, True, uuid.uuid4().hex, wait)
     address, port = plan.main_address or _LOCALHOST, plan.main_port or 29500
     if plan.rendezvous == "static":
         rank, hosts = plan.machine_rank, plan.machine_rank == 0
     else:
         rank, hosts = None, can_listen(address, port)
-    return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, options)
+    token = read_token(plan.token_file, os.environ)
+    return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, token)
 
 
 def _wait(options: dict[str, Any]) -> int:
@@ -160,7 +167,7 @@ def _folder(plan: LaunchPlan) -> Path:
 
 def _unreachable(error: Exception, meeting: Meeting) -> int:
     where = f"{meeting.address}:{meeting.port}"
-    text = str(error) if isinstance(error, UnreachableError) else _why(error, meeting)
+    text = str(error) if isinstance(error, MeetingError) else _why(error, meeting)
     say(f"no job over {where}: {text}")
     return EXIT_UNREACHABLE
 
@@ -189,7 +196,10 @@ def _close(agent: WatchingAgent) -> None:
 
 def print_local(plan: LaunchPlan) -> str:
     """How many processes there would be, what each would run, and the variables set for it."""
-    variables = [f"{key}={shlex.quote(value)}" for key, value in sorted(worker_environment(plan).items())]
+    variables = [
+        f"{key}={shlex.quote(redact_value(key, value))}"
+        for key, value in sorted(worker_environment(plan).items())
+    ]
     here = plan.processes // plan.machines
     about = [f"# {here} process(es) on this machine, {plan.processes} in all, {plan.max_restarts} restart(s)"]
     if plan.machines > 1:
@@ -197,4 +207,4 @@ def print_local(plan: LaunchPlan) -> str:
         about.append(
             f"# machine {plan.machine_rank} of {plan.machines}, which meet at {meeting.address}:{meeting.port}"
         )
-    return "\n".join([*about, *variables, shlex.join(command(plan))])
+    return "\n".join([*about, *variables, shlex.join(redact_command(command(plan)))])

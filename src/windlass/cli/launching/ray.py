@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from windlass.cli.launching.report import Incident, describe, exit_code
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
+from windlass.core.redact import redact_command
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
     resources = options.get("resources_per_worker") or {"CPU": 1}
     return {
         "address": options.get("address"),
-        "command": command(plan),
+        "command": redact_command(command(plan)),
         "scaling": {
             "num_workers": plan.processes,
             "use_gpu": not plan.cpu,
@@ -143,9 +143,9 @@ def _report(error: Exception, world: int) -> int:
     accounts = [_account(str(failure)) for failure in failures.values()]
     incident = Incident("failed", [rank for account in accounts if account for rank in account.ranks])
     if not incident.ranks:
-        print(f"windlass launch: Ray could not run the job: {error}", file=sys.stderr)
+        say(f"windlass launch: Ray could not run the job: {error}", error=True)
         return 1
-    print(f"windlass launch: {describe(incident, world, 'on the machines of the cluster')}", file=sys.stderr)
+    say(f"windlass launch: {describe(incident, world, 'on the machines of the cluster')}", error=True)
     return exit_code(incident)
 
 

@@ -1,40 +1,36 @@
 """How the machines of a job find each other: always over one store on the main machine, whatever the user calls it.
 
-"static" differs from "c10d" in one thing: machines have the ranks that the user gave them. Torch's own static
-rendezvous cannot restart a job, because its machines do not learn of each other's failures.
+"static" differs from "c10d" in one thing: machines have the ranks that the user gave them. A job on one machine opens
+no store for its launcher.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from windlass.cli.launching.environment import address_towards
-from windlass.core.errors import WindlassError
+from windlass.core.output import say
+from windlass.dist.listening import LOOPBACK, open_store
+from windlass.dist.rendezvous import Machines, MeetingError, OneMachine
+from windlass.dist.signed_store import SignedStore
 
 DEFAULT_WAIT_SECONDS = 600
 _TRY_SECONDS = 2.0
-# All machines have met when ranks are compared: this is the time for a few exchanges with the store.
-_AGREE_SECONDS = 60
+# How long one request to the store may take; all that is asked for is there already.
+_STORE_SECONDS = 60
 
 
-class UnreachableError(WindlassError):
-    """The main machine does not answer, or too few machines came."""
+class UnreachableError(MeetingError):
+    """The main machine does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +40,11 @@ class Meeting:
     Attributes:
         address, port: of the store on the main machine; port 0 takes a free one, for a job on one machine.
         machines: how many there are in all.
-        rank: of this machine; None lets the store decide.
+        rank: of this machine; None lets the order of arrival decide.
         hosts: whether this machine holds the store.
         run_id: what the machines of one job have in common.
         wait_seconds: how long the others may take to come.
-        options: further ones of torch's c10d rendezvous.
+        token: the secret of the job; None where only this machine can reach the address.
     """
 
     address: str
@@ -58,95 +54,67 @@ class Meeting:
     hosts: bool
     run_id: str
     wait_seconds: int
-    options: Mapping[str, Any]
+    token: str | None = field(default=None, repr=False)
 
 
 def meet(meeting: Meeting) -> RendezvousHandler:
     """The handler that torch's agent asks for ranks.
 
     Raises:
-        UnreachableError: nobody answers at the address within the time.
+        MeetingError: nobody answers at the address within the time, or the port cannot be used.
     """
-    if meeting.hosts and meeting.rank is None:
-        try:
-            return _join(meeting)
-        except RendezvousConnectionError:
+    if meeting.machines == 1:
+        return OneMachine(meeting.run_id, meeting.port)
+    if not meeting.hosts:
+        return _join(meeting)
+    try:
+        return _host(meeting)
+    except OSError as error:
+        if meeting.rank is None:
             # Two launchers that start at once on one machine both find the port free, and one of them is faster.
-            meeting = replace(meeting, hosts=False)
-    return _join(meeting)
+            return _join(replace(meeting, hosts=False))
+        raise UnreachableError(f"this machine cannot listen there: {error}") from None
+
+
+def _host(meeting: Meeting) -> RendezvousHandler:
+    store, where = open_store(meeting.address, meeting.port)
+    how = "with a token" if meeting.token else "reachable from this machine only, without a token"
+    _tell(f"the rendezvous listens on {where or 'all addresses'}:{store.port}, {how}")
+    # Heartbeats are sent over a connection of their own; the first keeps the store open.
+    client = where or LOOPBACK
+    stores = iter((store, _client(client, store.port)))
+    return _machines(meeting, lambda: next(stores), meeting.address)
 
 
 def _join(meeting: Meeting) -> RendezvousHandler:
-    if not meeting.hosts:
-        wait_until_reachable(meeting.address, meeting.port, meeting.wait_seconds)
-    own_address = meeting.address if meeting.hosts else address_towards(meeting.address, meeting.port)
-    options = {"join_timeout": meeting.wait_seconds, "is_host": meeting.hosts, **meeting.options}
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{meeting.address}:{meeting.port}",
-        run_id=meeting.run_id,
-        min_nodes=meeting.machines,
-        max_nodes=meeting.machines,
-        local_addr=own_address,
-        **options,
-    )
-    backend, store = create_backend(parameters)
-    return Ranked(create_handler(store, backend, parameters), meeting, own_address)
+    wait_until_reachable(meeting.address, meeting.port, meeting.wait_seconds)
+    own_address = address_towards(meeting.address, meeting.port)
+    return _machines(meeting, lambda: _client(meeting.address, meeting.port), own_address)
 
 
-class Ranked(RendezvousHandler):
-    """Torch's dynamic rendezvous, with the ranks of machines as the user numbered them.
+def _client(address: str, port: int) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+    except RuntimeError as error:
+        raise UnreachableError(f"what listens there is not a store of torch: {error}") from None
 
-    The main process of each attempt opens a store of its own: one that is shared between attempts holds what was left
-    by the attempt before, and machines that counted restarts differently would not find each other in it.
-    """
 
-    def __init__(self, inner: RendezvousHandler, meeting: Meeting, own_address: str) -> None:
-        self._inner = inner
-        self._meeting = meeting
-        self._own_address = own_address
+def _machines(meeting: Meeting, connect: Callable[[], Any], own_address: str) -> Machines:
+    key = secret_key(meeting.token, meeting.run_id)
+    prefix = f"windlass/{meeting.run_id}"
+    return Machines(
+        lambda: SignedStore(connect(), key, prefix), meeting.hosts, meeting.machines, meeting.rank, own_address,
+        meeting.run_id, meeting.wait_seconds, _tell,
+    )  # fmt: skip
 
-    @property
-    def use_agent_store(self) -> bool:
-        return False
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        found = self._inner.next_rendezvous()
-        store = PrefixStore("windlass", found.store)
-        rank = found.rank if self._meeting.rank is None else self._meeting.rank
-        self._check(store, rank, found.rank, found.world_size)
-        where = RendezvousStoreInfo.build(rank, store, self._own_address)
-        return RendezvousInfo(store, rank, found.world_size, where)
+def secret_key(token: str | None, run_id: str) -> bytes:
+    """What values are signed with."""
+    return hashlib.sha256(f"windlass rendezvous\0{run_id}\0{token or ''}".encode()).digest()
 
-    def _check(self, store: Store, rank: int, drawn: int, machines: int) -> None:
-        """See that each rank is taken by one machine. `drawn` is the number that torch gave to this one."""
-        store.set(f"rank-of/{drawn}", str(rank))
-        keys = [f"rank-of/{number}" for number in range(machines)]
-        store.wait(keys, timedelta(seconds=_AGREE_SECONDS))
-        ranks = sorted(int(store.get(key)) for key in keys)
-        if ranks != list(range(machines)):
-            raise UnreachableError(
-                f"{machines} machines met, and they say --machine_rank {', '.join(map(str, ranks))}: "
-                f"each needs its own, from 0 to {machines - 1}"
-            )
 
-    def get_backend(self) -> str:
-        return self._inner.get_backend()
-
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
+def _tell(text: str) -> None:
+    say(f"windlass launch: {text}", error=True)
 
 
 def wait_until_reachable(address: str, port: int, seconds: float) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import sys
 import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from windlass.core import output
 from windlass.core.errors import EXIT_PREEMPTED
 from windlass.dist.beacon import AFTER, END_ALONE
 
@@ -249,7 +248,4 @@ def _indented(text: str) -> str:
 
 def say(text: str) -> None:
     """Print on stderr as the launcher. A console that is gone, or cannot show a letter, changes nothing of the job."""
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    shown = f"windlass launch: {text}".encode(encoding, "replace").decode(encoding)
-    with contextlib.suppress(OSError, ValueError):
-        print(shown, file=sys.stderr, flush=True)
+    output.say(f"windlass launch: {text}", error=True)

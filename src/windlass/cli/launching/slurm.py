@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import secrets
 import shlex
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.portable import from_text, to_text
+from windlass.config.launch_token import read_token
 from windlass.config.nearest import nearest
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
+from windlass.core.output import say
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -56,13 +61,15 @@ def run_slurm(plan: LaunchPlan) -> int:
     options = _options(plan)
     executor = _submitit().AutoExecutor(folder=options.folder, cluster=options.cluster)
     executor.update_parameters(**_for_auto_executor(options.parameters))
+    if plan.machines > 1 and read_token(plan.token_file, os.environ) is None:
+        plan = dataclasses.replace(plan, token_file=_token_file(options.folder))
     job = executor.submit(NodeJob(to_text(plan), options.folder))
-    print(f"windlass launch: job {job.job_id}; its files are in {options.folder}")
+    say(f"windlass launch: job {job.job_id}; its files are in {options.folder}")
     if not options.wait:
         return 0
     job.wait()
-    print(job.stdout() or "", end="")
-    print(job.stderr() or "", end="", file=sys.stderr)
+    say(job.stdout() or "", end="")
+    say(job.stderr() or "", end="", error=True)
     return max(_code_of(options.folder, job.job_id, node) for node in range(plan.machines))
 
 
@@ -156,6 +163,15 @@ def _for_auto_executor(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _code_file(folder: str, job: str, node: int) -> Path:
     return Path(folder) / f"{job}_{node}.code"
+
+
+def _token_file(folder: str) -> str:
+    """A new secret of this job, readable by its owner only."""
+    path = Path(folder) / f"{uuid.uuid4().hex}.token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    return str(path)
 
 
 def _code_of(folder: str, job: str, node: int) -> int:

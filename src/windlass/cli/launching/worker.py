@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from windlass.core.errors import Preempted
+from windlass.core.output import say, shown
 from windlass.core.parent import end_with_parent
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 
@@ -60,7 +61,10 @@ def main(words: Sequence[str]) -> None:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)
         # The hook prints, as after any uncaught exception; torch puts the rank before each line.
-        sys.excepthook(type(error), error, error.__traceback__)
+        if sys.excepthook is sys.__excepthook__:
+            say("".join(traceback.format_exception(error)), error=True, end="")
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     except SystemExit as leaving:
         if not leaving.code:
@@ -122,13 +126,13 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
         return
     mark = beacon().mark()
     extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "py_callstack": shown("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),  # torch reads whole seconds
         "time": time.time(),
         "step": mark.step if mark else None,
         "call": mark.call if mark else None,
     }
-    message = f"{type(error).__name__}: {_text_of(error)}"
+    message = shown(f"{type(error).__name__}: {_text_of(error)}")
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the temporary folder
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")

@@ -45,6 +45,10 @@ RENDEZVOUS = _row(
 RENDEZVOUS_OPTIONS = _row(
     "rendezvous_options", kinds.options, {}, "Options of the rendezvous, as key=value pairs.", "rdzv_conf"
 )
+TOKEN_FILE = _row(
+    "token_file", kinds.text, None,
+    "File with the secret that the machines of a job have in common; else WINDLASS_RDZV_TOKEN.", "rdzv_token_file",
+)  # fmt: skip
 MAX_RESTARTS = _row(
     "max_restarts", kinds.natural, 0, "How often a job that failed starts again.", "max_restarts", written=0
 )
@@ -151,9 +155,9 @@ _REFUSED_LAUNCH = (
     *_refused("file", _MPI, "mpirun_ccl"),
 )  # fmt: skip
 LAUNCH = (
-    PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, MAX_RESTARTS,
-    MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT, PREEMPTION_GRACE,
-    REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+    PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
+    MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
+    PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
 FP8 = _refused(
     "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",

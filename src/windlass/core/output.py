@@ -1,0 +1,156 @@
+"""What is shown to people: the one way to a terminal, a pipe or a log, for progress, tables, messages and log lines.
+
+A run never ends because nobody can read it: a full disk, a closed pipe or terminal, and an encoding without the letter
+cost the text and nothing else. What is shown holds no secrets, and no control characters that a file's author may have
+put into a name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import html
+import os
+import re
+import sys
+from typing import Any, TextIO
+
+from windlass.core.redact import redact_text
+
+# C0 and C1 controls but for tab and newline; marks that change the direction of text; what ends a line elsewhere;
+# characters that take no room; halves of surrogate pairs.
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+# After these nothing that is written will ever arrive; a full disk may have room again.
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
+_told: set[str] = set()
+_settles_at_exit = False
+
+
+def escaped(text: str) -> str:
+    """`text` with control characters as Python would write them (`\\x1b`); lines and tabs stay."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(text: object) -> str:
+    """A name or a value from a file, within a line of ours: without secrets, line breaks escaped too."""
+    return escaped(redact_text(str(text))).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def in_html(text: str) -> str:
+    """`text` as a page shows it."""
+    return html.escape(shown(text))
+
+
+def shown(text: object) -> str:
+    """`text` as it may be shown: without secrets and control characters."""
+    return escaped(redact_text(str(text)))
+
+
+def say(*words: object, error: bool = False, end: str = "\n") -> None:
+    """Print to standard output, or to standard error, at once. Never raises for what becomes of it."""
+    stream = STDERR if error else STDOUT
+    stream.write(shown(" ".join(map(str, words))) + end)
+    stream.flush()
+
+
+class TolerantStream:
+    """A text stream for writing that cannot be written to without an error of it.
+
+    Args:
+        target: a stream, or "stdout" or "stderr" for whatever `sys` has under this name when something is written:
+            notebooks and tests replace it.
+    """
+
+    def __init__(self, target: TextIO | str) -> None:
+        self._target = target
+
+    @property
+    def _stream(self) -> Any:
+        return getattr(sys, self._target) if isinstance(self._target, str) else self._target
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "ascii"
+
+    def write(self, text: str) -> int:
+        stream = self._stream
+        if stream is None:  # a program without a console
+            return len(text)
+        try:
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        except (OSError, ValueError) as problem:
+            self._lose(stream, problem)
+        return len(text)
+
+    def flush(self) -> None:
+        stream = self._stream
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError) as problem:
+            self._lose(stream, problem)
+
+    def isatty(self) -> bool:
+        try:
+            return bool(self._stream.isatty())
+        except (OSError, ValueError, AttributeError):
+            return False
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def writable(self) -> bool:
+        return True
+
+    def _lose(self, stream: Any, problem: Exception) -> None:
+        """Go on without it. Python itself would fail when it flushes its streams at exit: see to those."""
+        _settle_at_exit()
+        if getattr(problem, "errno", None) in _GONE:
+            _to_nowhere(stream)
+        name = "standard error" if stream is sys.stderr else "standard output"
+        if name not in _told:
+            _told.add(name)
+            if stream is not sys.stderr:
+                STDERR.write(f"windlass: {name} cannot be written ({problem}); going on without it\n")
+                STDERR.flush()
+
+
+STDOUT = TolerantStream("stdout")
+STDERR = TolerantStream("stderr")
+
+
+def settle() -> None:
+    """Flush Python's own streams; what cannot be written is dropped, and the process keeps its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                _to_nowhere(stream)
+
+
+def _settle_at_exit() -> None:
+    global _settles_at_exit
+    if not _settles_at_exit:
+        _settles_at_exit = True
+        atexit.register(settle)
+
+
+def _to_nowhere(stream: Any) -> None:
+    """Let whatever is written to this stream from now on vanish, what it holds in its buffer included."""
+    if stream not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+        stream.flush()

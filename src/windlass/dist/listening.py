@@ -1,0 +1,106 @@
+"""Which addresses this machine listens on: the one that the job meets at, and never all of them unasked."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+# A store that lives for one attempt holds this key: its processes need no prefix of their own in it.
+ONE_ATTEMPT = "windlass/one-attempt"
+_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK_INTERFACES = ("lo", "lo0")
+_BACKLOG = 2048
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if `address`, a name or a number, can only be reached from this machine."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def open_store(address: str, port: int = 0) -> tuple[Any, str]:
+    """Open a store that listens on `address` only; torch's own listens on all addresses of the machine.
+
+    Returns:
+        The store and the address it listens on. That is "" (all addresses) if `address` does not belong to this
+        machine, such as that of a forwarding gateway, or is a name that leads to loopback here and elsewhere does not.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    # Here, because a torch that was built without distribution has none.
+    from torch._C._distributed_c10d import TCPStore
+
+    listener, where = _listen(address, port)
+    chosen = listener.getsockname()[1]
+    client = where or LOOPBACK
+    # The store owns the file descriptor from here on.
+    store = TCPStore(
+        client, chosen, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return store, where
+
+
+def _listen(address: str, port: int) -> tuple[socket.socket, str]:
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    where = str(target[0])
+    if is_loopback(where) and not is_loopback(address):
+        where = ""  # as in an /etc/hosts that gives the machine's own name a loopback address
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(family))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((where, port))
+        except OSError:
+            if not where or _is_local(family, where):
+                raise
+            where = ""
+            listener.bind((where, port))
+        listener.listen(_BACKLOG)
+        undo.pop_all()
+    return listener, where
+
+
+def _is_local(family: int, address: str) -> bool:
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def loopback_interface() -> str | None:
+    """Name of the loopback interface, None if it cannot be found."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in _LOOPBACK_INTERFACES if name in names), None)
+
+
+def keep_gloo_on_loopback() -> None:
+    """For the rest of this process: a job on one machine. What the user chose stays."""
+    name = loopback_interface()
+    if name is not None:
+        os.environ.setdefault(_GLOO_VARIABLE, name)
+
+
+@contextlib.contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """Within it, process groups of gloo listen on loopback; by itself gloo takes the address of the host's name."""
+    name = loopback_interface()
+    if name is None or _GLOO_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_VARIABLE, None)

@@ -1,0 +1,423 @@
+"""How the launchers of a job meet and agree on ranks.
+
+Torch's own rendezvous keeps its state in the store as a pickle, which runs whatever code a stranger has put there, and
+compares the clocks of the machines. Here the machines exchange JSON, each value signed with the job's token.
+
+The machine that holds the store writes the list of members of a round; the others only ask to be in it:
+
+- A machine that wants to join appends an arrival: its id, its name, its rank and the round it wants.
+- The holder of the store reads the arrivals. When there are as many machines alive as the job needs it writes the
+  members of the round, which is the moment all of them return from `next_rendezvous`.
+- A member that wants the next round (its processes failed) is seen by the others, who join it too. A machine that is
+  not a member is let in by the holder when a member is gone: one whose heartbeats stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from windlass.core.errors import WindlassError
+from windlass.core.plain_text import parse_json
+from windlass.dist.listening import LOOPBACK, ONE_ATTEMPT, open_store
+from windlass.dist.signed_store import ForgedValueError, SignedStore
+
+_LOOK_SECONDS = 0.1
+_BEAT_SECONDS = 1.0
+# A machine without a heartbeat for so long counts as gone.
+_GONE_SECONDS = 15.0
+_MOST_ARRIVALS = 100_000
+_MOST_NAME = 200
+
+
+class MeetingError(WindlassError):
+    """The machines reached each other and cannot work together: a wrong token, or ranks that do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A machine that wants to be in a round.
+
+    Attributes:
+        slot: position among all arrivals.
+        machine: id of its launcher, new with each start.
+        host, address: what it is called and where it is reached, for messages and for the processes' own store.
+        rank: as the user gave it; None if the order of arrival decides.
+        machines: how many machines it was told there are.
+        round: which round it wants.
+    """
+
+    slot: int
+    machine: str
+    host: str
+    address: str
+    rank: int | None
+    machines: int
+    round: int
+
+    @staticmethod
+    def read(slot: int, content: Any) -> Arrival:
+        """Raises ValueError if `content` is not an arrival."""
+        if not isinstance(content, dict):
+            raise ValueError("not a table")
+        machine, host, address = (content.get(name) for name in ("machine", "host", "address"))
+        rank, machines, number = (content.get(name) for name in ("rank", "machines", "round"))
+        if not all(isinstance(text, str) and len(text) <= _MOST_NAME for text in (machine, host, address)):
+            raise ValueError("no name")
+        if not all(type(value) is int and value >= 0 for value in (machines, number, rank or 0)):
+            raise ValueError("no number")
+        return Arrival(slot, machine, host, address, rank, machines, number)  # type: ignore[arg-type]
+
+    def named(self) -> str:
+        return f"machine {self.host!a} ({self.address!a})"
+
+
+def open_workers_store(address: str, port: int = 0) -> tuple[Any, RendezvousStoreInfo]:
+    """A store for the processes of one attempt, on this machine."""
+    store, _ = open_store(address, port)
+    store.set(ONE_ATTEMPT, "1")
+    return store, RendezvousStoreInfo(address, store.port)
+
+
+class _Handler(RendezvousHandler):
+    """What is alike for one machine and for several: who the processes' own store belongs to.
+
+    The launcher holds that store, a new one for each attempt: one that is shared between attempts holds the addresses
+    of processes that are gone, and a process that opens its own listens on all addresses.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._workers: Any = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "windlass"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+
+class OneMachine(_Handler):
+    """A job on one machine: nobody to meet. Its processes' store listens on loopback only."""
+
+    def __init__(self, run_id: str, port: int = 0) -> None:
+        super().__init__(run_id)
+        self._port = port
+        self._closed = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._workers = None  # before the next one takes the same port
+        try:
+            self._workers, where = open_workers_store(LOOPBACK, self._port)
+        except OSError as error:
+            raise MeetingError(f"port {self._port} of {LOOPBACK} cannot be used: {error}") from None
+        return RendezvousInfo(HashStore(), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._closed, self._workers = True, None
+        return True
+
+
+@dataclass(slots=True)
+class Roster:
+    """The arrivals found so far. A slot whose number was drawn and whose value is not there yet is looked at again."""
+
+    store: SignedStore
+    refuse: Callable[[str], None]
+    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
+    _next: int = 1
+    _open: set[int] = field(default_factory=set)
+
+    def look(self) -> None:
+        count = self.store.add("arrivals", 0)
+        if count > _MOST_ARRIVALS:
+            raise MeetingError(f"the rendezvous store counts {count} arrivals: somebody disturbs the rendezvous")
+        self._open.update(range(self._next, count + 1))
+        self._next = max(self._next, count + 1)
+        for slot in sorted(self._open):
+            if self.store.check([f"arrival/{slot}"]):
+                self._open.discard(slot)
+                self._read(slot)
+
+    def _read(self, slot: int) -> None:
+        key = f"arrival/{slot}"
+        try:
+            arrival = Arrival.read(slot, self.store.get_json(key))
+        except ForgedValueError as forged:
+            self.refuse(f"refused {_claimed(forged.content)}: it does not have the token of this job ({key})")
+        except ValueError as error:
+            self.refuse(f"ignored the rendezvous value {key}: it is not an arrival ({error})")
+        else:
+            self.arrivals.setdefault(arrival.machine, []).append(arrival)
+
+    def wanting(self, number: int) -> list[Arrival]:
+        """The last arrival of every machine that wants round `number`, oldest first."""
+        last = [arrivals[-1] for arrivals in self.arrivals.values()]
+        return sorted((a for a in last if a.round == number), key=lambda arrival: arrival.slot)
+
+
+def _claimed(content: bytes) -> str:
+    """Who a value without a valid signature claims to be from; only ever shown."""
+    try:
+        return Arrival.read(0, parse_json(content)).named()
+    except ValueError:
+        return "a value from a stranger"
+
+
+class Machines(_Handler):
+    """A job on several machines.
+
+    Args:
+        connect: opens a connection to the shared store; called twice, since heartbeats need one of their own.
+        hosts: whether this machine holds the store.
+        machines: how many there are in all.
+        rank: of this machine; None lets the order of arrival decide.
+        address: where the other machines reach this one.
+        wait_seconds: how long the others may take to come.
+        tell: shows a line to the user.
+    """
+
+    def __init__(
+        self, connect: Callable[[], SignedStore], hosts: bool, machines: int, rank: int | None, address: str,
+        run_id: str, wait_seconds: float, tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__(run_id)
+        self._store, self._connect = connect(), connect
+        self._hosts, self._machines, self._rank = hosts, machines, rank
+        self._address, self._wait_seconds = address, wait_seconds
+        self._id = uuid.uuid4().hex
+        self._roster = Roster(self._store, tell)
+        self._pulse = Pulse(self._store)
+        self._members: list[str] = []
+        self._round = 0
+        self._clash_since: float | None = None
+        self._heart: Heart | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._workers = None
+        with _connection():
+            if self._heart is None:
+                self._heart = Heart(self._connect(), self._id)
+            members = self._join(time.monotonic() + self._wait_seconds)
+            rank = members.index(self._id)
+            attempt = self._store.below(f"round-{self._round}")
+            return RendezvousInfo(attempt, rank, len(members), self._workers_store(attempt, rank))
+
+    def _join(self, deadline: float) -> list[str]:
+        number = self._arrive(self._round + 1)
+        while True:
+            if self.is_closed():
+                raise RendezvousClosedError(f"the job {self._run_id!r} has ended")
+            self._roster.look()
+            if self._hosts:
+                self._admit(number)
+            if self._store.check([f"members/{number}"]):
+                members = self._read_members(number)
+                if self._id in members:
+                    self._round, self._members = number, members
+                    return members
+                number = self._arrive(number + 1)  # a machine too many waits for the next round
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(self._missing(number))
+            time.sleep(_LOOK_SECONDS)
+
+    def _arrive(self, number: int) -> int:
+        """Ask for round `number`, or a later one if that is complete. Return which."""
+        if self._round == 0:
+            self._announce(0)  # before anything is read, so that the holder can name a machine that it refuses
+        number = max(number, self._complete() + 1)
+        self._announce(number)
+        return number
+
+    def _announce(self, number: int) -> None:
+        about = {
+            "machine": self._id, "host": socket.gethostname()[:_MOST_NAME], "address": self._address[:_MOST_NAME],
+            "rank": self._rank, "machines": self._machines, "round": number,
+        }  # fmt: skip
+        self._store.set_json(f"arrival/{self._store.add('arrivals', 1)}", about)
+
+    def _complete(self) -> int:
+        """The last round that is complete."""
+        try:
+            return int(self._store.get_json("complete")) if self._store.check(["complete"]) else 0
+        except ForgedValueError as error:
+            raise MeetingError(
+                f"this machine, {socket.gethostname()!a}, and the main machine have different tokens for the job "
+                f"{self._run_id!r}; give both the same one. {error}"
+            ) from None
+
+    def _admit(self, number: int) -> None:
+        """Write the members of the round, if the machines for it are there. Only the holder of the store does this."""
+        wanting = self._roster.wanting(number)
+        alive = [a for a in wanting if a.machine == self._id or self._pulse.alive(a.machine)]
+        if odd := next((a for a in alive if a.machines != self._machines), None):
+            text = f"{odd.named()} was started for {odd.machines} machines, and this one for {self._machines}"
+            self._store.set_json(f"members/{number}", {"problem": text})
+            return
+        # The holder, then who was here before, then newcomers in the order of their arrival.
+        alive.sort(key=lambda a: (a.machine != self._id, a.machine not in self._members, a.slot))
+        found = self._by_order(alive) if self._rank is None else self._by_rank(alive)
+        if found:
+            self._store.set_json(f"members/{number}", found)
+            self._store.set_json("complete", number)
+
+    def _by_order(self, alive: list[Arrival]) -> dict[str, Any]:
+        chosen = alive[: self._machines]
+        return {"members": [a.machine for a in chosen]} if len(chosen) == self._machines else {}
+
+    def _by_rank(self, alive: list[Arrival]) -> dict[str, Any]:
+        """The newest machine of each rank; a problem if machines that are all alive share one."""
+        newest = {a.rank: a.machine for a in sorted(alive, key=lambda a: a.slot)}
+        newest[self._rank] = self._id
+        if sorted(newest, key=str) == sorted(range(self._machines), key=str):
+            return {"members": [newest[rank] for rank in range(self._machines)]}
+        if len(alive) < self._machines:
+            self._clash_since = None
+            return {}
+        now = time.monotonic()
+        self._clash_since = self._clash_since or now
+        # One of two with the same rank may be gone, and started again: wait until both have shown that they live.
+        if not all(a.machine == self._id or self._pulse.seen(a.machine) > self._clash_since for a in alive):
+            return {}
+        ranks = ", ".join(str(a.rank) for a in sorted(alive, key=lambda a: str(a.rank)))
+        text = (
+            f"{len(alive)} machines met, and they say --machine_rank {ranks}: "
+            f"each needs its own, from 0 to {self._machines - 1}"
+        )
+        return {"problem": text}
+
+    def _read_members(self, number: int) -> list[str]:
+        found = self._store.get_json(f"members/{number}")
+        if "problem" in found:
+            raise MeetingError(str(found["problem"]))
+        return [str(member) for member in found["members"]]
+
+    def _missing(self, number: int) -> str:
+        there = [a.named() for a in self._roster.wanting(number)]
+        return f"the machines did not meet: {len(there)} of {self._machines} came ({', '.join(there)})"
+
+    def _workers_store(self, attempt: SignedStore, rank: int) -> RendezvousStoreInfo:
+        if rank == 0:
+            self._workers, where = open_workers_store(self._address)
+            attempt.set_json("workers", [where.master_addr, where.master_port])
+        address, port = attempt.get_json("workers")
+        return RendezvousStoreInfo(str(address), int(port))
+
+    def num_nodes_waiting(self) -> int:
+        with _connection():
+            self._roster.look()
+            wanting = [a for a in self._roster.wanting(self._round + 1) if a.machine != self._id]
+            again = [a for a in wanting if a.machine in self._members]
+            if again or not wanting or not self._hosts:
+                return len(again)
+            gone = [m for m in self._members if m != self._id and not self._pulse.alive(m)]
+            return min(len(wanting), len(gone))
+
+    def is_closed(self) -> bool:
+        with _connection():
+            if not self._store.check(["closed"]):
+                return False
+            self._store.get_json("closed")  # raises if a stranger wrote it
+            return True
+
+    def set_closed(self) -> None:
+        with _connection():
+            self._store.set_json("closed", self._id)
+
+    def shutdown(self) -> bool:
+        if self._heart is not None:
+            self._heart.stop()
+        self._workers = None
+        try:
+            self.set_closed()
+        except RendezvousConnectionError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def _connection() -> Iterator[None]:
+    try:
+        yield
+    except ForgedValueError as error:
+        raise MeetingError(str(error)) from None
+    except RuntimeError as error:  # what torch's stores raise
+        raise RendezvousConnectionError("the connection to the rendezvous store has failed") from error
+
+
+class Heart:
+    """A thread that counts up in the store for as long as this machine is there."""
+
+    def __init__(self, store: SignedStore, machine: str) -> None:
+        self._store, self._key = store, f"beat/{machine}"
+        self._stop = threading.Event()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._beat, name="windlass-rendezvous-heart", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        count = 0
+        with contextlib.suppress(RuntimeError):  # the store is gone: whoever needs it next will say so
+            while True:
+                count += 1
+                self._store.set_json(self._key, count)
+                if self._stop.wait(_BEAT_SECONDS):
+                    return
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * _BEAT_SECONDS)
+
+
+class Pulse:
+    """Whether machines live, by their heartbeats and this machine's own monotonic clock."""
+
+    def __init__(self, store: SignedStore) -> None:
+        self._store = store
+        self._last: dict[str, tuple[Any, float]] = {}
+        self._looked: dict[str, float] = {}
+
+    def alive(self, machine: str) -> bool:
+        return time.monotonic() - self.seen(machine) < _GONE_SECONDS
+
+    def seen(self, machine: str) -> float:
+        """When its heartbeat last changed."""
+        now = time.monotonic()
+        if now - self._looked.get(machine, 0.0) >= _BEAT_SECONDS / 2:
+            self._looked[machine] = now
+            with contextlib.suppress(ForgedValueError):  # as good as none
+                key = f"beat/{machine}"
+                value = self._store.get_json(key) if self._store.check([key]) else None
+                if machine not in self._last or self._last[machine][0] != value:
+                    self._last[machine] = (value, now)
+        return self._last.get(machine, (None, now))[1]
