@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
     from torch.distributed.launcher.api import LaunchConfig
 
-    from windlass.cli.launching.rendezvous import Meeting
+    from windlass.dist.machines import Meeting
 
 _BACKEND = "windlass"
 
@@ -182,7 +182,7 @@ def _process_problems(launcher: str, cpu: bool = False) -> Iterator[Problem]:
 
 def _alone() -> Meeting:
     """One machine needs no agreed place: a free port, so that two launches do not meet by mistake."""
-    from windlass.cli.launching.rendezvous import Meeting
+    from windlass.dist.machines import Meeting
 
     return Meeting("127.0.0.1", 0, 1, 0, True, uuid.uuid4().hex, 0)
 
@@ -195,8 +195,8 @@ def _meeting(
     Raises:
         ConfigError: the endpoint is not HOST:PORT, or other machines reach it and there is no token.
     """
-    from windlass.cli.launching.environment import can_listen
-    from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
+    from windlass.dist.listening import can_listen
+    from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting
 
     address, _, port = endpoint.rpartition(":")
     if not address or not port.isdecimal():
@@ -230,7 +230,7 @@ def _config(count: int, meeting: Meeting, **rest: Any) -> LaunchConfig:
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    from windlass.cli.launching.rendezvous import meet
+    from windlass.dist.machines import meet
 
     return meet(parameters.get("meeting"))
 

@@ -18,7 +18,7 @@ from tests.cli.launching.machines import free_port
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from windlass.cli.launching.rendezvous import Meeting, meet
+from windlass.dist.machines import Meeting, meet
 from windlass.dist.rendezvous import Machines, MeetingError
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 

@@ -79,6 +79,25 @@ def _is_local(family: int, address: str) -> bool:
     return True
 
 
+def can_listen(address: str, port: int) -> bool:
+    """Whether `address` is one of this machine's and nobody listens at `port` there yet."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def address_towards(address: str, port: int) -> str:
+    """The address of this machine on the way to `address`. Nothing is sent."""
+    family, kind, _, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
 def loopback_interface() -> str | None:
     """Name of the loopback interface, None if it cannot be found."""
     names = {name for _, name in socket.if_nameindex()}

@@ -10,8 +10,8 @@ import pytest
 from tests.cli.launching.machines import free_port
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from windlass.cli.launching.environment import address_towards, can_listen
-from windlass.cli.launching.rendezvous import Meeting, UnreachableError, meet, wait_until_reachable
+from windlass.dist.listening import address_towards, can_listen
+from windlass.dist.machines import Meeting, UnreachableError, meet, wait_until_reachable
 from windlass.dist.rendezvous import MeetingError
 
 TOKEN = "a-secret-of-this-test"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from windlass.cli.launching.worker import BIND_VARIABLE
 from windlass.core.threads import usable_cores, waiting_policy
+from windlass.dist.listening import address_towards
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -44,25 +45,6 @@ def _interface(plan: LaunchPlan) -> dict[str, str]:
             return {}
     name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
-
-
-def can_listen(address: str, port: int) -> bool:
-    """Whether `address` is one of this machine's and nobody listens at `port` there yet."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True
-
-
-def address_towards(address: str, port: int) -> str:
-    """The address of this machine on the way to `address`. Nothing is sent."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def _carries(interface: str, address: str) -> bool:

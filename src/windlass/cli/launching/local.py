@@ -19,8 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 
 from windlass.cli.launching.agent import OptionalLogs, Patience, WatchingAgent
-from windlass.cli.launching.environment import can_listen, worker_environment
-from windlass.cli.launching.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, meet
+from windlass.cli.launching.environment import worker_environment
 from windlass.cli.launching.report import exit_code, say
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
@@ -28,6 +27,8 @@ from windlass.config.launch_token import read_token
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
 from windlass.dist.elastic import quiet_elastic
+from windlass.dist.listening import can_listen
+from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting, meet
 from windlass.dist.rendezvous import MeetingError
 
 if TYPE_CHECKING:

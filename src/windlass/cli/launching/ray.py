@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.cli.launching.environment import worker_environment
 from windlass.cli.launching.local import command
 from windlass.cli.launching.portable import from_text, to_text
-from windlass.cli.launching.report import Incident, describe, exit_code
+from windlass.cli.launching.report import Incident, describe, exit_code, say
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
@@ -143,9 +143,9 @@ def _report(error: Exception, world: int) -> int:
     accounts = [_account(str(failure)) for failure in failures.values()]
     incident = Incident("failed", [rank for account in accounts if account for rank in account.ranks])
     if not incident.ranks:
-        say(f"windlass launch: Ray could not run the job: {error}", error=True)
+        say(f"Ray could not run the job: {error}")
         return 1
-    say(f"windlass launch: {describe(incident, world, 'on the machines of the cluster')}", error=True)
+    say(describe(incident, world, "on the machines of the cluster"))
     return exit_code(incident)
 
 

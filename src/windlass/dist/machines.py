@@ -17,9 +17,8 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from windlass.cli.launching.environment import address_towards
 from windlass.core.output import say
-from windlass.dist.listening import LOOPBACK, open_store
+from windlass.dist.listening import LOOPBACK, address_towards, open_store
 from windlass.dist.rendezvous import Machines, MeetingError, OneMachine
 from windlass.dist.signed_store import SignedStore
 
