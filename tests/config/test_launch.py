@@ -38,10 +38,14 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+# The machines of a job need one; a job on one machine does not read it.
+SECRET = {"WINDLASS_RDZV_TOKEN": "of-a-test-" * 4}
+
+
 def resolved(
     *words: str, home: Path | None = None, machine: Machine | None = None, **environ: str
 ) -> LaunchPlan:
-    environ = {"WINDLASS_HOME": str(home or "/nowhere"), "HF_HOME": "/nowhere", **environ}
+    environ = {"WINDLASS_HOME": str(home or "/nowhere"), "HF_HOME": "/nowhere", **SECRET, **environ}
     return resolve_launch(options(*words), environ, machine)
 
 
