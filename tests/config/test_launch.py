@@ -77,7 +77,7 @@ def test_flags_become_the_plan(script: str) -> None:
         "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
-        "grace": 30, "requeue": True, "max_requeues": 5,
+        "grace": 30, "requeue": True, "max_requeues": 5, "token_file": None,
     }  # fmt: skip
 
 
