@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoint.faults import ShortFiles
 
-from windlass.checkpoint.files import PIECE, FileEntry, Files, is_disk_failure
+from windlass.checkpoint.files import PIECE, FileEntry, Files, is_disk_failure, is_full_disk
 from windlass.core.errors import CheckpointError
 
 
@@ -153,7 +153,9 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
 def test_which_errors_are_the_disks() -> None:
     assert is_disk_failure(OSError(errno.ENOSPC, "full"))
     assert is_disk_failure(Exception("Disk quota exceeded (os error 122)")) is (errno.EDQUOT == 122)
-    assert not is_disk_failure(PermissionError(errno.EACCES, "no"))
+    assert is_disk_failure(PermissionError(errno.EACCES, "no"))
+    assert not is_full_disk(PermissionError(errno.EACCES, "no"))
+    assert is_full_disk(Exception("No space left on device (os error 28)"))
     assert not is_disk_failure(ValueError("28"))
     wrapped = CheckpointError("could not write")
     wrapped.__cause__ = OSError(errno.EIO, "broken")

@@ -22,6 +22,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.cli.build import saved_tokenizer
 from windlass.cli.main import main
+from windlass.trainer.saving import SavingMixin
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -210,6 +211,20 @@ def test_bad_input_is_one_message_and_code_2(
     done = windlass("train", *words, code=2)
     assert done.startswith("windlass: ")
     assert all(word in done for word in said), done
+
+
+def test_a_last_save_that_fails_is_one_message_and_code_2(
+    room: Path, windlass: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(files: Files, descriptor: int, piece: memoryview) -> int:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(Files, "write_some", gone)
+    monkeypatch.setattr(SavingMixin._finish_last_save, "__defaults__", ((0.0,),))
+    said = windlass("train", "lm.yaml", "--output-dir", "gone", code=2)
+    assert f"but its last save failed: [Errno {errno.ENOTCONN}]" in said
+    assert "Last whole checkpoint: none of this run" in said
+    assert rows(room / "gone")[-1]["event"] == "summary"
 
 
 def test_a_disk_that_is_full_at_the_end_is_one_message_and_code_2(

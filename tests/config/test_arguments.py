@@ -34,7 +34,8 @@ def test_names_order_and_defaults_are_those_that_scripts_know() -> None:
     assert {name: ours[name] for name in theirs} == theirs
     assert set(ours) - set(theirs) == {
         "nonfinite_policy", "global_batch_size", "save_every", "save_in_background", "save_host_memory",
-        "keep_last", "keep_best", "preemption_signals", "preemption_deadline", "dataloader_start_timeout",
+        "max_save_failures", "keep_last", "keep_best", "preemption_signals", "preemption_deadline",
+        "dataloader_start_timeout",
     }  # fmt: skip
 
 

@@ -290,6 +290,7 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
         every=None if args.save_every is None else seconds(args.save_every),
         background=args.save_in_background,
         host_memory=None if args.save_host_memory is None else size_in_bytes(args.save_host_memory),
+        max_failures=args.max_save_failures,
     )
 
 

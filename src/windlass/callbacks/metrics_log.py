@@ -18,6 +18,7 @@ from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
+from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 
 logger = get_logger(__name__)
@@ -41,6 +42,8 @@ class MetricsLogCallback(RowCallback):
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(output_dir).expanduser() / FILE_NAME
+        self._folder: OutputFolder | None = None
+        self._waiting: list[Row] = []  # that could not be written yet
         self._tail_checked = False
         self._rows_before_training = False  # of this run: an evaluation that preceded `train()`
         self._kept_at_cut: list[Row] = []
@@ -57,8 +60,13 @@ class MetricsLogCallback(RowCallback):
 
     def roll_back(self, state: TrainerState) -> None:
         """Forget what was logged behind the step that a run went back to."""
-        if state.is_world_process_zero:
+        if not state.is_world_process_zero:
+            return
+        self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
+        try:
             self._kept_at_cut = self._cut_back(state.global_step)
+        except OSError as error:
+            logger.warning("%s still has the rows that were rolled back: %s", self.path, error)
 
     def _cut_back(self, step: int) -> list[Row]:
         try:
@@ -75,12 +83,24 @@ class MetricsLogCallback(RowCallback):
         if repeatable(row) in self._kept_at_cut:  # a resumed run says again what the file already holds
             self._kept_at_cut.remove(repeatable(row))
             return
+        self._waiting.append(row)
         try:
             if not self._tail_checked:
                 self._start_outside_training()
-            _append(self.path, row)
+            self._write_waiting()
         except OSError as error:
-            logger.warning("a row of %s could not be written, and training goes on: %s", self.path, error)
+            if len(self._waiting) == 1:
+                logger.warning(
+                    "%s could not be written, and training goes on: %s. Its rows are kept in memory until it can",
+                    self.path, error,
+                )  # fmt: skip
+
+    def _write_waiting(self) -> None:
+        self._folder = self._folder or OutputFolder(self.path.parent)
+        self._folder.check()
+        while self._waiting:
+            _append(self.path, self._waiting[0])
+            del self._waiting[0]
 
     def _start_outside_training(self) -> None:
         self._rows_before_training = not self.path.exists()

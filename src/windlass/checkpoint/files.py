@@ -11,6 +11,7 @@ import errno
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import stat
 import sys
@@ -28,13 +29,8 @@ CHUNK = 1 << 24  # bytes that are read at a time
 PIECE = 1 << 22  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
-# A disk (or a share) that is full or failing: it costs one checkpoint, not the run.
-DISK_ERRNOS = frozenset(
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EIO", "EFBIG", "EROFS", "ESTALE", "EREMOTEIO")
-    if hasattr(errno, name)
-)
 _FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
+_SETTLED_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 # Of an open file: inode, size, time of the last change to its content and to itself (ns). Whoever changes a byte
@@ -51,24 +47,31 @@ class FileEntry:
 
 
 def is_disk_failure(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is a full or failing disk."""
-    return _has_number(error, DISK_ERRNOS)
+    """Whether the system refused: `error`, or what caused it, is an `OSError`."""
+    return _number_in(error) is not None
 
 
 def is_full_disk(error: BaseException | None) -> bool:
     """Whether `error`, or what caused it, is a disk without room."""
-    return _has_number(error, _FULL_ERRNOS)
+    return _number_in(error) in _FULL_ERRNOS
 
 
-def _has_number(error: BaseException | None, numbers: frozenset[int]) -> bool:
-    """Libraries written in Rust (safetensors, tokenizers) turn the number into text: "... (os error 28)"."""
+def is_unreachable(error: BaseException | None) -> bool:
+    """Whether a file may be there that cannot be looked at now: not if it is missing, or another user's."""
+    return _number_in(error) not in _SETTLED_ERRNOS
+
+
+def _number_in(error: BaseException | None) -> int | None:
+    """The system's number of an error, 0 if it gave none; None if the system has no part in it. Libraries written in
+    Rust (safetensors, tokenizers) turn it into text: "... (os error 28)".
+    """
     while error is not None:
-        if isinstance(error, OSError) and error.errno in numbers:
-            return True
-        if any(f"(os error {number})" in str(error) for number in numbers):
-            return True
+        if isinstance(error, OSError):
+            return error.errno or 0
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            return int(found[1])
         error = error.__cause__
-    return False
+    return None
 
 
 class Files:

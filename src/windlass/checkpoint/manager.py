@@ -150,7 +150,9 @@ class Checkpoint:
 
 
 def costs_one_save(error: Exception) -> bool:
-    """Whether an error costs the save it happened in, and not the run: a full or failing disk, here or elsewhere."""
+    """Whether an error costs the save it happened in, and not the run: the system refused something, here or on another
+    rank. Whether it passes is found out by trying again (`trainer/save_retry.py`).
+    """
     return is_disk_failure(error) or isinstance(error, SaveDropped)
 
 
@@ -163,21 +165,21 @@ class CheckpointManager:
 
     def __init__(self, store: Store, retention: Retention | None = None) -> None:
         self.store = store
+        self.last_failure: Exception | None = None
         self.retention = retention or Retention()
 
     def save(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
-        """Save checkpoint `step` and let retention act. Gives its folder, or None where the disk was full or
-        failing: that costs this checkpoint and a loud warning, earlier ones stand and training goes on.
+        """Save checkpoint `step` and let retention act. Gives its folder, or None if the system refused something (any
+        `OSError`): that costs this checkpoint and a loud warning, earlier ones stand.
 
         Args:
             meta: plain values for the manifest (best metric, ...).
             protected: folders that retention spares, beside this one.
 
         Raises:
-            CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the
-            disk). OSError: the folder cannot be written for another reason than a full or failing disk.
+            CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the disk).
         """
         store = self.store
         try:
@@ -207,13 +209,13 @@ class CheckpointManager:
 
     def warn(self, step: int, error: Exception) -> None:
         """Say loudly that a checkpoint was given up, and what stands."""
+        self.last_failure = error
         if isinstance(error, SaveDropped) and self.store.rank != 0:
             return  # the rank that failed and rank 0 say it; a thousand others need not
         standing = self._what_stands()
         advice = f". Make room in {self.store.root} before the next save" if is_full_disk(error) else ""
         _logger.error(
-            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s. Training goes on; %s%s",
-            step, self.store.rank, error, standing, advice,
+            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s; %s%s", step, self.store.rank, error, standing, advice
         )  # fmt: skip
 
     def _what_stands(self) -> str:

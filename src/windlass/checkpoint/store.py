@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from windlass.checkpoint.draft import Draft
-from windlass.checkpoint.files import Files
+from windlass.checkpoint.files import Files, is_unreachable
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointInfo,
@@ -30,6 +30,7 @@ from windlass.checkpoint.manifest import (
 from windlass.checkpoint.nodes import Disks
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
+from windlass.core.output_folder import OutputFolder
 
 _logger = get_logger(__name__)
 # `Store.list` hides the built-in name inside its class.
@@ -96,6 +97,11 @@ class Store:
         self.disks = disks or Disks.shared(world)
         self._on_all: _Order | None = None
         self.files = files or Files()
+        self._folder_watch: OutputFolder | None = None
+
+    def stay_on_disk(self) -> None:
+        """From now on write only to the disk that the folder lies on now: a run may outlive its mount."""
+        self._folder_watch = OutputFolder(self.root)
 
     # --- looking
 
@@ -352,6 +358,8 @@ class Store:
         return result
 
     def _prepare(self, needed: int) -> None:
+        if self._folder_watch is not None:
+            self._folder_watch.check()
         self.files.ensure_folder(self.root)
         self._recover()
         self._remove_leftovers()
@@ -362,7 +370,19 @@ class Store:
             )
 
     def _next_serial(self) -> int:
-        return max((info.serial for info in self.standing()), default=0) + 1
+        """One more than that of any checkpoint here.
+
+        Raises:
+            OSError: one of them cannot be looked at now; the new one might come before it.
+        """
+        serials = [0]
+        for path in self._candidates():
+            try:
+                serials.append(self._read(path).serial)
+            except (CheckpointError, OSError) as error:
+                if is_unreachable(error):
+                    raise OSError(errno.EIO, f"the checkpoints there cannot be listed: {error}") from error
+        return max([*serials, *(info.serial for info in self.standing())]) + 1
 
     def _recover(self) -> None:
         """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name

@@ -111,6 +111,7 @@ class SavePlan:
         every: seconds between ephemeral checkpoints, beside those of the cadence; None: none are made.
         background: checkpoints are written while training goes on.
         host_memory: bytes that the copies for it may take; None: what the host has.
+        max_failures: failed saves in a row at which the run ends; None: never.
     """
 
     output_dir: str
@@ -122,6 +123,7 @@ class SavePlan:
     every: float | None = None
     background: bool = True
     host_memory: int | None = None
+    max_failures: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.logs import get_job_logger
 from windlass.trainer.interrupt import Deadline, say, told_by_signals
+from windlass.trainer.save_retry import LEAVING_PAUSES
 from windlass.trainer.saving import SavingMixin
 
 logger = get_job_logger(__name__)
@@ -53,13 +54,14 @@ class LeavingMixin(SavingMixin):
         """Whether some process was told to leave. Collective."""
         return not self._gang.vote(not self._told_to_leave)
 
-    def _leave_after_the_end(self) -> None:
-        """Leave if some process was told to since the last update. Collective.
+    def _end_run(self) -> None:
+        """Leave if some process was told to since the last update; see that the last save did not fail. Collective.
 
         Raises:
-            Preempted: the run is saved as it ended.
+            Preempted: the run is saved as it ended. CheckpointError: it is not.
         """
         if not self._is_told():
+            self._check_last_save()
             return
         if self._run.is_saved:
             self._leave()
@@ -67,6 +69,7 @@ class LeavingMixin(SavingMixin):
             "told to leave after the last update, which was not to be saved: a job that is started again would make "
             "it again, so the script goes on to its end"
         )
+        self._check_last_save()
 
     def _leave(self) -> None:
         """Every rank calls it, when it has saved.
@@ -74,7 +77,7 @@ class LeavingMixin(SavingMixin):
         Raises:
             Preempted: always.
         """
-        self._finish_saving()
+        self._finish_last_save(LEAVING_PAUSES)
         folder, step = self._newest_checkpoint, self.state.global_step
         logger.warning("leaving at step %d; the run goes on from %s", step, folder or "its beginning")
         raise Preempted(step, folder)

@@ -317,12 +317,11 @@ class TrainingRun:
         trainer._leaving = told.leave > 0 or (trainer._gang.size == 1 and trainer._told_to_leave)
         if self.saver.busy:
             self.saver.agreed(Counters(told.written, told.settled, told.failed))
+        self._clock_asks = told.save_due > 0
         # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
         # of the clock does not replace.
         self._ephemeral_due = (
-            told.save_due > 0
-            and trainer.state.global_step - self._no_clock_before > 1
-            and not self.saver.busy
+            self._clock_asks and trainer.state.global_step - self._no_clock_before > 1 and not self.saver.busy
         )
 
     def due(self) -> None:
@@ -344,7 +343,7 @@ class TrainingRun:
         if leaving:
             self._trainer._leave()
 
-    _ephemeral_due = False
+    _ephemeral_due = _clock_asks = False
     _no_clock_before = 0
     _saved_step = 0
 
@@ -355,9 +354,10 @@ class TrainingRun:
 
     def _save(self) -> None:
         trainer = self._trainer
-        trainer._saves_ephemeral = not (
-            trainer.control.should_save or trainer._interrupted or trainer._leaving
-        )
+        retry = self.saver.retry
+        planned = trainer.control.should_save or trainer._interrupted or trainer._leaving
+        trainer._saves_ephemeral = not (planned or retry.owes_ordinary)
+        retry.begin(trainer.state.global_step, self._clock_asks, ordinary=not trainer._saves_ephemeral)
         self._ephemeral_due = False
         self._saved_step = self._no_clock_before = trainer.state.global_step
         self.loop.check_finite()

@@ -17,6 +17,7 @@ from windlass.config.plan import SavePlan
 from windlass.core.logs import get_logger
 from windlass.core.memory import available_memory
 from windlass.dist.gang import Gang
+from windlass.trainer.save_retry import SaveRetry
 
 logger = get_logger(__name__)
 # Of the memory that the host has left, copies take at most this share: training needs some too.
@@ -43,6 +44,7 @@ class RunSaver:
     ) -> None:
         self.manager = manager
         self._plan, self._gang, self._may_wait = plan, gang, may_wait
+        self.retry = SaveRetry(plan.max_failures)
         self._background = BackgroundSaver(manager)
         self._memory = HostMemory(device)
         self._ended: Ended | None = None
@@ -55,7 +57,9 @@ class RunSaver:
         return self._background.busy
 
     def is_due(self) -> bool:
-        """Whether this rank's clock asks for an ephemeral checkpoint."""
+        """Whether this rank's clock asks for a checkpoint: an ephemeral one, or one in the place of a failed one."""
+        if self.retry.failing:
+            return self.retry.is_due()
         every = self._plan.every
         return every is not None and time.monotonic() - self._saved_at >= every
 
@@ -89,6 +93,20 @@ class RunSaver:
             self._ended = ended
         else:
             ended(None)
+
+    def note_end(self, step: int, folder: Path | None, newest: Path | None) -> None:
+        """Take note of how a save ended: the folder, or None if it failed.
+
+        Args:
+            newest: the last checkpoint of the run that is whole.
+
+        Raises:
+            CheckpointError: too many failed.
+        """
+        if folder is None:
+            self.retry.failed(step, str(self.manager.last_failure), newest)
+        else:
+            self.retry.succeeded()
 
     def agreed(self, counters: Counters) -> None:
         """Take note of how far all ranks are with the save under way."""

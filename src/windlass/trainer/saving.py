@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,14 @@ from windlass.config.plan import SavePlan
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
-from windlass.core.logs import get_logger
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.module_state import bare, state_of, with_copied_buffers
 from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
 from windlass.trainer.restorable import check_saved_model
+from windlass.trainer.save_retry import LAST_PAUSES
 from windlass.transforms.strategy import own_state
 
 logger = get_logger(__name__)
@@ -246,8 +248,11 @@ class SavingMixin(TrainerBase):
         if folder is None:
             self._forget_best(as_saved, previous_best)
             self._best_evaluations = list(self._best_standing)
+        else:
+            self._newest_checkpoint, self._rollbacks = folder, 0
+        self._run.saver.note_end(as_saved.global_step, folder, self._newest_checkpoint)
+        if folder is None:
             return
-        self._newest_checkpoint, self._rollbacks = folder, 0
         self._best_standing = list(self._best_evaluations)
         if as_saved.best_global_step == as_saved.global_step:
             self._best_saved = as_saved.best_metric, as_saved.best_global_step
@@ -267,6 +272,36 @@ class SavingMixin(TrainerBase):
         """Wait until the save under way stands or is given up. Every rank calls it."""
         if self._run is not None:
             self._run.saver.finish()
+
+    def _finish_last_save(self, pauses: Iterable[float] = LAST_PAUSES) -> None:
+        """Wait for the save under way; if the last one failed, save again, after each of these pauses (seconds), until
+        one stands. Every rank calls it.
+        """
+        self._finish_saving()
+        retry = self._run.saver.retry
+        for pause in pauses:
+            if not retry.owes_ordinary:
+                return
+            get_job_logger(__name__).warning("the last save of the run failed; trying again in %g s", pause)
+            time.sleep(pause)
+            retry.begin(self.state.global_step, due=False, ordinary=True)
+            self._save_checkpoint(self.model)
+            self._finish_saving()
+
+    def _check_last_save(self) -> None:
+        """Raise if what the run ended with was not saved, though a save was due.
+
+        Raises:
+            CheckpointError: what went wrong, what stands on the disk, and what can be done.
+        """
+        retry = self._run.saver.retry
+        if retry.owes_ordinary:
+            newest = self._newest_checkpoint or "none of this run"
+            raise CheckpointError(
+                f"training ended at step {self.state.global_step}, but its last save failed: {retry.reason}. "
+                f"Last whole checkpoint: {newest}. While this process lives, trainer.save_model(FOLDER) writes the "
+                "model elsewhere; or mend the output folder and run again with resume_from_checkpoint=True"
+            )
 
     def _leave_saving(self) -> None:
         """The run ends in an error: what is under way may still become whole, and no failure of it hides that error."""
@@ -385,6 +420,7 @@ class SavingMixin(TrainerBase):
     def _checkpoint_manager(self) -> CheckpointManager:
         """Every rank calls it."""
         store = open_store(str(self.args.output_dir), self._gang, self._output_disks())
+        store.stay_on_disk()
         return CheckpointManager(store, retention_of(self.args))
 
 

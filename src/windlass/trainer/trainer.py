@@ -267,7 +267,7 @@ class Trainer(TrainerParts):
 
         Raises:
             ConfigError: with every problem of the configuration, before any work.
-            CheckpointError: the checkpoint is missing, damaged, or of another model.
+            CheckpointError: the checkpoint is missing, damaged, or of another model; or the last save failed.
             NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
             Preempted: a scheduler asked the job to leave (`preemption_signals`); the process ends with code 75.
         """
@@ -291,7 +291,7 @@ class Trainer(TrainerParts):
                 with stopping_on_interrupt(self._stop_and_save), self._telling_where():
                     self._run_training()
                 output = self._finish_training(plan, started)
-                self._leave_after_the_end()
+                self._end_run()
             return output
         except (Exception, SystemExit):
             self._leave_saving()
@@ -415,7 +415,7 @@ class Trainer(TrainerParts):
             self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
         if self._is_told():
             self._run.leave_here()
-        self._finish_saving()
+        self._finish_last_save()
 
     def _close_displays(self) -> None:
         """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""

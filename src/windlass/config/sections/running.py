@@ -110,6 +110,10 @@ class WindlassSection:
     save_every: str | float | None = setting(
         None, "Time between further checkpoints, like '5min'; of these only the newest is kept."
     )
+    max_save_failures: int | None = setting(
+        10,
+        "Failed saves in a row, each after a growing pause, at which training ends; None: it goes on regardless.",
+    )
     save_in_background: bool = setting(True, "Write checkpoints while training goes on.")
     save_host_memory: str | float | None = setting(
         None,

@@ -1,0 +1,66 @@
+"""Run by `torch.distributed.run`: the disk of rank 1 refuses some saves, on each operation another time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.background_cases import trainer_of
+
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.store import Store
+from windlass.core.errors import CheckpointError
+from windlass.trainer import save_retry, saving
+
+RANK = int(os.environ["RANK"])
+save_retry.FIRST_PAUSE = 0.0
+saving.time.sleep = lambda seconds: None  # between attempts at a last save
+
+
+def run(folder: Path, refused: Callable[[int], bool], number: int, **how: Any) -> dict[str, Any]:
+    """A run in which rank 1 cannot write the steps for which `refused` says so."""
+    before = Files.before
+
+    def refuse(files: Files, operation: str, path: Path) -> None:
+        stem = path.parent.name.rpartition("-")[2]
+        if RANK == 1 and path.parent.name.startswith("tmp-checkpoint-") and refused(int(stem)):
+            raise OSError(number, os.strerror(number), str(path))
+        before(files, operation, path)
+
+    Files.before = refuse  # type: ignore[method-assign]
+    error = None
+    try:
+        trainer_of(folder, **how).train()
+    except CheckpointError as raised:
+        error = str(raised).split(":")[0]
+    Files.before = before  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    return {"error": error, "steps": [info.step for info in Store(folder).list()]}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    told = [
+        run(
+            root / "passing",
+            lambda step: step in (4, 8),
+            errno.ESTALE,
+            save_steps=4,
+            max_steps=12,
+            save_in_background=False,
+        ),
+        run(root / "last", lambda step: step == 8, errno.ETIMEDOUT, save_steps=4, max_steps=8),
+        run(root / "limit", lambda step: True, errno.EMFILE, save_steps=2, max_steps=40, max_save_failures=3),
+    ]
+    (root / f"told-{RANK}").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
+    torch.distributed.destroy_process_group()
