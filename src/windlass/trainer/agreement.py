@@ -11,7 +11,7 @@ class Signals(NamedTuple):
     Attributes:
         stop: wishes to end the run with this update.
         leave: processes that a scheduler told to leave.
-        save_due: the main process's clock asks for an ephemeral checkpoint.
+        save_due: the main process's clock asks for an ephemeral checkpoint, or for one in place of a failed one.
         written, settled, failed: the counters of the save under way (`checkpoint.background.Counters`).
     """
 
