@@ -49,7 +49,7 @@ class FailingSystem:
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> FailingSystem:
-        for name in (self._operation, "open"):
+        for name in {self._operation, "open"}:
             self._originals[name] = getattr(os, name)
             setattr(os, name, self._wrapped(name, self._originals[name]))
         return self

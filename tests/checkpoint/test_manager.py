@@ -120,8 +120,6 @@ def test_a_mistake_in_the_program_is_not_a_full_disk(tmp_path: Path) -> None:
         manager.save(2, Content({"callback": {"hook": lambda: 0}}), meta={})
     with pytest.raises(CheckpointError, match="meta of a checkpoint holds tensors"):
         manager.save(2, Content(), meta={"a": torch.ones(1)})
-    with pytest.raises(PermissionError):
-        save(tmp_path, 2, CountingFiles(5, failing(errno.EACCES)))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

@@ -180,4 +180,4 @@ def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
     assert passing["steps"] == [6, 10, 12], "each of those that failed was made up for"
     assert "its last save failed" in last["error"]
     assert last["steps"] == [4]
-    assert "saving failed 3 times in a row" in limit["error"]
+    assert limit["error"].startswith("training ends at step")

@@ -33,7 +33,7 @@ class MetricsLogCallback(RowCallback):
     A run that starts at step 0 never mixes with an earlier one: an older file is kept under the next free
     name, `metrics-1.jsonl` and so on. A resumed run cuts the file back to what its checkpoint knew, so that
     the file of an interrupted run ends as that of an uninterrupted one. A failed write (full disk) is warned
-    of and does not stop training.
+    of and does not stop training; its row is kept in memory and written when that works again.
 
     Args:
         output_dir: the run's folder; made when the first row is written.
