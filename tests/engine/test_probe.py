@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
-from windlass.core.types import LossTerms
-from windlass.engine.normalise import Meaning
-from windlass.engine.probe import Probe, hook_meaning
+from windlass.engine.probe import Probe
 from windlass.metrics.tokens import TargetCounter
 
 CPU = torch.device("cpu")
@@ -75,35 +72,6 @@ def test_where_nothing_can_be_asked_nothing_shifts(batch: Any) -> None:
         raise AssertionError("asked")
 
     assert probe_of(Model()).shifts_labels(batch, TargetCounter(), loss) is False
-
-
-def meaning_of(scale: Any, world: int = 1) -> Meaning:
-    model = Model()
-
-    def loss(batch: Any, denominator: float | None) -> Any:
-        return scale(model.losses(batch, True), denominator)
-
-    return hook_meaning(probe_of(model, world), BATCH, loss, 5.0, 10.0, world)
-
-
-def shared(values: Tensor, denominator: float | None) -> Tensor:
-    return values.sum() / (len(values) if denominator is None else denominator)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_meanings_are_told_apart(world: int) -> None:
-    assert meaning_of(lambda values, _: values.mean(), world) is Meaning.MICRO_MEAN
-    assert meaning_of(shared, world) is Meaning.SHARE
-    times = meaning_of(lambda v, d: shared(v, d) * (world if d is not None else 1), world)
-    assert times is (Meaning.SHARE if world == 1 else Meaning.SCALED)
-    assert meaning_of(lambda values, _: LossTerms(values.sum(), len(values)), world) is Meaning.MICRO_MEAN
-
-
-def test_what_no_factor_makes_exact_must_be_declared() -> None:
-    with pytest.raises(ModelError, match="mixes terms"):
-        meaning_of(lambda values, d: shared(values, d) + 0.3)
-    with pytest.raises(ModelError, match="Declare `loss_is_scaled_for_ga"):
-        meaning_of(lambda values, d: shared(values, d) * (1.7 if d is not None else 1.0), world=3)
 
 
 def test_a_rank_without_targets_does_not_decide() -> None:

@@ -1,14 +1,16 @@
-"""Finds out by experiment, on the first batch, what a loss is a mean over. Names and signatures are never trusted
-for it.
+"""Finds out by experiment, on the first batch, what the model's own loss is a mean over. Names and signatures are never
+trusted for it.
 
-Three questions, each answered by forwards without gradients, random generators and buffers put back afterwards:
+The questions, each answered by forwards of the bare model without gradients, everything put back afterwards:
 
 - *Is the first label of a row a target?* Keep only that one: a model that shifts its labels is left with nothing to
-predict.
-- *Does the model, or the hook, divide by the denominator it is given?* Double it: the loss halves, or stays.
-- *Does a hook that divides also multiply by the number of ranks, as hooks written for other trainers do?* Compare
-with
-  the loss it gives when it gets no denominator at all.
+  predict.
+- *Does the model divide by the denominator it is given?* Double it: the loss halves, or stays.
+- *Is the loss a sum, a mean over targets, a mean over rows, or none of them?* Compare the loss of a batch with those of
+  its halves.
+
+A loss function of the user's is never called for it: it may log, count and draw. `engine.count_watch` learns from its
+first real call.
 
 Answers are summed over ranks before they are judged: one rank's first batch may hold no target.
 """
@@ -17,33 +19,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from windlass.core.errors import ModelError
-from windlass.core.rng import preserved_rng
+from windlass.core.logs import get_logger
 from windlass.core.types import LossTerms
-from windlass.engine.normalise import Meaning
+from windlass.engine.splitting import Halves, Kind, Split, closest, halves
+from windlass.engine.undisturbed import undisturbed
 from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
-from windlass.transforms.buffers import ForwardState
+
+logger = get_logger(__name__)
 
 Loss = Callable[[Any, float | None], Tensor | LossTerms]
 SumOverRanks = Callable[[Tensor], Tensor]
 _TOLERANCE = 1e-2
+
+# How far apart two ways to compute the same loss may be, as a fraction of it, by the type it is computed in.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_LOW_PRECISION_ROUNDING = 2e-2
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """How far apart two ways to compute the same loss in this type may be, as a fraction of it."""
+    return _ROUNDING.get(dtype, _LOW_PRECISION_ROUNDING)
 
 
 class Probe:
     """Experiments on one prepared batch (already on its device).
 
     Args:
-        module: the bare model; its buffers are restored after each forward.
+        module: the bare model; it is restored after each forward.
         sum_over_ranks: sums a host tensor over ranks; every rank asks the same questions in the same order.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
         self._module, self._device, self._sum_over_ranks = module, device, sum_over_ranks
+        self._loss_type = (
+            torch.float32
+        )  # of the last loss; some models compute theirs in fp32, whatever they are in
 
     def shifts_labels(self, batch: Any, counter: TargetCounter, loss: Loss) -> bool:
         """Whether the first label of each row is no target (a causal model that shifts by itself)."""
@@ -69,14 +86,49 @@ class Probe:
             return False
         return True if _close(2 * twice, once) else None
 
-    def multiplies_by_ranks(self, batch: Any, loss: Loss, targets: float, world: int) -> bool | None:
-        """For a hook that divides: whether it multiplies by the number of ranks too. None: can't be told."""
-        with_count, alone = self._summed(
-            self._value(loss, batch, max(targets, 1.0)) * float(targets > 0), self._value(loss, batch, None)
-        )
-        if _close(with_count, alone):
-            return False
-        return True if _close(with_count, alone * world) else None
+    def splits(self, batch: Any, loss: Loss, counter: TargetCounter, rounding: float) -> Split:
+        """How the losses of the batch's halves make its loss; `Split()` if that cannot be measured.
+
+        Measured in evaluation mode, because dropout draws differently for halves. If the model has batch normalization,
+        training mode is measured too, and decides whether the split is exact.
+        """
+        parts = None if batch is None else halves(batch, counter)
+        able, ranks = self._summed(float(parts is not None), 1.0)
+        if able < ranks or parts is None:
+            return Split()
+        split = self._split(parts, loss, rounding, train=False)
+        if self._module.training and any(isinstance(part, _BatchNorm) for part in self._module.modules()):
+            trained = self._split(parts, loss, rounding, train=True)
+            if not trained.exact:
+                return replace(split, deviation=trained.deviation, exact=False)
+        return split
+
+    def _split(self, parts: Halves, loss: Loss, rounding: float, train: bool) -> Split:
+        whole, first, second = (self._part(loss, part, train) for part in (parts.whole, *parts.parts))
+        apart = {kind: abs(parts.predicted(kind, first, second) - whole) for kind in Kind}
+        usable = math.isfinite(whole) and all(map(math.isfinite, apart.values()))
+        size, *sums = self._summed(*([abs(whole), *apart.values()] if usable else [0.0] * (len(Kind) + 1)))
+        if size == 0.0:
+            return Split()
+        rounding = max(rounding, rounding_of(self._loss_type))
+        return closest({kind: total / size for kind, total in zip(Kind, sums, strict=True)}, rounding)
+
+    def _part(self, loss: Loss, part: Any, train: bool) -> float:
+        def in_mode(inputs: Any, denominator: float | None) -> Any:
+            self._module.train(train)  # `_value` restores the modes
+            return loss(inputs, denominator)
+
+        try:
+            return self._value(in_mode, part, None)
+        except (
+            Exception
+        ) as error:  # a model that gives no loss in evaluation mode, or does not take a part of a batch
+            logger.info("the loss of a part of a batch cannot be measured: %r", error)
+            return math.nan
+
+    def value(self, batch: Any, loss: Loss) -> float:
+        """The loss of the batch; NaN if it has none or the model does not take it."""
+        return self._part(loss, batch, self._module.training)
 
     def _summed(self, *values: float) -> list[float]:
         finite = [0.0 if math.isnan(value) else value for value in values]
@@ -84,43 +136,11 @@ class Probe:
         return result
 
     def _value(self, loss: Loss, batch: Any, denominator: float | None) -> float:
-        before = ForwardState(self._module)
-        with preserved_rng(self._device), torch.no_grad():
-            try:
-                value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
-            finally:  # a run that is told to leave right here saves what it has
-                before.restore()
-        return float(value.sum if isinstance(value, LossTerms) else value)
-
-
-def hook_meaning(
-    probe: Probe, batch: Any, loss: Loss, targets: float, denominator: float, world: int
-) -> Meaning:
-    """What an overridden `compute_loss` (or a `compute_loss_func`) that can take the denominator returns.
-
-    Raises:
-        ModelError: the loss neither halves nor stays when the denominator doubles, so its meaning must be declared.
-    """
-    divides = probe.divides(batch, loss, denominator)
-    if divides is None:
-        raise ModelError(
-            "`compute_loss` mixes terms that are divided by `num_items_in_batch` with terms that are not, so no "
-            "factor makes it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare what "
-            "it is with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or `False` "
-            "(a plain mean)"
-        )
-    if not divides:
-        return Meaning.MICRO_MEAN
-    if world == 1:
-        return Meaning.SHARE
-    multiplies = probe.multiplies_by_ranks(batch, loss, targets, world)
-    if multiplies is None:
-        raise ModelError(
-            "`compute_loss` divides by `num_items_in_batch`, but with the batch's own target count it does not give "
-            f"the mean loss, nor {world} times it. Declare `loss_is_scaled_for_ga = True` if it is already "
-            "normalised over the update and the ranks, or return `LossTerms(sum, weight)`"
-        )
-    return Meaning.SCALED if multiplies else Meaning.SHARE
+        with undisturbed(self._module, self._device):
+            value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
+            loss_tensor = value.sum if isinstance(value, LossTerms) else value
+            self._loss_type = loss_tensor.dtype
+            return float(loss_tensor)
 
 
 def _only_first_label(batch: Any, counter: TargetCounter) -> Any | None:

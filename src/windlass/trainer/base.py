@@ -19,6 +19,7 @@ from windlass.core.locations import local_folder
 from windlass.core.world import World
 from windlass.dist.gang import Gang
 from windlass.engine.normalise import Normaliser
+from windlass.engine.splitting import Kind
 from windlass.metrics.tokens import TargetCounter
 from windlass.transforms.strategy import Strategy
 
@@ -90,6 +91,8 @@ class TrainerBase:
         return self._model_divides
 
     _model_divides: bool
+    _loss_kind: Kind | None = None  # how the model's own loss adds up, once it is measured
+    _saved_loss_kind: Kind | None = None
     _default_loss_scales: bool = False
 
     @property

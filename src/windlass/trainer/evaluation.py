@@ -29,14 +29,15 @@ from windlass.metrics.nested import nested_detach
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.alike import AlikeMixin
 from windlass.trainer.inputs import InputsMixin
-from windlass.trainer.losses import LossMixin, call_model
+from windlass.trainer.losses import call_model
+from windlass.trainer.measuring import MeasuringMixin
 from windlass.trainer.memory import MemoryMixin
 from windlass.trainer.reports import ReportsMixin
 
 logger = get_logger(__name__)
 
 
-class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMixin):
+class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, ReportsMixin):
     """`evaluate`, `predict` and the loop and step under them; each may be overridden."""
 
     _run: Any
@@ -132,7 +133,13 @@ class EvaluationMixin(AlikeMixin, LossMixin, InputsMixin, MemoryMixin, ReportsMi
         on_batch: Callable[[], None],
     ) -> EvalLoopOutput:
         def step(batch: Any) -> tuple[Any, Any, Any]:
-            return self.prediction_step(self.model, batch, request.loss_only, ignore_keys=ignore_keys)
+            targets = self._counter(batch) if self._loss_is_sum else 0.0
+            loss, logits, labels = self.prediction_step(
+                self.model, batch, request.loss_only, ignore_keys=ignore_keys
+            )
+            if self._loss_is_sum and isinstance(loss, torch.Tensor):
+                loss = LossTerms(loss, targets)
+            return loss, logits, labels
 
         # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same
         # bits.

@@ -19,6 +19,7 @@ from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.data.stream_loader import StreamLoader
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
+from windlass.trainer.wrappers import innermost
 
 
 class InputsMixin(TrainerBase):
@@ -143,7 +144,7 @@ class InputsMixin(TrainerBase):
     def _set_signature_columns_if_needed(self) -> None:
         """Fill `_signature_columns`: what the model's forward takes, and the labels. Override it to add yours."""
         if self._signature_columns is None:
-            self._signature_columns = signature_columns(self.model, self.label_names)
+            self._signature_columns = signature_columns(innermost(self.model), self.label_names)
 
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         """The dataset and the collator, so that only columns the model takes reach it."""
@@ -159,15 +160,14 @@ class InputsMixin(TrainerBase):
 def labels_in_signature(module: nn.Module) -> list[str]:
     """The names under which a model's forward takes labels; `["labels"]` where its signature does not tell.
 
-    Looks through adapters, which hide the signature of the model they wrap.
+    Looks through wrappers, which hide the signature of the model that they wrap.
     """
-    base = getattr(module, "get_base_model", None)
-    parameters = inspect.signature((base() if callable(base) else module).forward).parameters
+    parameters = inspect.signature(innermost(module).forward).parameters
     found = [name for name in parameters if "label" in name or name in ("start_positions", "end_positions")]
     return found or ["labels"]
 
 
 def returns_loss_by_default(module: nn.Module) -> bool:
     """Whether the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
-    parameter = inspect.signature(module.forward).parameters.get("return_loss")
+    parameter = inspect.signature(innermost(module).forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True

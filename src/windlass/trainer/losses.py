@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import LossTerms
-from windlass.engine.normalise import Meaning
-from windlass.engine.probe import Probe, hook_meaning
-from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
+from windlass.metrics.tokens import IGNORE_INDEX
 from windlass.trainer.base import TrainerBase
-
-logger = get_logger(__name__)
 
 
 class LossMixin(TrainerBase):
@@ -72,7 +67,7 @@ class LossMixin(TrainerBase):
         if (self.args.label_smoothing_factor or self.compute_loss_func is not None) and "labels" in inputs:
             inputs = dict(inputs)
             labels = inputs.pop("labels")
-        if self._model_divides and num_items_in_batch is not None:
+        if self._model_divides and num_items_in_batch is not None and labels is None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = call_model(model, inputs)
         if self.compute_loss_func is not None:
@@ -157,109 +152,18 @@ class LossMixin(TrainerBase):
         self._training_step_takes_denominator = takes(self.training_step, "num_items_in_batch")
 
     @property
+    def _own_loss(self) -> bool:
+        """Whether `compute_loss` is the one of this class."""
+        return type(self).compute_loss is LossMixin.compute_loss and "compute_loss" not in vars(self)
+
+    @property
     def loss_takes_denominator(self) -> bool:
         """Whether a training step has any use for the update's target count."""
         if not self._compute_loss_takes_denominator or not self._training_step_takes_denominator:
             return False
-        own = (
-            type(self).compute_loss is LossMixin.compute_loss
-            and type(self).training_step is LossMixin.training_step
-        )
+        own = self._own_loss and type(self).training_step is LossMixin.training_step
         smooths = bool(self.args.label_smoothing_factor)
         return not own or smooths or self.compute_loss_func is not None or self._model_divides
-
-    def _probe_loss(self, batch: Any, training: bool) -> None:
-        """Find out, on the first batch, what the loss is a mean over; see `engine.probe`."""
-        if self._loss_probed:
-            return
-        prepared = self._prepare_inputs(batch)
-        probe = Probe(self.model, self._device, self._gang.sum)
-        was_training = self.model.training
-        self.model.train(training)
-        try:
-            self._measure_loss(probe, prepared, batch)
-        finally:
-            self.model.train(was_training)
-        self._loss_probed = True
-
-    def _measure_loss(self, probe: Probe, prepared: Any, batch: Any) -> None:
-        def loss(inputs: Any, denominator: float | None) -> Any:
-            with self.compute_loss_context_manager():
-                result = self._call_compute_loss(self.model, inputs, denominator)
-            return check_loss(result)
-
-        self._measure_shift(probe, prepared, loss)
-        targets = self.count_targets(batch)
-        self._model_divides = self._model_divides and self._measure_model(probe, prepared, targets)
-        self._normaliser.meaning = self._measured_meaning(probe, prepared, targets, loss)
-
-    def _probe_shift(self, batch: Any | None) -> None:
-        """For an evaluation outside training: only which labels are targets. Collective; a rank may have no batch."""
-        probe = Probe(self.model, self._device, self._gang.sum)
-        prepared = None if batch is None else self._prepare_inputs(batch)
-
-        def loss(inputs: Any, denominator: float | None) -> Any:
-            with self.compute_loss_context_manager():
-                return check_loss(self.compute_loss(self.model, inputs))
-
-        self._measure_shift(probe, prepared, loss)
-
-    def _measure_shift(self, probe: Probe, prepared: Any, loss: Callable[[Any, float | None], Any]) -> None:
-        def model_loss(inputs: Any, denominator: float | None) -> Any:
-            with self.autocast_smart_context_manager():
-                return check_loss(loss_of(call_model(self.model, inputs), inputs))
-
-        # Smoothing computes the loss here, from the labels as they stand: only the model's own loss tells whether it
-        # shifts.
-        asked = model_loss if self.args.label_smoothing_factor else loss
-        names = tuple(self.label_names)
-        self._counter = TargetCounter(names, probe.shifts_labels(prepared, TargetCounter(names), asked))
-
-    def _measure_model(self, probe: Probe, prepared: Any, targets: float) -> bool:
-        """Whether the model's own loss really divides by the count that its signature accepts."""
-        if self.args.label_smoothing_factor or self.compute_loss_func is not None:
-            return self._model_divides
-
-        def loss(inputs: Any, denominator: float | None) -> Any:
-            with self.autocast_smart_context_manager():
-                outputs = call_model(self.model, {**inputs, "num_items_in_batch": denominator})
-            return check_loss(loss_of(outputs, inputs))
-
-        return probe.divides(prepared, loss, 2.0 * max(targets, 1.0)) is True
-
-    def _measured_meaning(
-        self, probe: Probe, prepared: Any, targets: float, loss: Callable[[Any, float | None], Any]
-    ) -> Meaning:
-        if self.loss_is_scaled_for_ga is not None:
-            self._default_loss_scales = bool(self.loss_is_scaled_for_ga)
-            return Meaning.SCALED if self.loss_is_scaled_for_ga else Meaning.MICRO_MEAN
-        own = type(self).compute_loss is LossMixin.compute_loss and "compute_loss" not in vars(self)
-        if not self._compute_loss_takes_denominator:
-            meaning = Meaning.MICRO_MEAN
-        elif own and self.compute_loss_func is None:
-            smooths = bool(self.args.label_smoothing_factor)
-            meaning = Meaning.SHARE if smooths or self._model_divides else Meaning.MICRO_MEAN
-        else:
-            meaning = hook_meaning(probe, prepared, loss, targets, 2.0 * max(targets, 1.0), self._gang.size)
-        self._plain_mean_unsaid = (
-            meaning is Meaning.MICRO_MEAN
-            and self.accelerator.gradient_accumulation_steps * self._gang.size > 1
-        )
-        return meaning
-
-    _plain_mean_unsaid = False
-
-    def _say_plain_mean(self) -> None:
-        """Once, after the first update: whether a hook returns `LossTerms`, only what it returned tells."""
-        self._plain_mean_unsaid = False
-        if self._gang.rank != 0:
-            return
-        warn_once(
-            logger,
-            "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which "
-            "is exact for an unweighted mean over labels that are not -100. For anything else return "
-            "LossTerms(sum, weight), or take `num_items_in_batch` and divide by it",
-        )
 
 
 # --- plain functions ------------------------------------------------------------------------------------------------
@@ -354,14 +258,6 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a callable accepts the keyword `name`."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
-def accepts_keywords(module: nn.Module) -> bool:
-    """Whether a model declares, or its forward's signature suggests, that it takes loss keywords."""
-    declared = getattr(module, "accepts_loss_kwargs", None)
-    if declared is not None:
-        return bool(declared)
-    return takes(module.forward, "num_items_in_batch")
 
 
 def as_count(value: float, device: torch.device) -> Tensor:

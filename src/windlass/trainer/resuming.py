@@ -27,6 +27,7 @@ from windlass.core.rng import load_rng_state
 from windlass.core.threads import warn_of_other_threads
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
+from windlass.engine.splitting import Kind
 from windlass.trainer.continuing import ContinuingMixin
 from windlass.transforms.strategy import load_own_state
 
@@ -153,6 +154,7 @@ class ResumingMixin(ContinuingMixin):
             self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
         warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
+        self._saved_loss_kind = Kind.__members__.get(str(checkpoint.meta.get("loss_over")))
         checkpoint.load_optimizer(self.optimizer, self.model)
         with _reading(checkpoint, "schedule"):
             self._run.schedule.load_state_dict(checkpoint.shared("schedule"))

@@ -31,7 +31,6 @@ from windlass.metrics.tokens import InputCounter
 from windlass.trainer.agreement import Signals
 from windlass.trainer.blame import who_is_to_blame
 from windlass.trainer.companions import Companions
-from windlass.trainer.losses import as_count
 from windlass.trainer.memory import Fitting
 from windlass.trainer.own_division import DivisionWatch, may_divide
 from windlass.trainer.parts import TrainerParts
@@ -127,7 +126,7 @@ class TrainingRun:
     def _inspect(self, group: Group) -> None:
         self._trainer._probe_loss(group.batches[0], training=True)
         needed = self._trainer.loss_takes_denominator
-        self._count_for_hooks = as_count if needed else _no_count
+        self._count_for_hooks = self._trainer._denominator if needed else _no_count
         self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
 
     def _discarded_backward(self, batch: Any) -> Tensor:

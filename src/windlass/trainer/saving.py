@@ -232,6 +232,7 @@ class SavingMixin(TrainerBase):
             "windlass": "checkpoint",
             "epoch": self.state.epoch,
             "update_size": self._update_size.to_dict(),
+            "loss_over": None if self._loss_kind is None else self._loss_kind.name,
             "metric": _plain(self._metric_at(self.state.global_step)),
             "best_metric": _plain(self.state.best_metric),
             "ephemeral": self._saves_ephemeral,

@@ -52,11 +52,11 @@ from windlass.trainer.defaults import (
 from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
 from windlass.trainer.interrupt import stopping_on_interrupt
 from windlass.trainer.leaving import WaitBrokenOff
-from windlass.trainer.losses import accepts_keywords
 from windlass.trainer.parts import TrainerParts
 from windlass.trainer.resuming import saved_position, saved_update_size
 from windlass.trainer.run import TrainingRun, announce
 from windlass.trainer.whereabouts import telling_where
+from windlass.trainer.wrappers import accepts_count
 from windlass.transforms.alone import Alone
 
 logger = get_logger(__name__)
@@ -196,7 +196,7 @@ class Trainer(TrainerParts):
         self.label_names = labels_in_signature(model) if named is None else list(named)
         self.can_return_loss = returns_loss_by_default(model)
         self._parameter_count = multiplied_parameters(model)
-        self._model_divides = accepts_keywords(model)
+        self._model_divides = accepts_count(model)
         self._counter = TargetCounter(tuple(self.label_names))
         self._normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
         self._loss_probed = False

@@ -1,0 +1,57 @@
+"""The module whose forward really runs, behind wrappers: `torch.compile`, data parallelism, adapters, and wrappers of a
+script that hand on what they are given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+_HANDED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MAX_WRAPPERS = 16
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The first module behind wrappers whose forward names what it takes."""
+    for _ in range(_MAX_WRAPPERS):
+        inner = _wrapped(module)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    compiled = getattr(module, "_orig_mod", None)
+    if isinstance(compiled, nn.Module):
+        return compiled
+    base: Any = getattr(module, "get_base_model", None)
+    if callable(base):
+        found = base()
+        return found if isinstance(found, nn.Module) and found is not module else None
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind not in _HANDED_ON for parameter in parameters):
+        return None
+    inner = getattr(module, "module", None)
+    if isinstance(inner, nn.Module):
+        return inner
+    children = list(module.children())
+    return children[0] if len(children) == 1 else None
+
+
+def accepts_count(module: nn.Module) -> bool:
+    """Whether the innermost forward takes `num_items_in_batch`, by its declaration or its signature.
+
+    `**kwargs` count too; whether they reach anything that divides is measured later.
+    """
+    declared = getattr(module, "accepts_loss_kwargs", None)
+    inner = innermost(module)
+    declared = getattr(inner, "accepts_loss_kwargs", None) if declared is None else declared
+    if declared is not None:
+        return bool(declared)
+    parameters = inspect.signature(inner.forward).parameters
+    named = any(p.kind not in _HANDED_ON for p in parameters.values())
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return "num_items_in_batch" in parameters or (named and takes_any)
