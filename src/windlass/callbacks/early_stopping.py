@@ -29,6 +29,8 @@ class EarlyStoppingCallback(TrainerCallback):
             evaluation.
     """
 
+    follows_run_only = True  # evaluations that other callbacks make do not count
+
     def __init__(
         self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0
     ) -> None:

@@ -38,6 +38,11 @@ def _defined_in(listener: Listener) -> str:
     return str(getattr(listener if owner is None else type(owner), "__module__", ""))
 
 
+def _decides(listener: Listener) -> bool:
+    """Whether a listener decides about the run by what the run itself evaluates, and by nothing else."""
+    return bool(getattr(getattr(listener, "__self__", None), "follows_run_only", False))
+
+
 def _event(name: str, payload: str | None = None) -> Callable[..., TrainerControl]:
     """The method `on_*` of the handler; `payload` is the argument that may follow `control` by position."""
     if payload is None:
@@ -89,6 +94,7 @@ class CallbackHandler:
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self._listeners: dict[str, tuple[Listener, ...]] = {}
+        self._under_way: list[str] = []
         self._known = -1
         for callback in callbacks:
             self.add_callback(callback)
@@ -184,6 +190,9 @@ class CallbackHandler:
     ) -> TrainerControl:
         """Call every listener of `event`, in order, and merge what each returns into `control`.
 
+        An event that a listener fires (it calls `evaluate` or `log`) clears no request, and is not told to callbacks
+        whose `follows_run_only` is true: the run's own reports and evaluations stay due.
+
         A listener may return None, a dict of control flags, or a control object (ours, a new one, or
         transformers').
 
@@ -196,12 +205,25 @@ class CallbackHandler:
         """
         if len(self.callbacks) != self._known or event == "on_train_begin":
             self.refresh()
-        for flag in _CLEARED.get(event, ()):
-            setattr(control, flag, False)
         try:
             listeners = self._listeners[event]
         except KeyError:
             raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}") from None
+        if self._under_way:  # a listener evaluates or logs by itself, which answers no request of the run's
+            listeners = tuple(listener for listener in listeners if not _decides(listener))
+        else:
+            for flag in _CLEARED.get(event, ()):
+                setattr(control, flag, False)
+        self._under_way.append(event)
+        try:
+            self._call(listeners, args, state, control, kwargs)
+        finally:
+            self._under_way.pop()
+        return control
+
+    def _call(
+        self, listeners: tuple[Listener, ...], args: Any, state: Any, control: TrainerControl, kwargs: Any
+    ) -> None:
         shared = {**self._shared, **kwargs} if kwargs else self._shared
         for listener in listeners:
             try:
@@ -211,7 +233,6 @@ class CallbackHandler:
             except Exception as error:
                 error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
                 raise
-        return control
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")

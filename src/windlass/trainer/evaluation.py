@@ -67,11 +67,12 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
                 metrics.update(one)
             return metrics
         self._check_evaluation_alike(f"evaluate() of {metric_key_prefix!r}")
-        loader = self.get_eval_dataloader(eval_dataset)
         self._watch_memory()
         started = Moment()
         loss_only = True if self.compute_metrics is None else None
-        output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
+        with self._own_randomness():
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
         self.log(output.metrics)
         self.control = self.callback_handler.fire(
@@ -90,10 +91,11 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
         """
         self._check_evaluation_alike(f"predict() of {metric_key_prefix!r}")
         self._read_memory_note()
-        loader = self.get_test_dataloader(test_dataset)
         self._watch_memory()
         started = Moment()
-        output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        with self._own_randomness():
+            loader = self.get_test_dataloader(test_dataset)
+            output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(self._speed(metric_key_prefix, started, output.num_samples))
         self.control = self.callback_handler.fire(
             "on_predict", self.args, self.state, self.control, metrics=output.metrics
@@ -207,6 +209,10 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
                 loss, outputs = None, call_model(model, inputs)
                 _, logits = split_outputs(outputs, has_loss=False, ignore_keys=keys)
         return (loss, None, None) if prediction_loss_only else (loss, nested_detach(logits), labels)
+
+    def _own_randomness(self) -> contextlib.AbstractContextManager[None]:
+        """In the course of training, an evaluation draws nothing from the run's generators, overrides included."""
+        return preserved_rng(self._device) if self.is_in_train else contextlib.nullcontext()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
