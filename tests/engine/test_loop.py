@@ -19,7 +19,7 @@ from windlass.data.group import Group
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed
-from windlass.engine.loop import Loop, LoopOptions
+from windlass.engine.loop import Loop, LoopOptions, nonfinite_at
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
 CPU = torch.device("cpu")
@@ -103,7 +103,10 @@ class Hooks:
 
     def update_applied(self, portion: Any, applied: bool) -> None: ...
 
-    def update_refused(self, portion: Any, result: Any) -> bool:
+    def explain_nonfinite(self, suspect: Any) -> str:
+        return nonfinite_at(suspect.step, suspect.group.ids)
+
+    def update_refused(self, suspect: Any, result: Any) -> bool:
         return False
 
     def signals_agreed(self, signals: Any) -> None: ...

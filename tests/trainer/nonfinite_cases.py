@@ -25,6 +25,18 @@ class Fragile(nn.Module):
         return (out - labels).square().mean(), out
 
 
+class Undefined(Fragile):
+    """Finite data whose loss is not (x[0] above 500), or whose gradient alone is not (x[0] below -500)."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss, out = super().forward(x, labels)
+        if bool((x[:, 0] > 500).any()):
+            loss = loss * torch.nan
+        if bool((x[:, 0] < -500).any()):
+            loss = loss + (out.sum() * 0).sqrt()
+        return loss, out
+
+
 def samples(bad: float | None, count: int = 24) -> list[dict[str, Any]]:
     torch.manual_seed(3)
     made = [{"x": torch.randn(3), "labels": torch.randn(())} for _ in range(count)]
@@ -45,6 +57,16 @@ class Weights(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))
+
+
+def faulty_on_both_ranks(folder: Path, fault: float, column: int, **changes: Any) -> Trainer:
+    """A run of two ranks, each with one faulty sample in the update that holds 12 to 15: 13 and 14."""
+    trainer = trainer_for(folder, None, None, **changes)
+    model = Undefined()
+    run = Trainer(model, trainer.args, train_dataset=samples(None))
+    for index in (BAD, BAD + 1):
+        run.train_dataset[index]["x"][column] = fault
+    return run
 
 
 def trainer_for(folder: Path, bad: float | None, watcher: Weights | None, **changes: Any) -> Trainer:

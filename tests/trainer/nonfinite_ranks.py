@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.trainer.nonfinite_cases import Weights, trainer_for
+from tests.trainer.nonfinite_cases import Weights, faulty_on_both_ranks, trainer_for
 
 from windlass.core.errors import NonFiniteError
 from windlass.dist.sharded import whole
+
+BOTH: dict[str, dict[str, Any]] = {
+    "data": {"fault": math.nan, "column": 1},
+    "data, accumulated": {"fault": math.nan, "column": 1, "gradient_accumulation_steps": 2},
+    "data, sharded": {"fault": math.inf, "column": 1, "fsdp": "full_shard"},
+    "data, skipped": {"fault": math.nan, "column": 1, "nonfinite_policy": "skip"},
+    "loss": {"fault": 1000.0, "column": 0},
+    "loss, accumulated": {"fault": 1000.0, "column": 0, "gradient_accumulation_steps": 2},
+    "gradient": {"fault": -1000.0, "column": 0},
+}
+
+
+def on_both_ranks(folder: Path, **case: Any) -> str:
+    """What is told of two faulty samples in one update, each on a rank of its own."""
+    trainer = faulty_on_both_ranks(folder, **case, save_strategy="no")
+    try:
+        trainer.train()
+    except NonFiniteError as error:
+        return str(error)
+    return next(row["reason"] for row in trainer.state.log_history if "skipped_update" in row)
 
 
 def main() -> None:
@@ -40,6 +62,7 @@ def main() -> None:
         raiser.train()
     except NonFiniteError as error:
         said["error"] = str(error)
+    said["both"] = {name: on_both_ranks(folder / name, **case) for name, case in BOTH.items()}
     (folder / f"rank{rank}.json").write_text(json.dumps(said))
     trainer.end()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +50,7 @@ class StepResult:
         applied: False where the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
         parts: named auxiliary losses, this rank's share.
         overflowed: fp16 gradients did not fit the loss scale, which is lower now.
+        losses: this rank's share of each micro-batch, in order; `loss` is their sum.
     """
 
     loss: Tensor
@@ -57,6 +58,7 @@ class StepResult:
     applied: bool
     parts: dict[str, Tensor]
     overflowed: bool = False
+    losses: Sequence[Tensor] = ()
 
 
 class StepHooks(Protocol):

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
+from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
 from windlass.engine.feed import Feed, Portion
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Suspect:
+    """An update that may turn out not to be finite.
+
+    Attributes:
+        step: its number, from 1.
+        group: this rank's data of it.
+        losses: this rank's loss of each micro-batch; may still be under way on the device.
+        applied: it was made, so its gradient norm counts, which is the same on all ranks.
+    """
+
+    step: int
+    group: Group
+    losses: Sequence[Tensor]
+    applied: bool
 
 
 class LoopHooks(StepHooks, Protocol):
@@ -60,11 +81,15 @@ class LoopHooks(StepHooks, Protocol):
         """One update was made from this data, or skipped."""
         ...
 
-    def update_refused(self, portion: Portion, result: StepResult) -> bool:
-        """An update was not made of `portion`, because its gradients were not finite. Every rank calls it.
+    def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
+        """An update was not made, because its gradients were not finite. Every rank calls it.
 
         Gives whether the run went back to a checkpoint: its progress is then that of the checkpoint.
         """
+        ...
+
+    def explain_nonfinite(self, suspect: Suspect) -> str:
+        """Where the values of an update that are not finite come from, on all ranks, in words. Every rank calls it."""
         ...
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
@@ -259,19 +284,19 @@ class Loop:
 
     def _rolled_back(self, portion: Portion, result: StepResult) -> bool:
         """Look whether the update was finite; gives whether it was not, and the run went back for it."""
-        tag = (self._state.global_step, portion.group.ids)
+        suspect = Suspect(self._state.global_step, portion.group, result.losses, result.applied)
         if portion.denominator == 0 and not result.applied:
             warn_once(
                 logger, "updates whose data holds no target on any rank are skipped, and counted as skipped"
             )
             return False
         if self._options.guard:
-            if result.applied or not self._hooks.update_refused(portion, result):
+            if result.applied or not self._hooks.update_refused(suspect, result):
                 return False
             # The data goes on behind what was refused, so the updates that were undone need other data at the end.
             self._extra_epochs += 1
             return True
-        found = self._watch.add(result.loss, result.norm if result.applied else result.loss, tag)
+        found = self._watch.add(result.loss, result.norm if result.applied else result.loss, suspect)
         if found is not None:
             self._raise(found)
         return False
@@ -282,12 +307,16 @@ class Loop:
         if found is not None:
             self._raise(found)
 
-    def _raise(self, found: tuple[tuple[int, list[list[int]]], float, float]) -> None:
-        tag, loss, norm = found
+    def _raise(self, found: tuple[Suspect, float, float]) -> None:
+        suspect, loss, norm = found
+        # The norm is the same on all ranks, so all come here. Of a loss of one rank alone the others know nothing.
+        if suspect.applied and not math.isfinite(norm):
+            what = self._hooks.explain_nonfinite(suspect)
+        else:
+            what = nonfinite_at(suspect.step, suspect.group.ids)
         raise NonFiniteError(
-            f"{nonfinite_at(*tag)}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the "
-            "last checkpoint with a lower learning rate, mend those samples, or set nonfinite_policy to 'skip' or "
-            "'rollback'"
+            f"{what}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last checkpoint "
+            "with a lower learning rate, mend those samples, or set nonfinite_policy to 'skip' or 'rollback'"
         )
 
     @property

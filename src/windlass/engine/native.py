@@ -189,11 +189,13 @@ class NativeExecutor:
     def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
         """Gradients of every micro-batch, one norm, one update."""
         loss: Tensor | None = None
+        losses: list[Tensor] = []
         last = len(group.batches) - 1
         self._beacon.call("forward and backward")
         for index, batch in enumerate(group.batches):
             with self.micro(last=index == last):
                 share = hooks.micro_step(batch, index, request)
+            losses.append(share)
             loss = share if loss is None else loss + share
             if index != last:
                 hooks.substep_end()
@@ -212,7 +214,7 @@ class NativeExecutor:
         applied = self.step()
         hooks.optimizer_step()
         self.zero_grad()
-        return StepResult(loss, norm, applied, hooks.parts(), self._overflowed)
+        return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 
     def settle(self, backward: Callable[[], Tensor]) -> None:
         """Discarded work that must precede the first update, for resumed runs to repeat its bits."""

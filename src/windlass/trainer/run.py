@@ -25,11 +25,11 @@ from windlass.dist.beacon import beacon
 from windlass.engine.attentive import EvaluationAbandoned, attentive
 from windlass.engine.executor import StepRequest, StepResult
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
-from windlass.engine.loop import Loop, LoopOptions
+from windlass.engine.loop import Loop, LoopOptions, Suspect
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.trainer.agreement import Signals
-from windlass.trainer.blame import who_is_to_blame
+from windlass.trainer.blame import overflow_alone, who_is_to_blame
 from windlass.trainer.companions import Companions
 from windlass.trainer.memory import Fitting
 from windlass.trainer.own_division import DivisionWatch, may_divide
@@ -278,25 +278,19 @@ class TrainingRun:
         if applied:
             self.schedule.advance()
 
-    def update_refused(self, portion: Portion, result: StepResult) -> bool:
-        if self._overflow_alone(result):
+    def explain_nonfinite(self, suspect: Suspect) -> str:
+        return who_is_to_blame(suspect, self._trainer._gang)
+
+    def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
+        if overflow_alone(result, self._trainer._gang):
             return False
-        what = who_is_to_blame(portion.group, self._trainer.state.global_step, self._trainer._gang)
+        what = self.explain_nonfinite(suspect)
         if self._plan.stability.nonfinite == "rollback":
             roll_back(self._trainer, what)
             return True
         get_job_logger(__name__).warning("%s; this update is skipped", what)
         self._trainer.log({"skipped_update": self._trainer.state.global_step, "reason": what})
         return False
-
-    def _overflow_alone(self, result: StepResult) -> bool:
-        """Whether fp16's gradients were too large for the loss scale, and nothing is wrong with the loss: an ordinary
-        skip, after which the scale is lower. Collective.
-        """
-        if not result.overflowed:
-            return False
-        broken = (~torch.isfinite(result.loss)).to(torch.float32).cpu()
-        return float(self._trainer._gang.sum(broken)) == 0
 
     def _signals(self) -> Signals:
         trainer, saver = self._trainer, self.saver
