@@ -36,6 +36,20 @@ class PlainReader:
         parts = self.parts(name) if self.has(f"{name}.parts.json") else {}
         return _valued(json.loads((self.folder / f"{name}.json").read_text("utf-8")), tensors, parts)
 
+    def log_history(self) -> list[dict[str, Any]]:
+        """All rows, the oldest first."""
+        newest = self.state("trainer_state")["log_history"]
+        if not self.has("log_history.json"):
+            return newest  # type: ignore[no-any-return]
+        index, rows = self.state("log_history"), []
+        for segment in index["segments"]:
+            assert self.has(segment["file"])
+            lines = (self.folder / segment["file"]).read_text("utf-8").splitlines()
+            assert len(lines) == segment["rows"]
+            rows += [_valued(json.loads(line), {}, {}) for line in lines]
+        assert len(rows) + len(newest) == index["rows"]
+        return rows + newest
+
     def weights(self) -> dict[str, Tensor]:
         """Every name of the model's state dict, from one file or from the parts of ranks."""
         if self.has("model.parts.json"):

@@ -199,6 +199,10 @@ class BackgroundSaver:
         flight.wait_for_commit()
         return self._end(flight, dropped=not self._store.vote(flight.error is None))
 
+    def wait(self) -> None:
+        """Wait until this rank's thread has ended, however the save goes on."""
+        self._join()
+
     def leave(self) -> None:
         """End the save under way with what this rank can do alone, for a run that ends in an error: the keeper commits
         where it sees that all ranks have written. Where there are several disks it cannot see that.

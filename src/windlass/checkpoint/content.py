@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
 from windlass.checkpoint.draft import Draft, rank_stem
+from windlass.checkpoint.history import History
 from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.tensor_file import nbytes
@@ -32,6 +33,7 @@ class Content:
         write_model: the keeper calls it with the folder; it may put any plain files there. A script's own way to
             save, which needs the live model: nothing that a snapshot could hold.
         other_bytes: what `write_model` will write, for the check of free space.
+        history: the older rows of `log_history`, which the keeper writes; its states are among `shared`.
     """
 
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Content:
     files: Mapping[str, bytes] = field(default_factory=dict)
     write_model: Callable[[Path], None] | None = None
     other_bytes: int = 0
+    history: History | None = None
 
     def encoded(self) -> Content:
         """The same with its states split into trees and tensors: what cannot be saved is found here.
@@ -70,7 +73,7 @@ class Content:
         own = _state_bytes(self.per_rank) + sum(
             nbytes(t) for part in self.parts for t in part.tensors.values()
         )
-        shared = self.tensor_bytes() - own
+        shared = self.tensor_bytes() - own + (0 if self.history is None else self.history.new_bytes())
         return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
 
     def names(self, rank: int, keeps: bool) -> set[str]:
@@ -81,6 +84,7 @@ class Content:
         if keeps:
             names |= set(self.files).union(*(state_files(name, state) for name, state in self.shared.items()))
             names |= set() if self.weights is None else {self.weights_name}
+            names |= set() if self.history is None else {segment.name for segment in self.history.segments}
         return names
 
     def write(self, draft: Draft, keeps: bool) -> None:
@@ -94,6 +98,8 @@ class Content:
     def _write_shared(self, draft: Draft) -> None:
         for name, state in self.shared.items():
             draft.write_state(name, state)
+        if self.history is not None:
+            draft.add(self.history.write(draft.folder, draft.files))
         if self.weights is not None:
             entry = save_weights(draft.folder, self.weights, name=self.weights_name, files=draft.files)
             draft.add({self.weights_name: entry})

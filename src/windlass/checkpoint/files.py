@@ -27,6 +27,7 @@ if sys.platform == "linux":
 
 CHUNK = 1 << 24  # bytes that are read at a time
 PIECE = 1 << 22  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
+_CHECKS = 10  # times that a file is hashed while its inode changes
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
 _FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
@@ -167,6 +168,11 @@ class Files:
         self.before("rename", source)
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, which must not exist yet."""
+        self.before("link", target)
+        os.link(source, target)
+
     def remove_file(self, path: Path) -> None:
         self.before("remove", path)
         os.unlink(path)
@@ -242,12 +248,20 @@ class Files:
             CheckpointError: it differs.
         """
         with self.reading(path) as file:
-            before = fingerprint(file)
-            if _digest(file) != entry:
-                raise CheckpointError(f"{path} is damaged: its content does not match the manifest's hash")
-            if fingerprint(file) != before:
-                raise CheckpointError(f"{path} changed while it was checked")
-        return before
+            for _ in range(_CHECKS):
+                before = fingerprint(file)
+                file.seek(0)
+                if _digest(file) != entry:
+                    raise CheckpointError(
+                        f"{path} is damaged: its content does not match the manifest's hash"
+                    )
+                after = fingerprint(file)
+                if after == before:
+                    return before
+                if after[:-1] != before[:-1]:
+                    break
+                # Only the inode changed, as when a run that goes on links the file into its next checkpoint.
+            raise CheckpointError(f"{path} changed while it was checked")
 
 
 def fingerprint(file: FileIO) -> Fingerprint:

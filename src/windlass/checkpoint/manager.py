@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from windlass.checkpoint import codec
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import rank_stem
-from windlass.checkpoint.files import Files, is_disk_failure, is_full_disk
+from windlass.checkpoint.files import FileEntry, Files, is_disk_failure, is_full_disk
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import Retention, prune
@@ -139,6 +140,19 @@ class Checkpoint:
         if name not in self.info.files:
             return None
         return self._files.read(self.folder / name, MAX_JSON_BYTES)
+
+    def read_shared_file(self, name: str) -> bytes:
+        """A file that other checkpoints may share by hard links: its inode may change while it is read, so the bytes
+        that were read are hashed.
+
+        Raises:
+            CheckpointError: it is not what was saved, or larger than a JSON tree may be.
+        """
+        path = self.folder / name
+        data = self._files.plain.read(path, MAX_JSON_BYTES)
+        if self.info.files.get(name) != FileEntry(len(data), hashlib.sha256(data).hexdigest()):
+            raise CheckpointError(f"{path} is damaged: its content does not match the manifest's hash")
+        return data
 
     def _check_saved(self, stem: str, what: str) -> None:
         if f"{stem}.json" not in self.info.files:

@@ -17,6 +17,7 @@ from typing import Any
 
 from windlass.checkpoint.draft import set_aside
 from windlass.checkpoint.files import CHUNK, Files
+from windlass.checkpoint.history import is_segment
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -82,6 +83,14 @@ class RemoteFolder:
             size, expected = self._system.size(self._at(name)), source.stat().st_size
             if size != expected:
                 raise OSError(errno.EIO, f"{size} of {expected} bytes arrived")
+
+    def copy(self, source: str, name: str, size: int) -> bool:
+        """Copy a file within the folder, where the service can do that; return whether it arrived in its length."""
+        with contextlib.suppress(OSError), self._doing("copy", name):
+            self._system.cp_file(self._at(source), self._at(name))
+            self._system.invalidate_cache()
+            return bool(self._system.size(self._at(name)) == size)
+        return False
 
     def write(self, name: str, data: bytes) -> None:
         """A small file, at once."""
@@ -242,8 +251,12 @@ class Mirror:
             OSError: it did not arrive; what stood before still stands.
         """
         name = self._free_name(info.path.name)
-        for file in info.files:
-            self.remote.put(info.path / file, f"{name}/{file}")
+        shared = self._shared_files(info)
+        for file, entry in info.files.items():
+            if file not in shared or not self.remote.copy(
+                f"{shared[file]}/{file}", f"{name}/{file}", entry.size
+            ):
+                self.remote.put(info.path / file, f"{name}/{file}")
         if info.nodes > 1:
             for node in info.held:
                 own = node_manifest_name(node)
@@ -254,6 +267,16 @@ class Mirror:
             if older.info.path == info.path and older.name != name:
                 self._remove(older.name)
         self._clear()
+
+    def _shared_files(self, info: CheckpointInfo) -> dict[str, str]:
+        """Segments of a long history that are uploaded already, and the newest folder that each lies in."""
+        older = sorted(self._known.items(), key=lambda item: item[1].order)
+        return {
+            file: name
+            for name, known in older
+            for file, entry in known.files.items()
+            if is_segment(file) and info.files.get(file) == entry
+        }
 
     def _clear(self) -> None:
         """Remove what cut-off uploads and removals left. It matters to nobody, so a failure is no failure."""

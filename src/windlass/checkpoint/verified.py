@@ -25,7 +25,7 @@ class VerifiedFiles(Files):
     """The files of one checkpoint, for reading. A file that its manifest does not list is refused."""
 
     def __init__(self, info: CheckpointInfo, files: Files) -> None:
-        self._info, self._files = info, files
+        self._info, self.plain = info, files
         self._seen: dict[str, Fingerprint] = dict(info.seen)
 
     @contextlib.contextmanager
@@ -33,10 +33,10 @@ class VerifiedFiles(Files):
         name = path.relative_to(self._info.path).as_posix()
         if name not in self._info.files:
             raise CheckpointError(f"{path} is not in the checkpoint's manifest{lies_elsewhere(self._info)}")
-        with self._files.reading(path) as file:
+        with self.plain.reading(path) as file:
             opened = fingerprint(file)
             if self._seen.get(name) != opened:
-                self._seen[name] = opened = self._files.check(path, self._info.files[name])
+                self._seen[name] = opened = self.plain.check(path, self._info.files[name])
             yield file
             if fingerprint(file) != opened:
                 raise CheckpointError(

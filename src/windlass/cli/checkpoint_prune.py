@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from windlass.checkpoint.retention import Retention, metric_of, surplus
+from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.survey import notes_of
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
@@ -19,7 +22,7 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
 
     Raises:
         CheckpointError: nothing says what to keep, there are no checkpoints, or nothing is known of which are the best.
-        OSError: one cannot be removed.
+        FolderInUse: a run writes to the folder. OSError: one cannot be removed.
     """
     if keep_last is None and keep_best is None:
         raise CheckpointError("say what to keep: --keep-last N, --keep-best N or both")
@@ -36,10 +39,13 @@ def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry
         raise CheckpointError(f"no checkpoint in {store.root} says how it was evaluated; use --keep-last")
     policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
     going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
-    for info in going:
-        if not dry_run:
-            store.remove(info.path)
-        say(f"{one_line(info.path)}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}")
+    with nullcontext() if dry_run else RunLock(store.root):
+        for info in going:
+            if not dry_run:
+                store.remove(info.path)
+            say(
+                f"{one_line(info.path)}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}"
+            )
     freed = in_words(sum(info.nbytes for info in going))
     say(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")
     return 0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.core.metric_values import plain_metrics
@@ -70,9 +72,32 @@ class TrainerState:
         return cls(**{name: value for name, value in values.items() if name in known})
 
     @classmethod
-    def load_from_json(cls, json_path: str) -> TrainerState:
-        with open(json_path, encoding="utf-8") as file:
-            return cls.from_dict(parse_json(file.read()))
+    def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
+        """Read what `save_to_json` or a checkpoint wrote: its `trainer_state.json`, or the folder that this lies in.
+
+        The older rows of a long `log_history`, which a checkpoint keeps in files of their own, are read too.
+
+        Raises:
+            ValueError: some of these rows are missing.
+        """
+        path = Path(json_path)
+        if path.is_dir():
+            path /= "trainer_state.json"
+        values = parse_json(path.read_bytes())
+        index = path.with_name("log_history.json")
+        if index.exists():
+            values["log_history"] = _whole_history(index, values["log_history"])
+        return cls.from_dict(values)
+
+
+def _whole_history(index: Path, newest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that `log_history.json` of a checkpoint lists, and the newest ones."""
+    listed = parse_json(index.read_bytes())
+    texts = [(index.parent / segment["file"]).read_bytes() for segment in listed["segments"]]
+    rows = [parse_json(line) for text in texts for line in text.splitlines()] + newest
+    if len(rows) != listed["rows"]:
+        raise ValueError(f"{index} lists {listed['rows']} rows, and {len(rows)} are there")
+    return rows
 
 
 @dataclass

@@ -16,6 +16,7 @@ from windlass.assemble.facts import Progress
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import ForeignCheckpoint, checked_state, is_foreign
+from windlass.checkpoint.history import complete_state
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.opening import store_of_checkpoint
@@ -44,7 +45,7 @@ class ResumingMixin(ContinuingMixin):
 
     def _resume_point(self, resume_from_checkpoint: str | bool | None) -> Checkpoint | None:
         """The verified checkpoint to continue from, None for a fresh run."""
-        self._opened = self._disks = self._fingerprint = None
+        self._opened = self._fingerprint = None
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         if not isinstance(resume_from_checkpoint, (bool, str, os.PathLike)):
@@ -149,7 +150,8 @@ class ResumingMixin(ContinuingMixin):
                 "be continued from it. Start a new run from its weights: load them into the model and call train()"
             )
         assert self.optimizer is not None
-        self._adopt_state(_saved_state(checkpoint))
+        self._adopt_state(saved_state(checkpoint))
+        self._run.saver.history.resume(checkpoint, self.state.log_history)
         with _reading(checkpoint, "best"):
             self._find_best(checkpoint)
         self._warn_of_changes(checkpoint)
@@ -271,8 +273,13 @@ def _reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
         ) from error
 
 
-def _saved_state(checkpoint: Checkpoint) -> TrainerState:
-    saved = checked_state(checkpoint.folder / "trainer_state.json", checkpoint.shared("trainer_state"))
+def saved_state(checkpoint: Checkpoint) -> TrainerState:
+    """The state of a run as it was saved, with its whole history.
+
+    Raises:
+        CheckpointError: it is damaged, or of another step.
+    """
+    saved = checked_state(checkpoint.folder / "trainer_state.json", complete_state(checkpoint))
     with _reading(checkpoint, "trainer_state"):
         state = TrainerState.from_dict(saved)
         if state.global_step != checkpoint.step:

@@ -8,10 +8,10 @@ from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.store import is_checkpoint
 from windlass.core.errors import NonFiniteError
-from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.trainer.parts import TrainerParts
+from windlass.trainer.resuming import saved_state
 
 logger = get_job_logger(__name__)
 _PATIENCE = 3
@@ -47,7 +47,8 @@ def roll_back(trainer: TrainerParts, what: str) -> None:
     run = trainer._run
     run.schedule.load_state_dict(checkpoint.shared("schedule"))
     run.executor.load_state_dict(checkpoint.shared("executor"))
-    trainer._adopt_state(TrainerState.from_dict(checkpoint.shared("trainer_state")))
+    trainer._adopt_state(saved_state(checkpoint))
+    run.saver.history.resume(checkpoint, trainer.state.log_history)
     trainer._find_best(checkpoint)
     trainer.callback_handler.load_state_dict(trainer.state.stateful_callbacks, restore_args=False)
     for callback in trainer.callback_handler.callbacks:

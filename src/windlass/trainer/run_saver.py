@@ -11,6 +11,7 @@ import torch
 
 from windlass.checkpoint.background import BackgroundSaver, Counters, Outcome
 from windlass.checkpoint.content import Content
+from windlass.checkpoint.history import HistoryKeeper
 from windlass.checkpoint.host_memory import HostMemory
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.config.plan import SavePlan
@@ -29,6 +30,9 @@ Ended = Callable[[Path | None], None]
 class RunSaver:
     """Writes checkpoints, at most one at a time.
 
+    Attributes:
+        history: what of `log_history` is saved; on the keeper of the folder.
+
     Args:
         may_wait: whether nothing needs a checkpoint to stand as soon as the call that saves it returns. Ranks may
             differ: it is voted on.
@@ -46,6 +50,7 @@ class RunSaver:
         self._plan, self._gang, self._may_wait = plan, gang, may_wait
         self.retry = SaveRetry(plan.max_failures)
         self._background = BackgroundSaver(manager)
+        self.history = HistoryKeeper()
         self._memory = HostMemory(device)
         self._ended: Ended | None = None
         self._said_too_large = False
@@ -77,6 +82,7 @@ class RunSaver:
                 `agreed` or `finish`.
         """
         self._saved_at = time.monotonic()
+        ended = self._noting_history(ended)
         snapshot = None
         if self._plan.background:
             may_wait = self._may_wait() and content.write_model is None
@@ -108,6 +114,14 @@ class RunSaver:
         else:
             self.retry.succeeded()
 
+    def _noting_history(self, ended: Ended) -> Ended:
+        def noted(folder: Path | None) -> None:
+            if folder is not None:
+                self.history.saved(folder)
+            ended(folder)
+
+        return noted
+
     def agreed(self, counters: Counters) -> None:
         """Take note of how far all ranks are with the save under way."""
         self._tell(self._background.agreed(counters))
@@ -115,6 +129,10 @@ class RunSaver:
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
         self._tell(self._background.finish())
+
+    def wait(self) -> None:
+        """Wait until no thread of this rank writes. Not collective."""
+        self._background.wait()
 
     def leave(self) -> None:
         """End with what this rank can do alone: the run ends in an error, and the others may be anywhere."""

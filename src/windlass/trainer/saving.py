@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count
 from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
+from windlass.trainer.holding import FolderHold
 from windlass.trainer.restorable import check_saved_model
 from windlass.trainer.save_retry import LAST_PAUSES
 from windlass.transforms.strategy import own_state
@@ -176,20 +177,24 @@ class SavingMixin(TrainerBase):
         previous_best = state.best_model_checkpoint
         if state.best_global_step == step:
             state.best_model_checkpoint = str(store.path_for(step))
-        content = self._agreed_content(step)
-        as_saved = replace(state, log_history=list(state.log_history))
-        if content is None:
-            self._save_ended(None, as_saved, previous_best)
-            return
-        saver.save(
-            step,
-            content,
-            meta=self._checkpoint_meta(),
-            protected=self._best_checkpoints(store),
-            ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
-        )
-        if not self.is_in_train:
-            self._finish_saving()  # nobody would, and the process may end
+        try:
+            content = self._agreed_content(step)
+            as_saved = replace(state, log_history=list(state.log_history))
+            if content is None:
+                self._save_ended(None, as_saved, previous_best)
+                return
+            saver.save(
+                step,
+                content,
+                meta=self._checkpoint_meta(),
+                protected=self._best_checkpoints(store),
+                ended=lambda folder: self._save_ended(folder, as_saved, previous_best),
+            )
+            if not self.is_in_train:
+                self._finish_saving()  # nobody would, and the process may end
+        finally:
+            if not self.is_in_train:
+                self._release_folder()
 
     def _agreed_content(self, step: int) -> Content | None:
         """All that this rank has for a checkpoint; None where a disk on the way there was full. Collective.
@@ -202,6 +207,9 @@ class SavingMixin(TrainerBase):
         # A part that cannot give its state must not leave other ranks waiting: in the exchange below, nor in a
         # gathering of tensors that it never came to, so what all ranks do together comes first.
         try:
+            if manager.store.keeps:
+                self._folder_hold = self._folder_hold or FolderHold()
+                self._folder_hold.confirm(self.output_folder)
             content = self._content(manager.store.keeps).encoded()
         except BaseException as raised:
             error = raised
@@ -331,6 +339,9 @@ class SavingMixin(TrainerBase):
         own_weights = self._weights_of_first_rank() if gathered is None else {}
         if not keeps:
             return own
+        state = {item.name: getattr(self.state, item.name) for item in fields(self.state)}
+        own = replace(own, history=(history := self._run.saver.history.plan(state)))
+        shared |= history.states
         weights = own_weights if gathered is None else gathered
         adapter = self._trained_adapter()
         if adapter is not None:
@@ -363,11 +374,9 @@ class SavingMixin(TrainerBase):
         return self._fingerprint
 
     def _shared_state(self) -> dict[str, State]:
-        shared: dict[str, State] = {"trainer_state": self.state.to_dict()}
         if self.args.save_only_model:
-            return shared
+            return {}
         return {
-            **shared,
             "best": {"evaluations": self._best_evaluations},
             "schedule": self._run.schedule.state_dict(),
             "executor": self._run.executor.state_dict(),
@@ -411,6 +420,23 @@ class SavingMixin(TrainerBase):
         }
 
     _disks: Disks | None = None
+
+    _folder_hold: FolderHold | None = None
+
+    def _hold_folder(self) -> None:
+        """Keep other runs out of the output folder from here on. Collective.
+
+        Raises:
+            ConfigError: another run writes there, or it cannot be written.
+        """
+        self._disks, self._folder_hold = None, self._folder_hold or FolderHold()
+        self._folder_hold.take(
+            self._gang, self._output_disks(), self.output_folder, str(self.args.output_dir)
+        )
+
+    def _release_folder(self) -> None:
+        if self._folder_hold is not None:
+            self._folder_hold.release(None if self._run is None else self._run.saver)
 
     def _output_disks(self) -> Disks:
         """Which ranks share the disk of the output folder. Looked for once per run; that is collective."""

@@ -281,6 +281,7 @@ class Trainer(TrainerParts):
             self.optimizer, self.lr_scheduler = None, None
         started = Moment()
         self._watch_memory()
+        self._hold_folder()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         try:
             self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
@@ -297,6 +298,7 @@ class Trainer(TrainerParts):
             self._leave_saving()
             raise
         finally:
+            self._release_folder()
             self.is_in_train = False
             self.accelerator.bind_backward(None)
             self.model_wrapped = self.model

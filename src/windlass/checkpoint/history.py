@@ -1,0 +1,291 @@
+"""`log_history` in checkpoints, such that a save costs what is new.
+
+`trainer_state.json` holds the newest rows. Older ones lie in segments, files of `SEGMENT_ROWS` rows each that never
+change: a checkpoint has them as hard links to those of the checkpoint before it, or as copies where the file system
+has no links. `log_history.json` lists them. A history of fewer than two segments lies in `trainer_state.json` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from windlass.checkpoint import codec, strict_json
+from windlass.checkpoint.codec import Encoded
+from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.checkpoint.strict_json import MAX_JSON_BYTES, PreparedJson
+from windlass.core.errors import CheckpointError
+from windlass.core.types import State
+
+STATE, INDEX, ROWS = "trainer_state", "log_history", "log_history"
+SEGMENT_ROWS = 5000
+SEGMENT_BYTES = 1 << 24
+Row = dict[str, Any]
+_PLAIN = (int, float, str, type(None))
+_NEVER_EQUAL = object()
+
+
+class Stored(Protocol):
+    """A checkpoint, as far as its history is concerned."""
+
+    @property
+    def info(self) -> CheckpointInfo: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def shared(self, name: str) -> State: ...
+
+    def read_shared_file(self, name: str) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Segment:
+    """Rows that are written once.
+
+    Attributes:
+        first: number of the first row.
+        rows: the run's own objects.
+        text: one line of JSON for each row; None once a committed checkpoint has it.
+        entry: size and hash of the file.
+        home: the file in the newest committed checkpoint, and how it was left there: its size and the time of its last
+            change.
+    """
+
+    first: int
+    rows: list[Row]
+    text: bytes | None = None
+    entry: FileEntry | None = None
+    home: Path | None = None
+    stamp: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{INDEX}/{self.first:09d}.jsonl"
+
+    def put(self, target: Path, files: Files) -> FileEntry:
+        """Make the file at `target`: by a link, as a copy, or anew if no checkpoint has it any more."""
+        if self.entry is None or not (self._link(target, files) or self._copy(target, files)):
+            text = self.text
+            if text is None:
+                text = _text(_encoded_row(row, self.first + i)[0] or "{}" for i, row in enumerate(self.rows))
+            self.entry = files.write(target, [text])
+        self.stamp = _stamp(target)
+        return self.entry
+
+    def _link(self, target: Path, files: Files) -> bool:
+        if self.home is None:
+            return False
+        with contextlib.suppress(OSError):
+            if _stamp(self.home) == self.stamp:
+                files.link(self.home, target)
+                return True
+        return False
+
+    def _copy(self, target: Path, files: Files) -> bool:
+        if self.home is None:
+            return False
+        with contextlib.suppress(OSError, CheckpointError):
+            data = files.read(self.home, MAX_JSON_BYTES)
+            if files.write(target, [data]) == self.entry:
+                return True
+        target.unlink(missing_ok=True)
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The history as one checkpoint holds it.
+
+    Attributes:
+        states: the shared parts that take the place of `trainer_state`.
+    """
+
+    states: Mapping[str, State | Encoded]
+    segments: Sequence[Segment] = ()
+
+    def new_bytes(self) -> int:
+        """Bytes of the segments that no checkpoint has yet."""
+        return sum(len(segment.text) for segment in self.segments if segment.text is not None)
+
+    def write(self, folder: Path, files: Files) -> dict[str, FileEntry]:
+        """Put the segments into the folder of a checkpoint; returns size and hash by relative name."""
+        if self.segments:
+            files.ensure_folder(folder / INDEX)
+        return {segment.name: segment.put(folder / segment.name, files) for segment in self.segments}
+
+
+class HistoryKeeper:
+    """Remembers what of a run's `log_history` is encoded and what is saved; scripts may change that list as they like.
+
+    Rows that were replaced, inserted or removed are found anywhere, and rows that were changed in place among those
+    that no segment holds.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._copies: list[Any] = []  # of the rows behind the segments, as they were when they were encoded
+        self._lines: list[str] = []
+        self._planned: Sequence[Segment] = ()
+
+    def plan(self, state: Mapping[str, Any]) -> History:
+        """What a checkpoint of this `TrainerState`, given as a mapping, will hold.
+
+        Raises:
+            CheckpointError: a value that cannot be saved; where it is and its type are named.
+        """
+        history = state[ROWS]
+        if not isinstance(history, list) or not self._encode_new(history):
+            self._forget()
+            return History({STATE: codec.encoded(dict(state))})
+        self._cut(history)
+        self._planned = tuple(self._segments)
+        split = codec.encoded({**state, ROWS: []})
+        tree = {**split.tree, ROWS: PreparedJson(f"[{', '.join(self._lines)}]")}
+        states: dict[str, State | Encoded] = {STATE: Encoded(tree, split.tensors)}
+        if self._segments:
+            listed = [{"file": segment.name, "rows": len(segment.rows)} for segment in self._segments]
+            states[INDEX] = {"rows": len(history), "segments": listed}
+        return History(states, self._planned)
+
+    def saved(self, folder: Path) -> None:
+        """What was planned last is committed, in this folder."""
+        for segment in self._planned:
+            segment.home, segment.text = folder / segment.name, None
+
+    def resume(self, checkpoint: Stored, history: list[Row]) -> None:
+        """Go on from a checkpoint, whose whole history this is."""
+        self._forget()
+        for first, name, count in _listed(checkpoint):
+            home = checkpoint.info.path / name
+            segment = Segment(first, history[first : first + count], None, checkpoint.info.files[name], home)
+            with contextlib.suppress(OSError):
+                segment.stamp = _stamp(home)
+            self._segments.append(segment)
+
+    def _forget(self) -> None:
+        self._segments, self._copies, self._lines, self._planned = [], [], [], ()
+
+    @property
+    def _first(self) -> int:
+        """Number of the first row that no segment holds."""
+        return self._segments[-1].first + len(self._segments[-1].rows) if self._segments else 0
+
+    def _encode_new(self, history: list[Row]) -> bool:
+        """Encode what is not, or has changed; return False if a row holds tensors."""
+        self._drop_changed(history)
+        first = self._first
+        rows = history[first:]
+        del self._copies[len(rows) :], self._lines[len(rows) :]
+        known = len(self._copies)
+        changed = (
+            [] if rows[:known] == self._copies else [i for i in range(known) if rows[i] != self._copies[i]]
+        )
+        for index in (*changed, *range(known, len(rows))):
+            line, copy = _encoded_row(rows[index], first + index)
+            if line is None:
+                return False
+            self._lines[index : index + 1], self._copies[index : index + 1] = [line], [copy]
+        return True
+
+    def _drop_changed(self, history: list[Row]) -> None:
+        for index, segment in enumerate(self._segments):
+            # Lists compare their items by identity first, so this looks into a row only if it is another object.
+            if history[segment.first : segment.first + len(segment.rows)] != segment.rows:
+                del self._segments[index:]
+                self._copies, self._lines = [], []
+                return
+
+    def _cut(self, history: list[Row]) -> None:
+        """Make segments of what is older than the newest `SEGMENT_ROWS`."""
+        left = sum(map(len, self._lines))
+        while len(self._lines) >= 2 * SEGMENT_ROWS or left >= 2 * SEGMENT_BYTES:
+            count = size = 0
+            while count < min(SEGMENT_ROWS, len(self._lines)) and size < SEGMENT_BYTES:
+                size += len(self._lines[count])
+                count += 1
+            first, text = self._first, _text(self._lines[:count])
+            self._segments.append(Segment(first, history[first : first + count], text))
+            del self._lines[:count], self._copies[:count]
+            left -= size
+
+
+def is_segment(name: str) -> bool:
+    """Whether a file of a checkpoint holds older rows."""
+    return name.startswith(f"{INDEX}/")
+
+
+def complete_state(checkpoint: Stored) -> State:
+    """The `trainer_state` of a checkpoint with its whole history.
+
+    Raises:
+        CheckpointError: a part of it is missing or damaged.
+    """
+    state = checkpoint.shared(STATE)
+    if not checkpoint.has(INDEX):
+        return state
+    rows = [row for _, name, count in _listed(checkpoint) for row in _read(checkpoint, name, count)]
+    newest, expected = state.get(ROWS), checkpoint.shared(INDEX).get("rows")
+    if not isinstance(newest, list) or len(rows) + len(newest) != expected:
+        raise CheckpointError(
+            f"{checkpoint.info.path / INDEX}.json is malformed: it counts {str(expected)[:100]} rows, and its segments "
+            f"hold {len(rows)} beside those of {STATE}.json"
+        )
+    return {**state, ROWS: rows + newest}
+
+
+def _listed(checkpoint: Stored) -> list[tuple[int, str, int]]:
+    """Number of the first row, file and number of rows of each segment.
+
+    Raises:
+        CheckpointError: the list of them is malformed, or one is missing.
+    """
+    if not checkpoint.has(INDEX):
+        return []
+    listed, first = list[tuple[int, str, int]](), 0
+    segments = checkpoint.shared(INDEX).get("segments")
+    for item in segments if isinstance(segments, list) else [None]:
+        name, count = (item.get("file"), item.get("rows")) if isinstance(item, dict) else (None, None)
+        if name != f"{INDEX}/{first:09d}.jsonl" or type(count) is not int or count < 1:
+            what = f"segment {str(item)[:100]}"
+            raise CheckpointError(f"{checkpoint.info.path / INDEX}.json is malformed: {what}")
+        if name not in checkpoint.info.files:
+            raise CheckpointError(f"{checkpoint.info.path / name} is missing: it is not in the manifest")
+        listed.append((first, name, count))
+        first += count
+    return listed
+
+
+def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
+    path, data = checkpoint.info.path / name, checkpoint.read_shared_file(name)
+    # A line break within a text is written as \n, so each one here ends a row.
+    rows = strict_json.parse(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]", str(path))
+    rows = codec.decode(rows, {}) if b'"$' in data else rows
+    if len(rows) != count:
+        raise CheckpointError(
+            f"{path} is malformed: it holds {len(rows)} rows, and {INDEX}.json says {count}"
+        )
+    return list(rows)
+
+
+def _encoded_row(row: Any, number: int) -> tuple[str | None, Any]:
+    """A row as JSON, None if it holds tensors; and a copy that is unequal to the row as soon as that has changed."""
+    tree, tensors = codec.encode({ROWS: {str(number): row}})
+    if tensors:
+        return None, None
+    plain = isinstance(row, dict) and all(isinstance(value, _PLAIN) for value in row.values())
+    return json.dumps(tree[ROWS][str(number)], allow_nan=False), dict(row) if plain else _NEVER_EQUAL
+
+
+def _text(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line}\n" for line in lines).encode("ascii")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = os.stat(path, follow_symlinks=False)
+    return status.st_size, status.st_mtime_ns

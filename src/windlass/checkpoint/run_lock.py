@@ -1,0 +1,363 @@
+"""The lock of an output folder: one run writes to it at a time.
+
+The lock is a file that names the process that holds it, and it is free as soon as that process is dead. Whoever finds
+it taken decides so, by the first of these that gives an answer:
+
+1. the system's own lock (flock) on the file, which ends with the process;
+2. on the same machine: process id, start of the process and boot;
+3. a counter in the file, which the holder raises every `BEAT` seconds. If it does not change for `PATIENCE` seconds of
+   watching, the holder is dead. Only this decides between machines whose file system has no flock, and no clock of one
+   machine is compared with one of another.
+
+Exactly one of several runs that start at once gets it: a new lock file is created with O_EXCL, and so is the claim to
+succeed a dead holder, whose name has that holder's token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import shlex
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from windlass.core.errors import WindlassError
+from windlass.core.logs import get_logger
+from windlass.core.plain_text import parse_json
+from windlass.core.process_identity import ProcessIdentity
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK_NAME = ".windlass-run.lock"
+BEAT = 2.0  # seconds between two changes of the counter
+PATIENCE = 15.0  # seconds without a change after which a holder that cannot be looked up counts as dead
+GRACE = 5.0  # seconds that a holder may take to end: one that was just killed lives until its memory is freed
+_POLL = 0.1
+_MAX_BYTES = 1 << 16
+_MAX_COMMAND = 300
+_COUNTER = b'{"beat": %10d'
+_logger = get_logger(__name__)
+
+
+class FolderInUse(WindlassError):  # noqa: N818 (what is the case, not what is wrong)
+    """Another run holds the lock.
+
+    Attributes:
+        holder: which one, for people.
+    """
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path.parent} is in use by another run ({holder})")
+        self.holder = holder
+
+
+class RunLock:
+    """The lock of one folder. A process holds it once; `acquire` again confirms that it still does.
+
+    Args:
+        folder: exists, and may be shared with other machines.
+        name: of the lock file.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:
+        self.path = folder / name
+        self._token = secrets.token_hex(8)
+        self._descriptor: int | None = None
+        self._inode = -1
+        self._stop = threading.Event()
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock, as far as it knows."""
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock, or confirm it.
+
+        Raises:
+            FolderInUse: another run holds it. OSError: the folder cannot be written.
+        """
+        if self.held:
+            found = _read(self.path)
+            if found is not None and found.token == self._token:
+                return
+            self._let_go()  # the folder was removed, or another machine took this process for dead
+        self._claim()
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, name="windlass-run-lock", daemon=True).start()
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the lock up. What cannot be removed is free anyway once this process has ended."""
+        if not self.held:
+            return
+        found = None
+        with contextlib.suppress(OSError):
+            found = _read(self.path)
+        self._let_go()
+        if found is not None and found.token == self._token:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _let_go(self) -> None:
+        self._stop.set()
+        _held.discard(self)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def forget(self) -> None:
+        """Close what a forked child inherited: it would keep the system's lock after its parent's death."""
+        self._let_go()
+
+    # --- taking it
+
+    def _claim(self) -> None:
+        path, passed = self.path, list[_Found]()
+        while not (self._create(path) and self._moves_up(path, passed)):
+            dead = None if self.held else _wait_for_end(path)
+            if dead is None:  # released or succeeded meanwhile: begin again
+                self._abandon(path)
+                path, passed = self.path, []
+            else:
+                passed.append(dead)
+                path = self._claim_to(dead)
+
+    def _moves_up(self, path: Path, passed: list[_Found]) -> bool:
+        """Make the file at `path` the lock file; return False if another run has succeeded the dead ones first."""
+        if not self._leads_to(path, passed):
+            return False
+        if passed:
+            try:
+                os.replace(path, self.path)  # no other run changes the chain while its last owner lives
+            except FileNotFoundError:
+                return False  # this process was stopped for so long that another one took it for dead
+            for dead in passed[1:]:
+                dead.path.unlink(missing_ok=True)
+            _logger.info("%s: the run that held it has ended (%s)", self.path.parent, passed[-1].holder)
+        return True
+
+    def _claim_to(self, dead: _Found) -> Path:
+        return self.path.with_name(f"{self.path.name}.{dead.token}")
+
+    def _create(self, path: Path) -> bool:
+        """Make the file with this process's record, unless there is one."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            _lock(descriptor)
+            record = _record(self._token)
+            if os.write(descriptor, record) != len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(descriptor)
+            self._inode = os.fstat(descriptor).st_ino
+        except BaseException:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        if sys.platform == "win32":  # an open file could not be moved there, and has no flock
+            os.close(descriptor)
+            descriptor = -1
+        self._descriptor = descriptor
+        return True
+
+    def _leads_to(self, path: Path, passed: list[_Found]) -> bool:
+        """Whether the claims still lead from the lock file to `path`: another run may have succeeded the same dead one,
+        and moved on, before `path` was created.
+        """
+        place = self.path
+        for dead in passed:
+            found = _read(place)
+            if found is None or found.token != dead.token:
+                return False
+            place = self._claim_to(dead)
+        return place == path
+
+    def _abandon(self, path: Path) -> None:
+        if self.held:
+            self._let_go()
+            path.unlink(missing_ok=True)
+
+    # --- holding it
+
+    def _beat(self) -> None:
+        stop, beats = self._stop, 0
+        while not stop.wait(BEAT):
+            beats += 1
+            with contextlib.suppress(OSError):  # the next one may get through; a save notices a lost lock
+                self._write_counter(beats)
+
+    def _write_counter(self, beats: int) -> None:
+        # Opened each time: closing is what sends the change to the server of a network file system.
+        descriptor = os.open(self.path, os.O_WRONLY)
+        try:
+            if os.fstat(descriptor).st_ino == self._inode:
+                os.write(descriptor, _COUNTER % beats)
+        finally:
+            os.close(descriptor)
+
+
+_held: set[RunLock] = set()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a lock file says.
+
+    Attributes:
+        content: its bytes, which change with the counter.
+        identity: of the process that holds it; None if the record is not whole.
+    """
+
+    path: Path
+    content: bytes
+    token: str
+    holder: str
+    identity: ProcessIdentity | None
+    locked: bool
+
+    def lives(self) -> bool | None:
+        """Whether the holder is alive; None if only the counter can tell."""
+        if self.locked:
+            return True
+        return None if self.identity is None else self.identity.runs()
+
+
+def _read(path: Path) -> _Found | None:
+    """The lock file at `path`; None if there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return None
+    try:
+        locked, content = _is_locked(descriptor), os.read(descriptor, _MAX_BYTES)
+    finally:
+        os.close(descriptor)
+    record: Any = None
+    with contextlib.suppress(ValueError):
+        record = parse_json(content)
+    if not isinstance(record, dict):
+        record = {}
+    identity, token = ProcessIdentity.from_dict(record), record.get("token")
+    if identity is None or not isinstance(token, str) or not token.isalnum():
+        identity, token = None, hashlib.sha256(content).hexdigest()[:16]
+    return _Found(path, content, token, _described(record), identity, locked)
+
+
+def _wait_for_end(path: Path) -> _Found | None:
+    """Watch a lock file until its holder is known to be dead, which is returned; None if the file goes away.
+
+    Raises:
+        FolderInUse: the holder is alive.
+    """
+    first, began = _read(path), time.monotonic()
+    found = first
+    while found is not None and first is not None and found.token == first.token:
+        alive, waited = found.lives(), time.monotonic() - began
+        if alive is False:
+            return found
+        beats = alive is None and found.content != first.content
+        if beats or (alive and waited >= GRACE):
+            raise FolderInUse(path, found.holder)
+        if alive is None and waited >= PATIENCE:
+            return found
+        time.sleep(_POLL)
+        found = _read(path)
+    return None
+
+
+def _record(token: str) -> bytes:
+    """What this process writes: one JSON object that begins with the counter, so that the counter alone can be written
+    over.
+    """
+    said = {
+        **asdict(ProcessIdentity.current()),
+        "user": _user(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": _command(),
+        "token": token,
+    }
+    return _COUNTER % 0 + b", " + json.dumps(said)[1:].encode("ascii") + b"\n"
+
+
+def _described(record: dict[str, Any]) -> str:
+    names = {"host": "host", "pid": "pid", "user": "user", "since": "started", "command": "command"}
+    parts = [f"{name} {str(record[key])[:1000]}" for key, name in names.items() if key in record]
+    return ", ".join(parts) or "unknown: its lock file is not complete"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container may have no name for its user
+        return str(getattr(os, "getuid", lambda: "unknown")())
+
+
+def _command() -> str:
+    text, secret_follows = list[str](), False
+    for word in sys.orig_argv:
+        name, equals, _ = word.partition("=")
+        is_secret = any(
+            mark in name.lower() for mark in ("token", "secret", "password", "api_key", "api-key")
+        )
+        text.append("***" if secret_follows else f"{name}=***" if is_secret and equals else word)
+        secret_follows = is_secret and not equals and word.startswith("-")
+    return shlex.join(text)[:_MAX_COMMAND]
+
+
+def _lock(descriptor: int) -> None:
+    """Take the system's lock if the file system has one; others hold it only for an instant, to look."""
+    if sys.platform != "win32":
+        for _ in range(50):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                return
+            else:
+                return
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether a process has the system's lock. Lookers share theirs, so that they never see each other."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False

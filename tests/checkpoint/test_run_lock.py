@@ -1,0 +1,202 @@
+"""One run at a time writes to an output folder: a live run keeps others out, a dead one never does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.checkpoint import run_lock
+from windlass.checkpoint.run_lock import LOCK_NAME, FolderInUse, RunLock
+from windlass.core.process_identity import ProcessIdentity
+
+HOLDER = Path(__file__).parent / "lock_holder.py"
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "GRACE", 0.3)
+    monkeypatch.setattr(run_lock, "PATIENCE", 0.6)
+    monkeypatch.setattr(run_lock, "_POLL", 0.01)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Any]:
+    """Starts a process that holds the lock of the folder, in a process group of its own."""
+    started = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(HOLDER), str(tmp_path), *words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(FolderInUse) as caught:
+        RunLock(folder).acquire()
+    return caught.value.holder
+
+
+def test_a_live_run_blocks_and_a_killed_one_does_not(tmp_path: Path, holder: Any) -> None:
+    process = holder("--hub_token", "hf_123", "--name=x")
+    said = refused(tmp_path)
+    assert re.search(
+        rf"host {os.uname().nodename}, pid {process.pid}, user \S+, started 20\S+ \S+ \S+, command ", said
+    )
+    assert said.endswith("--hub_token '***' --name=x")
+    assert "hf_123" not in said
+    os.kill(process.pid, signal.SIGSTOP)
+    refused(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)  # nobody waits for it: it stays a zombie
+    with RunLock(tmp_path):
+        refused(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_run_forked_does_not_block(tmp_path: Path, holder: Any) -> None:
+    process = holder("fork")
+    os.kill(process.pid, signal.SIGKILL)
+    RunLock(tmp_path).acquire()
+
+
+def test_without_a_lock_of_the_system_the_process_is_looked_up(
+    tmp_path: Path, holder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_is_locked", lambda descriptor: False)
+    process = holder()
+    refused(tmp_path)
+    os.kill(process.pid, signal.SIGSTOP)
+    refused(tmp_path)
+    record = json.loads((tmp_path / LOCK_NAME).read_text())
+    write_record(tmp_path, {**record, "started": record["started"] - 1})  # an earlier process of the same pid
+    RunLock(tmp_path).acquire()
+
+
+def write_record(folder: Path, record: dict[str, Any], beat: int = 0) -> None:
+    path = folder / LOCK_NAME
+    path.unlink(missing_ok=True)
+    path.write_text(json.dumps({"beat": beat, **record}))
+
+
+ELSEWHERE = {
+    "host": "far", "boot": "another", "namespace": "pid:[1]", "pid": 1, "started": 5, "token": "abc",
+}  # fmt: skip
+
+
+def test_a_run_of_another_machine_is_judged_by_its_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "PATIENCE", 30.0)
+    write_record(tmp_path, ELSEWHERE)
+    beats, stop = iter(range(1, 10**9)), threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.02):
+            (tmp_path / "new").write_text(json.dumps({"beat": next(beats), **ELSEWHERE}))
+            os.replace(tmp_path / "new", tmp_path / LOCK_NAME)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert "host far" in refused(tmp_path)
+    finally:
+        stop.set()
+        thread.join()
+    monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
+    RunLock(tmp_path).acquire()
+
+
+def test_the_counter_of_a_holder_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "BEAT", 0.01)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    before = json.loads((tmp_path / LOCK_NAME).read_text())
+    while (now := json.loads((tmp_path / LOCK_NAME).read_text()))["beat"] < before["beat"] + 3:
+        pass
+    assert {**now, "beat": 0} == {**before, "beat": 0}
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"beat":', b"[]", b'{"token": "../x", "pid": 1}', b"\xff" * 100]
+)
+def test_a_lock_file_that_says_nothing_is_watched(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    RunLock(tmp_path).acquire()
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+
+
+@pytest.mark.parametrize("system_locks", [True, False])
+def test_one_of_many_that_start_at_once_gets_it(
+    system_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over nothing, a dead run, and a dead run with a dead successor that had not moved up yet."""
+    if not system_locks:
+        monkeypatch.setattr(run_lock, "_is_locked", lambda descriptor: False)
+        monkeypatch.setattr(run_lock, "_lock", lambda descriptor: None)
+    monkeypatch.setattr(run_lock, "GRACE", 0.0)
+    monkeypatch.setattr(run_lock, "PATIENCE", 60.0)  # a record that is being written is not a dead run's
+    dead = {**asdict(ProcessIdentity.current()), "started": 1}
+    for number in range(30):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        if number % 3 > 0:
+            write_record(folder, {**dead, "token": "abc"})
+        if number % 3 > 1:
+            (folder / f"{LOCK_NAME}.abc").write_text(json.dumps({**dead, "token": "def"}))
+        locks, begin, got = [RunLock(folder) for _ in range(6)], threading.Barrier(6), []
+
+        def claim(lock: RunLock, begin: threading.Barrier = begin, got: list[RunLock] = got) -> None:
+            begin.wait()
+            try:
+                lock.acquire()
+                got.append(lock)
+            except FolderInUse:
+                pass
+
+        threads = [threading.Thread(target=claim, args=(lock,)) for lock in locks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 1
+        assert os.listdir(folder) == [LOCK_NAME]
+        got[0].release()
+        assert os.listdir(folder) == []
+
+
+def test_a_run_that_lost_its_lock_finds_out(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = RunLock(folder)
+    lock.acquire()
+    (folder / LOCK_NAME).unlink()
+    lock.acquire()  # nobody took it: it is taken again
+    (folder / LOCK_NAME).unlink()
+    other = RunLock(folder)
+    other.acquire()
+    with pytest.raises(FolderInUse):
+        lock.acquire()
+    lock.release()
+    assert (folder / LOCK_NAME).exists()  # the other's
+    other.release()
