@@ -201,7 +201,11 @@ class BackgroundSaver:
 
     def wait(self) -> None:
         """Wait until this rank's thread has ended, however the save goes on."""
-        self._join()
+        flight = self._flight
+        if flight is not None:
+            flight.writing.wait()
+            if flight.agreed:
+                flight.wait_for_commit()
 
     def leave(self) -> None:
         """End the save under way with what this rank can do alone, for a run that ends in an error: the keeper commits
