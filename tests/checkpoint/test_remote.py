@@ -9,6 +9,7 @@ import fsspec
 import pytest
 from tests.checkpoint.faults import state_of
 
+from windlass.checkpoint import history
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.mirrored import MirroredStore
@@ -188,3 +189,20 @@ def test_what_other_machines_left_is_no_fresh_start(tmp_path: Path, url: str) ->
     assert not store.is_fresh()
     with pytest.raises(CheckpointError, match="written by machines with disks of their own"):
         store.resume_point(True)
+
+
+def test_segments_of_a_long_history_are_uploaded_once(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "SEGMENT_ROWS", 5)
+    keeper, rows = history.HistoryKeeper(), [{"step": number} for number in range(12)]
+    manager = CheckpointManager(store_at(tmp_path / "a", url), Retention(limit=1))
+    for step in (1, 2, 3):
+        planned = keeper.plan({"global_step": step, "log_history": rows})
+        folder = manager.save(step, Content(shared=planned.states, history=planned), meta={})
+        assert folder is not None
+        keeper.saved(folder)
+        rows += [{"step": number} for number in range(12 + step, 13 + step)]
+    uploads = [done for done in Faulty.operations if done.startswith("upload") and ".jsonl" in done]
+    assert [name.rpartition("/")[2] for name in uploads if "log_history" in name] == ["000000000.jsonl"]
+    assert history.complete_state(newest(tmp_path / "b", url))["log_history"] == rows[:14]

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.accelerator import restoring
 from windlass.accelerator.base import Core
 from windlass.accelerator.own_files import save_tensors, save_values
+from windlass.accelerator.save_lock import only_saver
 from windlass.checkpoint import codec
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
@@ -75,7 +76,8 @@ class Saving(Core):
 
         Raises:
             ConfigError: no folder is known, or an option that cannot be honoured. CheckpointError: the folder of this
-                number exists, or a state holds what cannot be saved. OSError: the disk refused.
+                number exists, or a state holds what cannot be saved. FolderInUse: another loop is saving there now.
+                OSError: the disk refused.
         """
         self._check_options(safe_serialization, save_model_func_kwargs)
         if self._gang.rank == 0 and not self.gradient_state.sync_gradients:
@@ -86,15 +88,16 @@ class Saving(Core):
             )
         manager, step = self._manager(output_dir), self._settings.project.iteration
         target = manager.store.path_for(step)
-        exists = manager.store.agree(step, target.exists)
-        if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(exists):
-            raise CheckpointError(
-                f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) says "
-                "another number"
-            )
-        self._write_state(manager.store, step)
-        if self._settings.project.automatic_checkpoint_naming:
-            manager.retain([target])
+        with only_saver(manager.store, step):
+            exists = manager.store.agree(step, target.exists)
+            if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(exists):
+                raise CheckpointError(
+                    f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) "
+                    "says another number"
+                )
+            self._write_state(manager.store, step)
+            if self._settings.project.automatic_checkpoint_naming:
+                manager.retain([target])
         self._settings.project.iteration += 1
         return str(target)
 

@@ -41,7 +41,7 @@ class MetricsLogCallback(RowCallback):
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(output_dir).expanduser() / FILE_NAME
+        self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
         self._folder: OutputFolder | None = None
         self._waiting: list[Row] = []  # that could not be written yet
         self._tail_checked = False

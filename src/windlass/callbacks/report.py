@@ -38,7 +38,7 @@ class ReportCallback(TrainerCallback):
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], facts: Facts | None = None) -> None:
-        self.folder = Path(output_dir).expanduser()
+        self.folder = Path(output_dir).expanduser().absolute()
         self._facts = facts
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

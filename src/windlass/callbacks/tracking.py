@@ -86,7 +86,7 @@ class TrackingCallback(RowCallback):
         facts = RunFacts(
             project=args.project,
             name=state.trial_name or args.run_name,
-            folder=local_folder(args.output_dir),
+            folder=local_folder(args.output_path),
             step=state.global_step,
             run_id=self._run_ids.get(name),
             options={option: getattr(args, option) for option in _OPTIONS},

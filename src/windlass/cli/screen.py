@@ -128,7 +128,7 @@ def _speed(outcome: Outcome) -> str:
 
 def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
     args, state = outcome.trainer.args, outcome.trainer.state
-    folder = local_folder(args.output_dir)
+    folder = local_folder(args.output_path)
     checkpoint = folder / f"checkpoint-{state.global_step}"
     if args.load_best_model_at_end and state.best_model_checkpoint:
         yield (

@@ -32,7 +32,7 @@ def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
 def run_folder(args: TrainingArguments) -> Path:
     """Where the run keeps everything. A recipe always has one: it is named after its file."""
     assert args.output_dir is not None
-    return local_folder(args.output_dir)
+    return local_folder(args.output_path)
 
 
 def training_problems(values: Mapping[str, Any], draft: Draft) -> list[Problem]:

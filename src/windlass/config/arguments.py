@@ -24,6 +24,7 @@ from windlass.config.sections import (
 from windlass.config.setters import Setters
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError
+from windlass.core.locations import working_folder
 
 
 @dataclass(repr=False)
@@ -77,6 +78,8 @@ class TrainingArguments(
         if name in OLD_NAMES and name not in self.__dataclass_fields__:
             self._assign_old(name, value)
             return
+        if name == "output_dir":
+            self.__dict__["_base"] = working_folder()
         derived = self.__dict__.get("_derived")
         if derived is not None:
             # After construction: what is assigned is no longer derived, and twins stay equal.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.config.enums import ParallelMode
 from windlass.config.parallel.environment import from_environment
 from windlass.config.turns import main_process_first
+from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels
 from windlass.core.redact import is_secret_name, redact_text
 from windlass.core.world import World, world_from_environment
@@ -39,10 +40,27 @@ class WorldHelpers:
         log_on_each_node: bool
         save_on_each_node: bool
         warmup_steps: float
+        output_dir: str | None
 
     @property
     def _world(self) -> World:
         return world_from_environment()
+
+    @property
+    def output_path(self) -> str:
+        """`output_dir` as an absolute path, or the URL: a relative one starts at the directory in which it was set."""
+        return anchored(str(self.output_dir), self.__dict__.get("_base", ""))
+
+    def resolve_path(self, path: str) -> str:
+        """A path that a script gives to a run, as an absolute path or URL.
+
+        A relative one that begins as `output_dir` does is meant in that folder, wherever the script works by now.
+        Another one starts at the working directory, or where `output_dir` was set if it only exists there.
+        """
+        base, here = self.__dict__.get("_base", ""), anchored(path, working_folder())
+        there = anchored(path, base)
+        in_output = lies_in(path, str(self.output_dir)) and not is_url(path)
+        return there if in_output or (not os.path.exists(here) and os.path.exists(there)) else here
 
     @property
     def train_batch_size(self) -> int:

@@ -37,6 +37,25 @@ def parent_of(url: str) -> tuple[str, str]:
     return parent, name
 
 
+def working_folder() -> str:
+    """The working directory; "" if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def anchored(path: str, base: str) -> str:
+    """A path that does not depend on the working directory: a relative one is taken to start at `base`."""
+    return path if is_url(path) else os.path.join(base, os.path.expanduser(path))
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Whether a path is written as a relative folder's or as that of something in it."""
+    parts, of_folder = Path(path).parts, Path(folder).parts
+    return not Path(path).is_absolute() and parts[: len(of_folder)] == of_folder
+
+
 def local_folder(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Path:
     """The folder of this machine in which a run works: the path itself, or the staging folder of a URL.
 

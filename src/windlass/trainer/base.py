@@ -107,7 +107,7 @@ class TrainerBase:
     @property
     def output_folder(self) -> Path:
         """Where this run's files go on this machine: a staging folder where `output_dir` is a URL."""
-        return local_folder(str(self.args.output_dir))
+        return local_folder(self.args.output_path)
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""

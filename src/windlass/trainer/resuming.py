@@ -57,6 +57,7 @@ class ResumingMixin(ContinuingMixin):
         which: Literal[True] | str = True
         if not isinstance(resume_from_checkpoint, bool):
             which = os.fspath(resume_from_checkpoint)
+            which = which if which == "auto" else self.args.resolve_path(which)
         if which == "auto":
             which = True
             if self._is_fresh():
@@ -229,7 +230,9 @@ class ResumingMixin(ContinuingMixin):
             return
         self._best_saved = self.state.best_metric, self.state.best_global_step
         name = Path(noted).name
-        places = [Path(noted), self.output_folder / name, checkpoint.folder.parent / name]
+        places = [self.output_folder / name, checkpoint.folder.parent / name]
+        # One that is noted as a relative path is not of this working directory.
+        places.insert(0 if Path(noted).is_absolute() else 2, Path(noted))
         store = self._checkpoint_manager().store
         found = next((place for place in places if store.stands(place) or is_foreign(place)), None)
         if found is not None:

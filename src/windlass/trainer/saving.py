@@ -68,7 +68,9 @@ class SavingMixin(TrainerBase):
         writes = self.is_world_process_zero()
         if self.args.save_on_each_node:
             writes = self._gang.rank == self._output_disks().keeper
-        state, place = self._gathered_weights(), str(output_dir or self.args.output_dir)
+        state, place = self._gathered_weights(), self.args.output_path
+        if output_dir:
+            place = self.args.resolve_path(str(output_dir))
         try:
             if writes:
                 self._save_gathered(str(local_folder(place)), state)
@@ -82,7 +84,7 @@ class SavingMixin(TrainerBase):
         if not self.is_world_process_zero():
             return
         try:
-            upload_files(str(self.args.output_dir))
+            upload_files(self.args.output_path)
         except OSError as error:
             logger.error("%s. The run's files are in %s", error.strerror or error, self.output_folder)
 
@@ -446,7 +448,7 @@ class SavingMixin(TrainerBase):
 
     def _checkpoint_manager(self) -> CheckpointManager:
         """Every rank calls it."""
-        store = open_store(str(self.args.output_dir), self._gang, self._output_disks())
+        store = open_store(self.args.output_path, self._gang, self._output_disks())
         store.stay_on_disk()
         return CheckpointManager(store, retention_of(self.args))
 

@@ -312,7 +312,7 @@ class Trainer(TrainerParts):
 
     def _prepare_run(self, checkpoint: Any) -> RunPlan:
         """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
-        agree_on_output(self._gang, str(self.args.output_dir), resuming=checkpoint is not None)
+        agree_on_output(self._gang, self.args.output_path, resuming=checkpoint is not None)
         self.state, self.control = self._new_state(), TrainerControl()
         self._loss_probed = False
         self._newest_checkpoint, self._rollbacks = None, 0
