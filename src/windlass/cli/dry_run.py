@@ -67,7 +67,7 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
     """
     say("Dry run: building everything ...")
     if world_from_environment().is_main:
-        _try_output_folder(run_folder(args))
+        _try_output_folder(run_folder(args), str(args.output_dir))
         if is_url(str(args.output_dir)):
             check_remote(str(args.output_dir))
     parts = build_parts(recipe, args)
@@ -76,10 +76,10 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
     say(_render(args, findings))
 
 
-def _try_output_folder(folder: Path) -> None:
+def _try_output_folder(folder: Path, shown: str) -> None:
     """Whether the full run could write there; nothing stays behind."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    check_writable(str(folder))
+    check_writable(str(folder), shown)
     for path in made:
         path.rmdir()
 

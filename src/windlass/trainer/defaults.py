@@ -100,8 +100,11 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
         logger.info("the model's configuration takes the tokenizer's special tokens: %s", changed)
 
 
-def check_writable(output_dir: str) -> None:
+def check_writable(output_dir: str, shown: str | None = None) -> None:
     """Make the output folder if need be, and write a page to it and away again.
+
+    Args:
+        shown: as the user wrote it.
 
     Raises:
         ConfigError: it can't be written.
@@ -118,7 +121,7 @@ def check_writable(output_dir: str) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(probe)
     except OSError as error:
-        raise unwritable(output_dir, error) from error
+        raise unwritable(shown or output_dir, error) from error
 
 
 def unwritable(output_dir: str, error: OSError) -> ConfigError:
