@@ -52,7 +52,7 @@ def interrupts() -> Iterator[Callable[[float], None]]:
 def assert_all_whole(root: Path) -> None:
     """Whatever is a checkpoint by its name verifies."""
     for path in root.iterdir() if root.exists() else ():
-        if not path.name.startswith("tmp-"):
+        if not path.name.startswith(("tmp-", ".windlass-")):
             Store(root, name="state" if "state" in path.name else "checkpoint-{step}").verify(path)
 
 

@@ -200,3 +200,15 @@ def test_a_run_that_lost_its_lock_finds_out(tmp_path: Path) -> None:
     lock.release()
     assert (folder / LOCK_NAME).exists()  # the other's
     other.release()
+
+
+def test_what_an_interrupt_left_of_this_process_does_not_block_it(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.forget()  # as an interrupt does that comes before the file is removed
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+    with RunLock(tmp_path):
+        refused(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert os.listdir(tmp_path) == []

@@ -71,15 +71,15 @@ class RunLock:
 
     def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:
         self.path = folder / name
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
         self._descriptor: int | None = None
         self._inode = -1
         self._stop = threading.Event()
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock, as far as it knows."""
-        return self._descriptor is not None
+        """Whether this object holds the lock, or is taking it, as far as it knows."""
+        return self in _held
 
     def acquire(self) -> None:
         """Take the lock, or confirm it.
@@ -89,13 +89,16 @@ class RunLock:
         """
         if self.held:
             found = _read(self.path)
-            if found is not None and found.token == self._token:
+            if found is not None and found.token == self.token:
                 return
             self._let_go()  # the folder was removed, or another machine took this process for dead
-        self._claim()
+        try:
+            self._claim()
+        except BaseException:
+            self._let_go()
+            raise
         self._stop = threading.Event()
         threading.Thread(target=self._beat, name="windlass-run-lock", daemon=True).start()
-        _held.add(self)
 
     def release(self) -> None:
         """Give the lock up. What cannot be removed is free anyway once this process has ended."""
@@ -105,13 +108,14 @@ class RunLock:
         with contextlib.suppress(OSError):
             found = _read(self.path)
         self._let_go()
-        if found is not None and found.token == self._token:
+        if found is not None and found.token == self.token:
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
     def _let_go(self) -> None:
-        self._stop.set()
+        # First of all: an interrupt after this leaves a file behind, of which this process knows that it is free.
         _held.discard(self)
+        self._stop.set()
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):
@@ -160,13 +164,15 @@ class RunLock:
 
     def _create(self, path: Path) -> bool:
         """Make the file with this process's record, unless there is one."""
+        _held.add(self)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
+            _held.discard(self)
             return False
         try:
             _lock(descriptor)
-            record = _record(self._token)
+            record = _record(self.token)
             if os.write(descriptor, record) != len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(descriptor)
@@ -217,6 +223,7 @@ class RunLock:
             os.close(descriptor)
 
 
+# Of this process: its own locks are judged by this, not by what the system says.
 _held: set[RunLock] = set()
 
 
@@ -250,6 +257,8 @@ class _Found:
 
     def lives(self) -> bool | None:
         """Whether the holder is alive; None if only the counter can tell."""
+        if self.identity is not None and self.identity.boot and self.identity == ProcessIdentity.current():
+            return any(lock.token == self.token for lock in list(_held))
         if self.locked:
             return True
         return None if self.identity is None else self.identity.runs()

@@ -41,6 +41,9 @@ class FolderHold:
                 )
             except OSError as error:
                 fix = unwritable(shown, error).problems[0].fix
+            except BaseException:
+                self.release(None)
+                raise
         fixes = [told for told in gang.gather_objects(fix) if told is not None]
         if fixes:
             self.release(None)
