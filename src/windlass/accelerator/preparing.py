@@ -31,6 +31,7 @@ from windlass.precision.check import check_precision
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
+from windlass.transforms.offload import has_offloaded_params
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
 
@@ -134,7 +135,8 @@ class Preparing(Properties, Stepping, Core):
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
         sharding = plan.strategy == "fsdp" and not evaluation_mode
-        if place and not sharding and not self.verify_device_map(model):
+        offloaded = any(map(has_offloaded_params, model.modules()))
+        if place and not sharding and not offloaded and not self.verify_device_map(model):
             model.to(self.device)
         if self._precision.compute != "fp32":
             mix_precision(model, functools.partial(self.autocast))
