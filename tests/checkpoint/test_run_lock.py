@@ -212,3 +212,18 @@ def test_what_an_interrupt_left_of_this_process_does_not_block_it(tmp_path: Path
     lock.acquire()
     lock.release()
     assert os.listdir(tmp_path) == []
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def test_a_lock_that_is_about_to_be_given_up_is_waited_for(tmp_path: Path) -> None:
+    lock, written = RunLock(tmp_path), threading.Event()
+    lock.acquire()
+    lock.release_after(lambda: assert_set(written))
+    threading.Timer(
+        run_lock.GRACE + 0.3, written.set
+    ).start()  # longer than a run that does not end is waited for
+    with RunLock(tmp_path):
+        assert written.is_set()

@@ -26,6 +26,7 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,6 +76,7 @@ class RunLock:
         self._descriptor: int | None = None
         self._inode = -1
         self._stop = threading.Event()
+        self.ending = False
 
     @property
     def held(self) -> bool:
@@ -111,6 +113,16 @@ class RunLock:
         if found is not None and found.token == self.token:
             with contextlib.suppress(OSError):
                 self.path.unlink()
+
+    def release_after(self, wait: Callable[[], None]) -> None:
+        """Give the lock up in another thread, once `wait` returns; who wants it in this process waits as long."""
+        self.ending = True
+
+        def release() -> None:
+            wait()
+            self.release()
+
+        threading.Thread(target=release, name="windlass-run-lock-release", daemon=True).start()
 
     def _let_go(self) -> None:
         # First of all: an interrupt after this leaves a file behind, of which this process knows that it is free.
@@ -258,10 +270,14 @@ class _Found:
     def lives(self) -> bool | None:
         """Whether the holder is alive; None if only the counter can tell."""
         if self.identity is not None and self.identity.boot and self.identity == ProcessIdentity.current():
-            return any(lock.token == self.token for lock in list(_held))
+            return self.own() is not None
         if self.locked:
             return True
         return None if self.identity is None else self.identity.runs()
+
+    def own(self) -> RunLock | None:
+        """The lock of this process that the file stands for; None if it is none of those."""
+        return next((lock for lock in list(_held) if lock.token == self.token), None)
 
 
 def _read(path: Path) -> _Found | None:
@@ -298,7 +314,8 @@ def _wait_for_end(path: Path) -> _Found | None:
         if alive is False:
             return found
         beats = alive is None and found.content != first.content
-        if beats or (alive and waited >= GRACE):
+        own = found.own()
+        if beats or (alive and waited >= GRACE and not (own and own.ending)):
             raise FolderInUse(path, found.holder)
         if alive is None and waited >= PATIENCE:
             return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from windlass.checkpoint.nodes import Disks
@@ -68,12 +67,7 @@ class FolderHold:
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        if saver is None or not saver.busy:
+        if saver is not None and saver.busy:
+            lock.release_after(saver.wait)
+        else:
             lock.release()
-            return
-
-        def release_later() -> None:
-            saver.wait()
-            lock.release()
-
-        threading.Thread(target=release_later, name="windlass-run-lock-release", daemon=True).start()
