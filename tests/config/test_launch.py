@@ -61,13 +61,13 @@ def test_flags_become_the_plan(script: str) -> None:
         "--main_process_port", "29400", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=30,id=job",
         "--max_restarts", "3", "--monitor_interval", "0.5", "--log_dir", "logs", "--tee", "3",
         "--num_cpu_threads_per_process", "2", "--engine", "slurm",
-        "--engine_options", "partition=long", "--stall_timeout", "60", "--role", "worker",
+        "--engine_options", "partition=long", "--stall_timeout", "60", "--machine_timeout", "20", "--role", "worker",
         "--preemption-grace", "30", "--requeue", "--max_requeues", "5",
         "--cpu", "--enable_cpu_affinity", "--environment", "A=1,2", script, "--lr", "1e-3",
     )  # fmt: skip
     assert plan.environment.keys() == {"A", "WINDLASS_PARALLEL"}
     assert plan.environment["A"] == "1,2"
-    assert len(plan.settings) == 20
+    assert len(plan.settings) == 21
     shown = {
         name: getattr(plan, name) for name in LaunchPlan.__slots__ if name not in ("environment", "settings")
     }
@@ -77,7 +77,7 @@ def test_flags_become_the_plan(script: str) -> None:
         "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
-        "grace": 30, "requeue": True, "max_requeues": 5, "token_file": None,
+        "machine_timeout": 20.0, "grace": 30, "requeue": True, "max_requeues": 5, "token_file": None,
     }  # fmt: skip
 
 

@@ -50,15 +50,16 @@ def end_all(job: subprocess.Popen[str]) -> None:
     """Kill a job that still runs, and everything that it started."""
     if job.poll() is not None:
         return
-    for pid in [job.pid, *_started_by(job.pid)]:
+    for pid in [job.pid, *started_by(job.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     job.communicate()
 
 
-def _started_by(pid: int) -> Iterator[int]:
+def started_by(pid: int) -> Iterator[int]:
+    """The processes that `pid` started, and theirs, the youngest generation first."""
     for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
         with contextlib.suppress(OSError):
             for child in children.read_text().split():
-                yield from _started_by(int(child))
+                yield from started_by(int(child))
                 yield int(child)

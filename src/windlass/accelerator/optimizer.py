@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
-from windlass.dist.beacon import beacon
+from windlass.dist.beacon import AFTER, beacon
 
 
 class Stepper(Protocol):
@@ -136,6 +136,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = not applied
         self.updates += applied
         beacon().step(self.updates)
+        beacon().call(f"{AFTER}update")
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -18,7 +18,7 @@ from windlass.config.plugins import AutocastKwargs
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import LossTerms
-from windlass.dist.beacon import beacon
+from windlass.dist.beacon import AFTER, beacon
 from windlass.precision.autocast import COMPUTE_DTYPES
 from windlass.transforms.ddp import Replicated
 from windlass.transforms.strategy import Strategy
@@ -160,6 +160,7 @@ class Stepping(Core):
         else:
             self._terms.plain(self.sync_gradients)
             self._scaled(self._share_of(loss)).backward(**kwargs)
+        beacon().call(f"{AFTER}backward")
 
     def _share_of(self, loss: Tensor) -> Tensor:
         """This micro-batch's part of the update's loss, times the number of processes, whose mean is taken."""

@@ -6,6 +6,8 @@ import _thread
 import threading
 from collections.abc import Callable
 
+from windlass.dist.beacon import waiting
+
 _POLL = 0.2  # seconds after which a waiter looks again, if the wake-up was lost to an interrupt
 
 
@@ -54,9 +56,12 @@ class BackgroundCall:
     def wait(self) -> None:
         """Return once the work has ended; an error of it is in `error`."""
         self.start()  # does nothing, unless an interrupt prevented it
-        while not self._ended:
-            if self._running.acquire(timeout=_POLL):
-                self._running.release()
+        if self._ended:
+            return
+        with waiting(f"wait for {self._name}"):
+            while not self._ended:
+                if self._running.acquire(timeout=_POLL):
+                    self._running.release()
 
     def _run(self, token: object) -> None:
         # `start` may have been interrupted after it had launched a thread, and launch a second one.

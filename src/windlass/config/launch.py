@@ -109,6 +109,7 @@ def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> 
         environment=settings.value(rows.ENVIRONMENT),
         settings=settings,
         stall_timeout=settings.value(rows.STALL_TIMEOUT),
+        machine_timeout=settings.value(rows.MACHINE_TIMEOUT),
         grace=settings.value(rows.PREEMPTION_GRACE),
         requeue=settings.value(rows.REQUEUE),
         max_requeues=settings.value(rows.MAX_REQUEUES),

@@ -35,7 +35,10 @@ _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
                 rows.TOKEN_FILE,
             ),
         ),
-        ("it does not watch the marks of its processes", (rows.STALL_TIMEOUT, rows.MONITOR_INTERVAL)),
+        (
+            "it does not watch the marks of its processes",
+            (rows.STALL_TIMEOUT, rows.MACHINE_TIMEOUT, rows.MONITOR_INTERVAL),
+        ),
         ("it keeps the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
         ("it gives each process its device", (rows.DEVICES,)),
         ("it tells its processes itself when they are to leave", (rows.PREEMPTION_GRACE, rows.REQUEUE)),

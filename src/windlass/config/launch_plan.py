@@ -24,6 +24,7 @@ class LaunchPlan:
         environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
         settings: everything that was said, with its origin.
         stall_timeout: seconds without progress after which the job is ended and reported.
+        machine_timeout: seconds without a sign of another machine's launcher after which that machine is lost.
         grace: seconds that processes have to save and end when they are told to leave.
         requeue: a job that left, because a scheduler asked it to, is started again.
         max_requeues: how often, at most; None without a limit.
@@ -55,6 +56,7 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     stall_timeout: float | None = None
+    machine_timeout: float = 30.0
     grace: int = 120
     requeue: bool = False
     max_requeues: int | None = None

@@ -15,7 +15,7 @@ from windlass.core.types import State
 from windlass.data.bookmark import Bookmark
 from windlass.data.nested import move
 from windlass.data.portion import Portion, Reader
-from windlass.dist.beacon import beacon
+from windlass.dist.beacon import AFTER, beacon
 
 logger = get_logger(__name__)
 
@@ -159,7 +159,7 @@ class PreparedLoader(DataLoader[Any]):
         try:
             for portion in self._reader.portions(epoch, start, place.bookmark):
                 self._take(portion, epoch)
-                beacon().call("the loop's own work on a batch")
+                beacon().call(f"{AFTER}read data")
                 yield portion.batch if self.device is None else self._moved(portion.batch)
                 beacon().call("read data")
             if place.epoch == epoch:  # there was no batch

@@ -3,7 +3,7 @@
 Each rank owns one small file, mapped into memory. A mark is a write into that memory: no system call, no lock, well
 under a microsecond. The launcher reads the files when a job fails, and watches them to notice one that stands still. It
 makes them and holds them open, so that they can be read when their folder has been removed. Without a launcher that
-asks for it there is no file, and marks go nowhere.
+asks for it there is no file, and the marks are for this process alone, whose watchdog looks at them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import os
 import signal
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # The folder of the marks. The launcher makes it anew for each attempt and names it to its processes.
 FOLDER_VARIABLE = "WINDLASS_BEACON"
@@ -29,6 +30,8 @@ STACKS_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 
 # How the mark begins of a process that came out of an exchange and is in code of its own.
 AFTER = "after "
+# The call of a process whose script has left no marks yet.
+START = "start"
 # The call of a process that saved and left because it was asked to, of one whose script ended well, and of one whose
 # script ended well in a process that joined no process group.
 LEFT = "left"
@@ -36,9 +39,15 @@ END = "end"
 END_ALONE = "end, without having joined a process group"
 # The call of a process that waits for all ranks of the job to join the process group.
 MEETING = "join the process group"
+# How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported.
+EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
+WAITS = (*EXCHANGES, "forward and backward", "backward", "norm and update", "update", "read data", "save", "wait for")
 # A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1
+# Behind it, written by the watchdog: how often it has looked, and the collectives that were issued (-1: not known).
+_LIFE = struct.Struct("<qq")
+_SIZE = _MARK.size + _LIFE.size
 # Marks up to here come from the start of the process, before the script says anything.
 _OPENING_MARKS = 1
 
@@ -51,11 +60,40 @@ class Mark:
         count: marks written so far; it stands still when the process does.
         step: updates that were done; None before the script said anything of steps.
         call: what it was about to do: "backward", "save", "gather objects", ...
+        looks: how often the watchdog of the process has looked; it stands still when the process is stopped, or when
+            native code keeps all others of its threads from running.
+        collectives: issued on the process group of all ranks; -1 where not known.
     """
 
     count: int
     step: int | None
     call: str
+    looks: int = 0
+    collectives: int = -1
+
+    @property
+    def place(self) -> str:
+        """The step and the call, for messages."""
+        within = not self.call.startswith(AFTER)
+        where = f"in '{self.call}'" if within else f"in its own code, after '{self.call.removeprefix(AFTER)}'"
+        return f"[before the first step, {where}]" if self.step is None else f"[step {self.step}, {where}]"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was in an exchange, where a rank makes no progress because another one does not come."""
+        return self.call.startswith(EXCHANGES)
+
+    @property
+    def lag(self) -> tuple[int, bool, int]:
+        """Smaller for a rank that others wait for than for those that wait."""
+        return (-1 if self.step is None else self.step, self.waits, self.collectives)
+
+    def to_json(self) -> list[Any]:
+        return [self.count, self.step, self.call, self.looks, self.collectives]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> Mark:
+        return cls(*content)
 
     @property
     def is_opening(self) -> bool:
@@ -69,49 +107,60 @@ class Mark:
 
 
 class Beacon:
-    """Takes marks. This one leaves them nowhere: the normal case, a process without a launcher that watches."""
+    """Takes marks. This one keeps them for this process: the normal case, without a launcher that looks at them."""
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._count = self._looks = 0
+        self._step = _NO_STEP
+        self._call = b""
+        self._memory = bytearray(_SIZE) if memory is None else memory
+        self.call(START)
 
     def step(self, number: int) -> None:
         """`number` updates are done."""
+        self._step = number
+        self._write()
 
     def call(self, name: str) -> None:
         """What is about to be done, in at most 64 bytes of UTF-8; the rest is cut off."""
+        self._call = name.encode()
+        self._write()
 
-    def mark(self) -> Mark | None:
-        """The last mark of this process; None if it leaves none."""
-        return None
+    def sign(self, collectives: int) -> None:
+        """The process lives, and has issued so many collectives; no mark of its progress."""
+        self._looks += 1
+        _LIFE.pack_into(self._memory, _MARK.size, self._looks, collectives)
+
+    def mark(self) -> Mark:
+        """The last mark of this process."""
+        mark = _as_mark(bytes(self._memory))
+        assert mark is not None, "the memory holds one mark"
+        return mark
+
+    def _write(self) -> None:
+        self._count += 1
+        _MARK.pack_into(self._memory, 0, self._count, self._step, self._call)
 
 
 class LitBeacon(Beacon):
     """Leaves marks in the file of its rank."""
 
     def __init__(self, path: Path) -> None:
-        self._count = 0
-        self._step = _NO_STEP
-        self._call = b""
         with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(_MARK.size)
-            self._map = mmap.mmap(file.fileno(), _MARK.size)
-        self.call("start")
+            file.truncate(_SIZE)
+            super().__init__(mmap.mmap(file.fileno(), _SIZE))
 
-    def step(self, number: int) -> None:
-        self._step = number
-        self._write()
 
-    def call(self, name: str) -> None:
-        self._call = name.encode()
-        self._write()
-
-    def mark(self) -> Mark | None:
-        return _as_mark(self._map[:])
-
-    def _write(self) -> None:
-        self._count += 1
-        _MARK.pack_into(self._map, 0, self._count, self._step, self._call)
+@contextlib.contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """Mark that this process is in the call `name`, and that it came out of it."""
+    beacon().call(name)
+    yield
+    beacon().call(f"{AFTER}{name}")
 
 
 def light(environ: Mapping[str, str]) -> Beacon:
-    """The beacon that the launcher asked for in `environ`; one that leaves no marks where there is none.
+    """The beacon that the launcher asked for in `environ`; one that keeps marks for this process alone where there is none.
 
     Also prepares this process to write the stacks of its threads when the launcher asks for them.
     """
@@ -186,7 +235,10 @@ def read_mark(folder: Path, rank: int) -> Mark | None:
 
 
 def _as_mark(content: bytes) -> Mark | None:
-    if len(content) != _MARK.size:
+    if len(content) != _SIZE:
         return None
-    count, step, call = _MARK.unpack(content)
-    return Mark(count, None if step == _NO_STEP else step, call.rstrip(b"\0").decode(errors="replace"))
+    count, step, call = _MARK.unpack_from(content)
+    if count == 0:
+        return None  # the launcher made the file, and the process has not come to its first mark
+    text = call.rstrip(b"\0").decode(errors="replace")
+    return Mark(count, None if step == _NO_STEP else step, text, *_LIFE.unpack_from(content, _MARK.size))

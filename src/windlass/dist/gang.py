@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -16,25 +14,16 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
-from windlass.dist.beacon import AFTER, MEETING, beacon
+from windlass.dist.beacon import MEETING, waiting
 from windlass.dist.exchange import gather_json
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
+from windlass.dist.watchdog import watch
 
 
 class Pending(Protocol):
     """A sum under way: `wait` gives its result."""
 
     def wait(self) -> list[float]: ...
-
-
-@contextlib.contextmanager
-def _exchange(name: str) -> Iterator[None]:
-    """Mark that this process is in an exchange with the others, and that it came out of it: when a job stands still,
-    the ones outside are those that the others wait for.
-    """
-    beacon().call(name)
-    yield
-    beacon().call(f"{AFTER}{name}")
 
 
 class _Done:
@@ -72,7 +61,7 @@ class _InFlight:
     def wait(self) -> list[float]:
         if self._sums is None:
             if not self._work.is_completed():
-                with _exchange("sum of counts over ranks"):
+                with waiting("sum of counts over ranks"):
                     self._work.wait()
             self._work.wait()  # gives at once, or raises what went wrong
             self._sums = self._buffer.numbers.tolist()
@@ -143,7 +132,7 @@ class ProcessGang(Gang):
         self._host = None
 
     def sum(self, value: Tensor) -> Tensor:
-        with _exchange("sum over ranks (host)"):
+        with waiting("sum over ranks (host)"):
             dist.all_reduce(value, group=self._host)
         return value
 
@@ -151,24 +140,24 @@ class ProcessGang(Gang):
         return _InFlight(values, self._host)
 
     def sum_on_device(self, value: Tensor) -> Tensor:
-        with _exchange("sum over ranks (device)"):
+        with waiting("sum over ranks (device)"):
             dist.all_reduce(value)
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        with _exchange("gather objects"):
+        with waiting("gather objects"):
             return gather_json(value, self._host)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        with _exchange("barrier"):
+        with waiting("barrier"):
             dist.all_reduce(torch.zeros(1), group=self._host)
 
     def vote(self, ok: bool) -> bool:
         no_votes = torch.tensor([0 if ok else 1])
-        with _exchange("vote"):
+        with waiting("vote"):
             dist.all_reduce(no_votes, group=self._host)
         return int(no_votes) == 0
 
@@ -190,10 +179,11 @@ def join(
     Args:
         world: who we are among them.
         device: where gradients lie; decides the backend unless `backend` does.
-        timeout_seconds: how long a collective waits for the others.
+        timeout_seconds: how long a collective waits for the others, and this process for data and background saves.
         init_method: address of the meeting point, if it is not `MASTER_ADDR` and `MASTER_PORT`.
     """
     global _joined
+    watch(os.environ, timeout_seconds)
     if not world.is_distributed:
         return Gang(world)
     if _joined is None or not dist.is_initialized():
@@ -207,7 +197,7 @@ def join(
                 if init_method is None
                 else {"rank": world.rank, "world_size": world.size}
             )
-            with _exchange(MEETING):
+            with waiting(MEETING):
                 dist.init_process_group(
                     backend or backend_for(device), init_method=init_method, timeout=timeout, **who
                 )

@@ -222,6 +222,13 @@ class Machines(_Handler):
         self._round = 0
         self._clash_since: float | None = None
         self._heart: Heart | None = None
+        self._looking = threading.RLock()  # the launcher's thread that watches other machines asks, too
+        self._waiting = self.ask_waiting
+
+    @property
+    def hosts(self) -> bool:
+        """Whether this machine holds the store."""
+        return self._hosts
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._workers = None
@@ -238,9 +245,10 @@ class Machines(_Handler):
         while True:
             if self.is_closed():
                 raise RendezvousClosedError(f"the job {self._run_id!r} has ended")
-            self._roster.look()
-            if self._hosts:
-                self._admit(number)
+            with self._looking:
+                self._roster.look()
+                if self._hosts:
+                    self._admit(number)
             if self._store.check([f"members/{number}"]):
                 members = self._read_members(number)
                 if self._id in members:
@@ -334,7 +342,15 @@ class Machines(_Handler):
         return RendezvousStoreInfo(str(address), int(port))
 
     def num_nodes_waiting(self) -> int:
-        with _connection():
+        return self._waiting()
+
+    def answer_waiting(self, known: Callable[[], int]) -> None:
+        """Have the agent told what is `known`, instead of asking the store each time."""
+        self._waiting = known
+
+    def ask_waiting(self) -> int:
+        """Count the machines that wait to join. Its answer may never come if the machine with the store is lost."""
+        with _connection(), self._looking:
             self._roster.look()
             wanting = [a for a in self._roster.wanting(self._round + 1) if a.machine != self._id]
             again = [a for a in wanting if a.machine in self._members]

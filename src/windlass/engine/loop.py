@@ -16,7 +16,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
 from windlass.data.group import Group
-from windlass.dist.beacon import beacon
+from windlass.dist.beacon import AFTER, beacon
 from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
 from windlass.engine.feed import Feed, Portion
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -147,6 +147,7 @@ class Loop:
         while not self._finished():
             self._run_epoch()
         self.check_finite()
+        self._beacon.call(f"{AFTER}training")
 
     def _run_epoch(self) -> None:
         if not self._epoch_open:

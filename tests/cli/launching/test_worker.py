@@ -120,7 +120,7 @@ for number, batch in enumerate(loader):
 
 @pytest.mark.parametrize(
     ("place", "call"),
-    [("batch", "the loop's own work on a batch"), ("backward", "backward"), ("nowhere", "end")],
+    [("batch", "after read data"), ("backward", "after backward"), ("nowhere", "end")],
 )
 def test_a_loop_of_ones_own_leaves_marks_too(tmp_path: Path, place: str, call: str) -> None:
     (tmp_path / "script.py").write_text(LOOPS)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException
 
+from windlass.cli.launching.peers import OtherMachines, Peers, Place
 from windlass.cli.launching.report import Incident, Kind, describe, say
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
+from windlass.dist.rendezvous import Machines
 
 # The processes that are left have this long to end by themselves when another has failed.
 STOP_SECONDS = 5
-# How often launchers look at what the others have written; how long they wait for the accounts of other machines, and
-# how long where their own processes only lost their peers and the cause lies with another machine.
-_LOOK_SECONDS = 1.0
+# How long launchers wait for the accounts of other machines, and how long where their own processes only lost their
+# peers and the cause lies with another machine; a machine that is silent for so long then is that cause.
 _LISTEN_SECONDS = 2.0
-_FIND_OUT_SECONDS = 6.0
-_GAVE_UP = "windlass/gave-up"
+_FIND_OUT_SECONDS = 8.0
+_SILENT_SECONDS = 5.0
 # What schedulers send once, twice, or to the launcher and the processes.
 _REPEATED = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
 
@@ -38,10 +38,12 @@ class Patience:
     Attributes:
         stall: seconds without a mark after which a process counts as stalled; None never.
         grace: seconds that processes have to end when the launcher itself is told to stop.
+        machine: seconds without a sign of another machine's launcher after which that machine is lost.
     """
 
     stall: float | None = None
     grace: int = 120
+    machine: float = 30.0
 
 
 class OptionalLogs(DefaultLogsSpecs):
@@ -74,14 +76,26 @@ class WatchingAgent(LocalElasticAgent):
         self._patience = patience
         self._attempt = 0
         self._watch: Watch | None = None
-        self._looked = 0.0
+        self._peers = Peers()
+        self._ended: RunResult | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
         lookouts = self._lookouts(worker_group)
+        self._meet_peers(worker_group)
         pids: dict[int, int] = super()._start_workers(worker_group)
         self._watch = Watch(worker_group.group_rank or 0, self._watched(worker_group, pids, lookouts))
         return pids
+
+    def _meet_peers(self, group: WorkerGroup) -> None:
+        self._ended = None
+        self._peers.stop()
+        if _machines(group) > 1:
+            handler = cast(Machines, self._rdzv_handler)
+            place = Place(group.group_rank or 0, _machines(group), handler.hosts, self._patience.machine)
+            peers = OtherMachines(group.store, place, handler.ask_waiting)
+            handler.answer_waiting(lambda: peers.waiting)
+            self._peers = peers
 
     def _lookouts(self, group: WorkerGroup) -> list[Lookout]:
         """One for each process; they show nothing where the folder of this attempt cannot be written."""
@@ -120,17 +134,39 @@ class WatchingAgent(LocalElasticAgent):
             self._wait_for_other_machines()
             return RunResult(state=WorkerState.FAILED)
         if watch is not None:
-            kind = self._trouble(watch, worker_group)
+            kind = self._trouble(watch)
             if kind is not None:
-                self._watch = None  # its account is taken
-                incident = watch.incident(kind)
-                self._tell(incident, worker_group)
-                self._stop_the_rest()
-                incident = self._with_others(incident, worker_group)
-                self.incidents.append(incident)
-                self._report(incident, worker_group)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+                self._account_for(watch, kind, worker_group)
+                return RunResult(state=WorkerState.FAILED)
+        if self._ended is None:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.state != WorkerState.SUCCEEDED:
+                return result
+            self._ended = result
+            self._peers.note_ended()
+        # Until the last machine has ended well, the job may have to start again on all of them.
+        return self._ended if self._peers.all_ended else RunResult(state=WorkerState.HEALTHY)
+
+    def _exit_barrier(self) -> None:
+        self._peers.leave()
+
+    def _account_for(self, watch: Watch, kind: Kind, group: WorkerGroup) -> None:
+        self._watch = None  # its account is taken
+        incident = watch.incident(kind)
+        if self._peers.store_lost or self._peers.gave_up:
+            self._remaining_restarts = 0
+        self._peers.tell(incident, final=self._remaining_restarts == 0)
+        self._stop_the_rest()
+        incident = self._with_others(incident, group)
+        if self._peers.store_lost:
+            self._remaining_restarts = 0
+        self.incidents.append(incident)
+        self._report(incident, group)
+
+    @property
+    def store_lost(self) -> bool:
+        """The machine that held the store is gone: nobody answers what is asked of it."""
+        return self._peers.store_lost
 
     @property
     def has_left(self) -> bool:
@@ -152,10 +188,11 @@ class WatchingAgent(LocalElasticAgent):
 
     def _wait_for_other_machines(self) -> None:
         """The one that the others meet at would take the store along, which they still look into."""
-        if _machines(self._worker_group) > 1:
-            self._exit_barrier_timeout = self._patience.grace
-            meet: Any = self._exit_barrier
-            meet()
+        self._peers.note_ended()
+        end = time.monotonic() + self._patience.grace
+        while not self._peers.all_ended and not self._peers.lost() and time.monotonic() < end:
+            time.sleep(0.1)
+        self._peers.leave()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.told = self.told or sys.exc_info()[0] is SignalException
@@ -167,45 +204,33 @@ class WatchingAgent(LocalElasticAgent):
         if self.told and self.has_left:
             self._wait_for_other_machines()
 
-    def _trouble(self, watch: Watch, group: WorkerGroup) -> Kind | None:
+    def _trouble(self, watch: Watch) -> Kind | None:
         if watch.failed():
             return "failed"
         now = time.monotonic()
-        if watch.deserted(now):
+        if watch.ended_early():
+            self._peers.note_early()
+        if watch.deserted(now, self._peers.early):
             return "deserted"
         if self._patience.stall is not None and watch.stalled(self._patience.stall, now):
             return "stalled"
-        if _machines(group) > 1 and now - self._looked >= _LOOK_SECONDS:
-            self._looked = now
-            store: Any = group.store
-            if store.check([_GAVE_UP]):
-                self._remaining_restarts = 0
-                return "abandoned"
-        return None
-
-    def _tell(self, incident: Incident, group: WorkerGroup) -> None:
-        """Let the launchers of the other machines know what happened on this one."""
-        if _machines(group) > 1:
-            store: Any = group.store
-            store.set(_told_by(group.group_rank), json.dumps(incident.to_json()))
-            if self._remaining_restarts == 0:
-                store.set(_GAVE_UP, str(group.group_rank))
+        if self._peers.gave_up:
+            return "abandoned"
+        return "lost" if self._peers.lost() else None
 
     def _with_others(self, incident: Incident, group: WorkerGroup) -> Incident:
         """With the ranks of machines that report soon after; waits longer where its own do not tell the cause."""
-        store: Any = group.store
-        waiting = [rank for rank in range(_machines(group)) if rank != group.group_rank]
         start = time.monotonic()
-        while waiting:
-            for rank in [rank for rank in waiting if store.check([_told_by(rank)])]:
-                theirs = Incident.from_json(json.loads(store.get(_told_by(rank))))
-                incident = incident.joined_with(theirs)
-                waiting.remove(rank)
-            patience = _LISTEN_SECONDS if incident.knows_its_cause else _FIND_OUT_SECONDS
-            if time.monotonic() - start > patience:
-                break
+        while True:
+            joined = incident
+            for theirs in self._peers.incidents().values():
+                joined = joined.joined_with(theirs)
+            joined.lost = self._peers.lost(None if joined.kind == "lost" else _SILENT_SECONDS)
+            patience = _LISTEN_SECONDS if joined.knows_its_cause else _FIND_OUT_SECONDS
+            complete = len(self._peers.incidents()) + len(joined.lost) + 1 >= _machines(group)
+            if complete or time.monotonic() - start > patience:
+                return joined
             time.sleep(0.1)
-        return incident
 
     def _report(self, incident: Incident, group: WorkerGroup) -> None:
         text = describe(incident, group.workers[0].world_size, str(self._folder))
@@ -227,7 +252,3 @@ class WatchingAgent(LocalElasticAgent):
 
 def _machines(group: WorkerGroup) -> int:
     return group.group_world_size or 1
-
-
-def _told_by(machine: int | None) -> str:
-    return f"windlass/incident/{machine}"

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from windlass.cli.launching.agent import OptionalLogs, Patience, WatchingAgent
 from windlass.cli.launching.environment import worker_environment
-from windlass.cli.launching.report import exit_code, say
+from windlass.cli.launching.report import EXIT_UNREACHABLE, exit_code, say
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.config.launch_token import read_token
@@ -34,8 +34,6 @@ from windlass.dist.rendezvous import MeetingError
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
 
-# What sysexits.h calls "service unavailable": the machines did not find each other.
-EXIT_UNREACHABLE = 69
 _LOCALHOST = "127.0.0.1"
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -46,7 +44,7 @@ def run_local(plan: LaunchPlan) -> int:
     Returns:
         0 when every process ended well; 75 when they left because a scheduler asked them or the launcher to; else the
         exit code of the rank that failed first (128 + signal when it was killed), 124 when the job stood still, 69 when
-        the machines did not meet.
+        the machines did not meet or one was lost.
     """
     quiet_elastic()
     requeue = Requeue(plan.max_requeues) if plan.requeue else None
@@ -113,7 +111,9 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
         monitor_interval=plan.monitor_interval,
     )
     logs = OptionalLogs(log_dir=str(folder / "logs"), tee=Std.from_str(plan.tee))
-    return WatchingAgent(spec, logs, folder, Patience(plan.stall_timeout, plan.grace), "[rank ${rank}]: ")
+    return WatchingAgent(
+        spec, logs, folder, Patience(plan.stall_timeout, plan.grace, plan.machine_timeout), "[rank ${rank}]: "
+    )
 
 
 def command(plan: LaunchPlan) -> list[str]:
@@ -189,6 +189,8 @@ def _code(agent: WatchingAgent, result: RunResult | None) -> int:
 
 
 def _close(agent: WatchingAgent) -> None:
+    if agent.store_lost:
+        return
     with contextlib.suppress(
         Exception
     ):  # the store may be gone with the main machine: there is nothing left to close

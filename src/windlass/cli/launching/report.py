@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from windlass.core import output
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.dist.beacon import AFTER, END_ALONE
+from windlass.dist.beacon import END_ALONE, EXCHANGES, Mark
 
 # What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
 _LOST_PEERS = re.compile(
@@ -19,17 +19,17 @@ _LOST_PEERS = re.compile(
     r"ncclRemoteError|collective operation timeout",
     re.IGNORECASE,
 )
+# Of those, what it says when it has waited as long as a collective may.
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching/worker\.py)"')
 # The most that one line of the list of ranks quotes of a message.
 _LINE = 160
-# How the marks of exchanges between ranks begin.
-_EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
 Ending = Literal["running", "done", "failed"]
-# "deserted": a rank ended well before it joined the process group, and others wait for it. "abandoned": nothing was
-# wrong on this machine, and the launcher of another gave the job up.
-Kind = Literal["failed", "stalled", "deserted", "abandoned"]
+# "deserted": a rank ended well before it joined the process group, and others wait for it. "lost": another machine
+# gives no sign any more. "abandoned": nothing was wrong on this machine, and the launcher of another gave the job up.
+Kind = Literal["failed", "stalled", "deserted", "lost", "abandoned"]
 # Of the kinds that machines report of one incident, the first tells most.
-_BY_WEIGHT: tuple[Kind, ...] = ("stalled", "failed", "deserted", "abandoned")
+_BY_WEIGHT: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "abandoned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class RankFacts:
         stacks: the stacks of its threads, empty where it could not be asked.
         idle: seconds without a mark; 0 where this was not watched.
         marks: how many it has left; 0 where this was not watched.
+        collectives: how many it has issued on the process group of all ranks; -1 where not known.
+        silent: it was alive and did not write its stacks when asked, as a process does that is stopped.
     """
 
     rank: int
@@ -60,6 +62,13 @@ class RankFacts:
     stacks: str = ""
     idle: float = 0.0
     marks: int = 0
+    collectives: int = -1
+    silent: bool = False
+
+    @property
+    def gave_up_waiting(self) -> bool:
+        """Whether it failed because another rank did not come within the timeout."""
+        return self.lost_its_peers and _TIMED_OUT.search(self.message) is not None
 
     @property
     def lost_its_peers(self) -> bool:
@@ -79,17 +88,31 @@ class RankFacts:
     @property
     def waits(self) -> bool:
         """Whether it was in an exchange, where a rank stands still because another one does not come."""
-        return self.call is not None and self.call.startswith(_EXCHANGES)
+        return self.call is not None and self.call.startswith(EXCHANGES)
+
+
+@dataclass(frozen=True, slots=True)
+class LostMachine:
+    """A machine whose launcher gave no sign for `seconds`."""
+
+    machine: int
+    name: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"machine {self.machine}{f' ({self.name})' if self.name else ''}"
 
 
 @dataclass(slots=True)
 class Incident:
-    """One attempt that did not end well: all ranks that are known of."""
+    """One attempt that did not end well: all ranks that are known of, and the machines that gave no sign any more."""
 
     kind: Kind
     ranks: list[RankFacts] = field(default_factory=list)
+    lost: list[LostMachine] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        # Machines are lost to the one that looks: others see for themselves.
         return {"kind": self.kind, "ranks": [asdict(rank) for rank in self.ranks]}
 
     @classmethod
@@ -99,16 +122,17 @@ class Incident:
     def joined_with(self, other: Incident) -> Incident:
         """The same incident with the ranks of another machine. One that stopped for the sake of others knows less."""
         kind = min(self.kind, other.kind, key=_BY_WEIGHT.index)
-        return Incident(kind, [*self.ranks, *other.ranks])
+        return Incident(kind, [*self.ranks, *other.ranks], self.lost)
 
     @property
     def culprit(self) -> RankFacts | None:
         """The rank to look at first.
 
         Of ranks that failed, the first that did not merely lose its peers; a process that was killed said nothing and
-        comes before those that did. Where all lost their peers it is one that had ended early. Of ranks that stand
-        still, the one with the oldest step that is not waiting in an exchange with the others; where all of them wait,
-        again one that had ended. One that left because it was asked to is a cause for nobody.
+        comes before those that did. Where all lost their peers it is one that had ended early, or the one that did not
+        come while they waited. Of ranks that stand still, one that does not answer, else the one with the oldest step
+        that is not waiting in an exchange with the others; where all of them wait, again one that had ended, else the
+        one that has issued fewer collectives. One that left because it was asked to is a cause for nobody.
         """
         gone = [rank for rank in self.ranks if rank.ending == "done"]
         if self.kind == "stalled":
@@ -121,7 +145,17 @@ class Incident:
         causes = [rank for rank in failed if not rank.lost_its_peers and not rank.left]
         if causes:
             return min(causes, key=lambda rank: (rank.time, rank.rank))
+        if not gone and any(rank.gave_up_waiting for rank in failed):
+            late = [rank for rank in self.ranks if rank.ending == "running"]
+            return min(late or failed, key=_lag)
         return min(gone or failed, key=lambda rank: (rank.time, rank.rank), default=None)
+
+    @property
+    def is_of_lost_machine(self) -> bool:
+        """Whether a machine that gives no sign explains what happened: the ranks here only wait or lost their peers."""
+        culprit = self.culprit
+        known = culprit is not None and culprit.ending == "failed" and not culprit.lost_its_peers
+        return bool(self.lost) and (self.kind == "lost" or (self.kind == "failed" and not known))
 
     @property
     def knows_its_cause(self) -> bool:
@@ -131,9 +165,10 @@ class Incident:
         return self.kind == "failed" and certain
 
 
-def _lag(rank: RankFacts) -> tuple[int, bool, float, int, int]:
+def _lag(rank: RankFacts) -> tuple[bool, int, bool, int, float, int, int]:
     # Marks are looked at now and then, so that two ranks may seem to stand equally long: the one with fewer is behind.
-    return (rank.step if rank.step is not None else -1, rank.waits, -rank.idle, rank.marks, rank.rank)
+    step, waits, collectives = Mark(0, rank.step, rank.call or "", 0, rank.collectives).lag
+    return (not rank.silent, step, waits, collectives, -rank.idle, rank.marks, rank.rank)
 
 
 def exit_code(incident: Incident) -> int:
@@ -143,6 +178,8 @@ def exit_code(incident: Incident) -> int:
     """
     if incident.kind == "stalled":
         return EXIT_STALLED
+    if incident.is_of_lost_machine:
+        return EXIT_UNREACHABLE
     culprit = incident.culprit
     if culprit is None or culprit.message or not culprit.exit_code:
         return 1
@@ -150,6 +187,8 @@ def exit_code(incident: Incident) -> int:
 
 
 EXIT_STALLED = 124
+# What sysexits.h calls "service unavailable": machines did not find each other, or one was lost.
+EXIT_UNREACHABLE = 69
 
 
 def describe(incident: Incident, world: int, logs: str) -> str:
@@ -181,6 +220,12 @@ def describe(incident: Incident, world: int, logs: str) -> str:
 
 
 def _headline(incident: Incident, culprit: RankFacts | None) -> str:
+    if incident.is_of_lost_machine:
+        signs = "; ".join(f"{lost} gave no sign for {lost.seconds:.0f} s" for lost in incident.lost)
+        return (
+            f"the job lost a machine: {signs}. It lost power or its network, or its launcher was killed: look at its "
+            "logs, and start the job again"
+        )
     if culprit is None:
         return "the job was given up on another machine; its launcher says why"
     if culprit.ending == "done":
@@ -198,6 +243,10 @@ def _headline(incident: Incident, culprit: RankFacts | None) -> str:
         )
     if incident.kind == "stalled":
         return f"the job stands still: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{_place(culprit)}"
+    if culprit.ending == "running":
+        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.gave_up_waiting)
+        late = f"rank {culprit.rank} made no progress{_place(culprit)}"
+        return f"the job failed: {late}; rank {others} gave up waiting for it"
     return f"the job failed: rank {culprit.rank} {_cause(culprit)}{_place(culprit)}"
 
 
@@ -208,10 +257,14 @@ def _cause(rank: RankFacts) -> str:
         name = _signal_name(-rank.exit_code)
         hint = " (often the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
+    if rank.exit_code == EXIT_STALLED:
+        return "waited longer than ddp_timeout allows, and ended itself with exit code 124"
     return f"ended with exit code {rank.exit_code}"
 
 
 def _state(rank: RankFacts) -> str:
+    if rank.silent:
+        return "was running, did not write its stacks when asked (a stopped process cannot), and was ended"
     if rank.ending == "running":
         return "was running, and was stopped"
     if rank.ending == "done":
@@ -223,11 +276,7 @@ def _state(rank: RankFacts) -> str:
 
 
 def _place(rank: RankFacts) -> str:
-    if rank.call is None:
-        return ""
-    within = not rank.call.startswith(AFTER)
-    where = f"in '{rank.call}'" if within else f"in its own code, after '{rank.call.removeprefix(AFTER)}'"
-    return f" [step {rank.step}, {where}]" if rank.step is not None else f" [before the first step, {where}]"
+    return "" if rank.call is None else f" {Mark(0, rank.step, rank.call).place}"
 
 
 def _signal_name(number: int) -> str:

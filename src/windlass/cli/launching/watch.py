@@ -59,20 +59,28 @@ class Watch:
         """Whether a process has ended badly."""
         return any(process.poll() not in (None, 0) for process in self._processes)
 
-    def deserted(self, now: float) -> bool:
+    def ended_early(self) -> bool:
+        """Whether a process has ended well without having joined a process group."""
+        marks = [process.lookout.mark() for process in self._processes if process.poll() == 0]
+        return any(mark is not None and mark.never_joined for mark in marks)
+
+    def deserted(self, now: float, elsewhere: bool = False) -> bool:
         """Whether a process waits for all ranks to join the process group, and one has ended well without joining.
 
         One that did not get to say how far it was may have joined: then the others must be seen to wait for a while.
+
+        Args:
+            elsewhere: one of another machine has.
         """
         marks = {p.rank: p.lookout.mark() for p in self._processes}
         gone = [mark for p in self._processes if p.poll() == 0 and (mark := marks[p.rank])]
         left = [mark for p in self._processes if p.poll() is None and (mark := marks[p.rank])]
-        if not gone or not any(mark.call == MEETING for mark in left):
+        if not (gone or elsewhere) or not any(mark.call == MEETING for mark in left):
             self._alone_since = None
             return False
         if self._alone_since is None:
             self._alone_since = now
-        return any(mark.never_joined for mark in gone) or now - self._alone_since > _JOINING_SECONDS
+        return elsewhere or self.ended_early() or now - self._alone_since > _JOINING_SECONDS
 
     def stalled(self, limit: float, now: float) -> bool:
         """Whether some process that runs has left no mark for `limit` seconds.
@@ -134,6 +142,8 @@ class Watch:
             stacks=process.lookout.stacks() if code is None and not said else "",
             idle=idle,
             marks=mark.count,
+            collectives=mark.collectives,
+            silent=code is None and not said and mark.count > 0 and not process.lookout.stacks(),
         )
 
 

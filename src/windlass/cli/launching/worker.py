@@ -26,6 +26,7 @@ from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
 from windlass.core.parent import end_with_parent
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
+from windlass.dist.watchdog import watch
 
 # Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> None:
         end_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE)))
     if words[0] == "--exec":
         execute(words[1:])
-    beacon()
+    watch(os.environ)
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
     try:
@@ -129,8 +130,8 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
         "py_callstack": shown("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),  # torch reads whole seconds
         "time": time.time(),
-        "step": mark.step if mark else None,
-        "call": mark.call if mark else None,
+        "step": mark.step,
+        "call": mark.call,
     }
     message = shown(f"{type(error).__name__}: {_text_of(error)}")
     with contextlib.suppress(OSError):

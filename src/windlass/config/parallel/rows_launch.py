@@ -82,6 +82,10 @@ STALL_TIMEOUT = _row(
     "stall_timeout", kinds.seconds, None, "Seconds without progress after which the job is ended and reported.",
     "stall_timeout",
 )  # fmt: skip
+MACHINE_TIMEOUT = _row(
+    "machine_timeout", kinds.seconds, 30.0, "Seconds without a sign of another machine after which it is lost.",
+    "machine_timeout",
+)  # fmt: skip
 PREEMPTION_GRACE = _row(
     "preemption_grace", kinds.positive, 120, "Seconds that processes have to save when they are told to leave.",
     "preemption_grace",
@@ -157,6 +161,7 @@ _REFUSED_LAUNCH = (
 LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
     MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
+    MACHINE_TIMEOUT,
     PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
 FP8 = _refused(

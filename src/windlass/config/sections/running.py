@@ -54,7 +54,10 @@ class DistributedSection:
     ddp_broadcast_buffers: bool | None = setting(None, "Let DDP broadcast buffers from the first process.")
     ddp_static_graph: bool | None = setting(None, "Tell DDP that the graph never changes.")
     ddp_backend: str | None = setting(None, "Process-group backend; not said: the one for the device.")
-    ddp_timeout: int = setting(1800, "Seconds before a collective gives up.")
+    ddp_timeout: int = setting(
+        1800,
+        "Seconds before a collective gives up, and a process that waits for data or for a background save.",
+    )
 
 
 @dataclass(repr=False, eq=False)

@@ -1,0 +1,18 @@
+"""Run by the launcher: ranks that meet, and then wait for each other for ever."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import join
+
+gang = join(world_from_environment(), torch.device("cpu"))
+gang.barrier()
+os.write(1, b"met\n")
+if gang.rank == int(os.environ["LATE"]):
+    while True:
+        torch.ones(1)
+gang.barrier()

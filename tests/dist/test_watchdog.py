@@ -1,0 +1,80 @@
+"""What a process reports while it waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import ROOT, end_all, run_to_its_end
+
+from windlass.dist.beacon import Beacon
+from windlass.dist.other_ranks import OtherRanks
+from windlass.dist.watchdog import EXIT_STALLED, REPORT_VARIABLE, Watchdog
+
+SCRIPT = Path(__file__).with_name("watched.py")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LAUNCH = ("windlass", "launch", "--cpu", "--num_processes", "2")
+
+
+def said_until(ending: str, *command: str) -> str:
+    """What a job says until a line with `ending`; it is ended then."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        env={**os.environ, REPORT_VARIABLE: "4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/x"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert job.stdout is not None
+    said = ""
+    try:
+        for line in job.stdout:
+            said += line
+            if ending in line:
+                return said
+    finally:
+        end_all(job)
+    raise AssertionError(said)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("launcher", "how"), [(LAUNCH, "native"), (TORCHRUN, "sleeps")])
+def test_a_rank_that_waits_names_the_rank_that_it_waits_for(launcher: tuple[str, ...], how: str) -> None:
+    said = said_until("it waits for rank 1 [", *launcher, str(SCRIPT), how, "600")
+    assert "rank 0 of 2 has made no progress for 4 s [step 3, in 'forward and backward']" in said
+    assert "it waits for rank 1 [step 3, in 'forward and backward']" in said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["native", "sleeps", "stopped"])
+def test_the_launcher_names_the_rank_that_is_late_though_all_marks_are_equal(how: str) -> None:
+    command = [sys.executable, "-m", *LAUNCH, "--stall_timeout", "8", str(SCRIPT), how, "600"]
+    code, said = run_to_its_end(command, timeout=150, environ={"WINDLASS_HOME": "/x"})
+    assert code == EXIT_STALLED, said
+    assert "the job stands still: rank 1 made no progress" in said
+
+
+@pytest.mark.dist
+def test_a_single_process_ends_when_it_waits_for_longer_than_it_may() -> None:
+    code, said = run_to_its_end(
+        [sys.executable, str(SCRIPT), "data", "4"], timeout=150, environ={REPORT_VARIABLE: "2"}
+    )
+    assert code == EXIT_STALLED, said
+    assert said.count("this process has made no progress for 2 s [step 3, in 'read data']") == 1
+    assert 'time.sleep(1000 if how == "data" else 0)' in said
+    assert "it has waited longer than ddp_timeout=4 s allows" in said
+
+
+def test_what_is_no_wait_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    beacon = Beacon()
+    dog = Watchdog(beacon, OtherRanks({}, 60), report_after=60, limit=1800)
+    for call in ("start", "after update", "evaluate", "end"):
+        beacon.call(call)
+        for _ in range(3):
+            dog.look(1e6)
+    assert not caplog.records
+    beacon.call("save")
+    for _ in range(5):
+        dog.look(61)
+    assert len(caplog.records) == 1, "once for each wait"
