@@ -20,9 +20,9 @@ is checked before the first process starts.
   windlass launch --engine slurm --engine_options partition=long --print train.py
 
 Exit codes: 0 every process ended well; 2 the configuration is wrong; 69 the machines did not find each other, or one
-was lost; 75 the job saved and left, because a scheduler sent SIGTERM or SIGUSR1; 124 the job stood still for longer than
---stall_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else that of the process that failed first, 128 + the
-signal where one killed it.
+was lost; 75 the job saved and left, because a scheduler sent SIGTERM or SIGUSR1; 124 the job stood still for longer
+than --stall_timeout, or a process waited longer than ddp_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else
+that of the process that failed first, 128 + the signal where one killed it.
 """
 
 
