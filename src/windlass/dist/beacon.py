@@ -109,46 +109,55 @@ class Mark:
 class Beacon:
     """Takes marks. This one keeps them for this process: the normal case, without a launcher that looks at them."""
 
-    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
-        self._count = self._looks = 0
-        self._step = _NO_STEP
-        self._call = b""
-        self._memory = bytearray(_SIZE) if memory is None else memory
-        self.call(START)
+    def __init__(self) -> None:
+        self._count, self._step, self._call = 1, _NO_STEP, START
+        self._looks, self._collectives = 0, -1
 
     def step(self, number: int) -> None:
         """`number` updates are done."""
         self._step = number
-        self._write()
+        self._count += 1
 
     def call(self, name: str) -> None:
-        """What is about to be done, in at most 64 bytes of UTF-8; the rest is cut off."""
-        self._call = name.encode()
-        self._write()
+        """What is about to be done; the launcher reads its first 64 bytes of UTF-8."""
+        self._call = name
+        self._count += 1
 
     def sign(self, collectives: int) -> None:
         """The process lives, and has issued so many collectives; no mark of its progress."""
         self._looks += 1
-        _LIFE.pack_into(self._memory, _MARK.size, self._looks, collectives)
+        self._collectives = collectives
 
     def mark(self) -> Mark:
         """The last mark of this process."""
-        mark = _as_mark(bytes(self._memory))
-        assert mark is not None, "the memory holds one mark"
-        return mark
-
-    def _write(self) -> None:
-        self._count += 1
-        _MARK.pack_into(self._memory, 0, self._count, self._step, self._call)
+        step = None if self._step == _NO_STEP else self._step
+        return Mark(self._count, step, self._call, self._looks, self._collectives)
 
 
 class LitBeacon(Beacon):
-    """Leaves marks in the file of its rank."""
+    """Leaves marks in the file of its rank, too."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(_SIZE)
-            super().__init__(mmap.mmap(file.fileno(), _SIZE))
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._write()
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        self._write()
+
+    def call(self, name: str) -> None:
+        super().call(name)
+        self._write()
+
+    def sign(self, collectives: int) -> None:
+        super().sign(collectives)
+        _LIFE.pack_into(self._map, _MARK.size, self._looks, collectives)
+
+    def _write(self) -> None:
+        _MARK.pack_into(self._map, 0, self._count, self._step, self._call.encode())
 
 
 @contextlib.contextmanager
