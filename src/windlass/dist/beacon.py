@@ -142,6 +142,7 @@ class LitBeacon(Beacon):
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
+        _LIFE.pack_into(self._map, _MARK.size, self._looks, self._collectives)
         self._write()
 
     def step(self, number: int) -> None:
