@@ -34,7 +34,12 @@ def test_the_other_machine_ends_the_job_and_names_the_lost_one(lost: int, how: s
                 "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", machines[0].address,
                 "--main_process_port", str(port), "--machine_timeout", "5", str(SCRIPT),
             )  # fmt: skip
-            environ = {"WINDLASS_HOME": "/nowhere", "PYTHONPATH": str(ROOT), "LATE": str(lost)}
+            environ = {
+                "WINDLASS_HOME": "/nowhere",
+                "PYTHONPATH": str(ROOT),
+                "LATE": str(lost),
+                "WINDLASS_RDZV_TOKEN": "of-two-test-machines",
+            }
             jobs.append(
                 subprocess.Popen(
                     words, env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
