@@ -74,7 +74,8 @@ def test_flags_become_the_plan(script: str) -> None:
     assert shown == {
         "script": script, "arguments": ("--lr", "1e-3"), "module": False, "no_python": False, "processes": 4,
         "machines": 2, "machine_rank": 0, "main_address": None, "main_port": 29400, "rendezvous": "c10d",
-        "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
+        "rendezvous_options": {"join_timeout": "30", "id": "job"}, "token_file": None,
+        "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
         "machine_timeout": 20.0, "grace": 30, "requeue": True, "max_requeues": 5, "token_file": None,
@@ -173,7 +174,7 @@ def test_modules_and_programs_are_found() -> None:
 def two_machines_over(port: str) -> list[str]:
     """Flags of the main one of two machines that meet at this port."""
     machines = ["--num_machines", "2", "--num_processes", "2"]
-    return [*machines, "--main_process_ip", "h", "--main_process_port", port]
+    return [*machines, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
 
 
 def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str) -> None:
@@ -185,7 +186,7 @@ def test_a_port_in_use_is_named_and_only_on_the_machine_that_listens(script: str
         two = two_machines_over(port)
         assert "is in use" in complaints(*two, script)
         second = resolved(*two, "--machine_rank", "1", script)
-        assert (second.machine_rank, second.main_address) == (1, "h")
+        assert (second.machine_rank, second.main_address) == (1, "127.0.0.1")
         # Without ranks it may be the other machine that listens there.
         assert resolved(*two, "--rdzv_backend", "c10d", script).rendezvous == "c10d"
     assert resolved("--main_process_port", "0", script).main_port == 0
@@ -206,6 +207,28 @@ def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: li
     said = complaints("--engine", engine, "--num_processes", "2", *words, script)
     assert f"{words[0]}=" in said
     assert f"cannot be had with the {engine} engine" in said
+
+
+def test_a_job_that_other_machines_reach_needs_a_token(script: str, tmp_path: Path) -> None:
+    two = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "10.0.0.1",
+        "--main_process_port",
+        "9",
+    ]
+    assert "--main_process_ip='10.0.0.1': is reachable from other machines" in complaints(*two, script)
+    assert resolved(*two, "--machine_rank", "1", script, WINDLASS_RDZV_TOKEN="x" * 16)
+    file = tmp_path / "token"
+    flags = [*two, "--machine_rank", "1", "--rdzv_token_file", str(file)]
+    assert f"--rdzv_token_file={str(file)!r}: cannot be read" in complaints(*flags, script)
+    file.write_text("short\n")
+    assert "must have at least 16 characters" in complaints(*flags, script)
+    file.write_text("y" * 32)
+    assert resolved(*flags, script).token_file == str(file)
 
 
 def test_starting_a_job_again_needs_a_queue_or_one_machine(script: str, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def test_a_machine_with_a_wrong_token_is_refused_by_name_on_both_sides(machine: 
     assert f"refused machine {os.uname().nodename!r} ('127.0.0.1'): it does not have the token of this job" in said
 
 
-def test_a_member_that_asks_again_takes_the_others_along(machine: Any) -> None:
+def test_a_member_that_asks_again_takes_the_others_along(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.dist.rendezvous._OWN_FAILURE_SECONDS", 0.0)
     host, guest = machine(0), machine(1)
     first = _together(host, guest)
     assert host.num_nodes_waiting() == guest.num_nodes_waiting() == 0

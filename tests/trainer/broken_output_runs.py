@@ -44,7 +44,13 @@ class Says(TrainerCallback):
 def train(folder: Path, *callbacks: TrainerCallback) -> None:
     for plain in (True, False):
         args = arguments(
-            folder / str(plain), max_steps=5, logging_steps=1, save_steps=5, disable_tqdm=plain, use_cpu=True
+            folder / str(plain),
+            max_steps=5,
+            logging_steps=1,
+            save_steps=5,
+            save_strategy="steps",
+            disable_tqdm=plain,
+            use_cpu=True,
         )
         trainer = Trainer(Net(), args, train_dataset=rows(32), callbacks=[Says(), *callbacks])
         output = trainer.train()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from tests.trainer.small import Net, arguments, rows
+from tests.trainer.small import Net, rows, settings
 
-from windlass import Trainer, TrainerCallback
+from windlass import Trainer, TrainerCallback, TrainingArguments
 from windlass.callbacks.report import ReportCallback
 from windlass.core.logs import get_logger, set_verbosity_debug
+
+
+@dataclass(repr=False)
+class Arguments(TrainingArguments):
+    my_api_key: str = ""
 
 
 class Config:
@@ -27,22 +33,15 @@ class Breaks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 4:
-            raise RuntimeError(f"no answer from {args.output_dir} with hub_token={args.hub_token!r}")
+            raise RuntimeError(f"no answer from {args.output_dir} with api_key={args.my_api_key!r}")
 
 
 def main(folder: Path) -> None:
     set_verbosity_debug()
     url, secret = os.environ["CANARY_URL"], os.environ["MY_API_KEY"]
-    args = arguments(
-        folder,
-        max_steps=5,
-        logging_steps=1,
-        save_steps=2,
-        use_cpu=True,
-        report_to=["tensorboard"],
-        logging_dir=None,
-    )
-    args.output_dir, args.hub_token = url, secret
+    changes = {"max_steps": 5, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    args = Arguments(**settings(folder, **changes, report_to=["tensorboard"]), my_api_key=secret)
+    args.output_dir = url
     print(args)
     args.to_json_string()
     model: Any = Net()

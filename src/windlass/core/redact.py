@@ -38,20 +38,23 @@ _SHAPES = (
     r"\bsk-[A-Za-z0-9][\w-]{14,}",
     r"\bxox[a-z]-[A-Za-z0-9-]{8,}",
     r"\bAIza[\w-]{30,}",
-    r"\beyJ[\w-]{5,}\.[\w-]{5,}\.[\w-]*",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?-----END [A-Z ]*PRIVATE KEY-----",
+    r"\beyJ[\w-]{5,4000}\.[\w-]{5,4000}\.[\w-]*",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,20000}?-----END [A-Z ]*PRIVATE KEY-----",
 )
-_NAMED = r"[A-Za-z_][\w.-]*"
+# Begins where no name goes on, so that a long text without a value takes one pass.
+_NAMED = r"(?<![\w.-])(?P<name>[\w.-]+)"
+_WORDS_IN_NAMES = ("token", "key", "secret", "passw", "passphrase", "credential")
 _QUOTED_OR_PLAIN = r"(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s,;&)\]}'\"]+)"
 
 _USER_INFO = re.compile(
-    r"(\b[A-Za-z][A-Za-z0-9+.-]+://)(?:[^/\s?#@\"'<>]+|[^/\s:?#@\"'<>]*:(?!\d+/)[^\s@\"'<>]*)@"
+    r"((?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]+://)"
+    r"(?:[^/\s?#@\"'<>]{1,2000}|[^/\s:?#@\"'<>]{0,2000}:(?!\d+/)[^\s@\"'<>]{0,2000})@"
 )
 _QUERY = re.compile(rf"([?&;](?:{_QUERY_NAMES})=)[^&;#\s\"'<>)\]]+", re.IGNORECASE)
 _SHAPE = re.compile("|".join(_SHAPES))
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{12,}")
 _ASSIGNED = re.compile(
-    rf"(?P<name>{_NAMED})(?P<middle>[\"']?\s?[=:]\s?|\s(?<=[a-zA-Z0-9_-]\s))(?P<value>{_QUOTED_OR_PLAIN})"
+    rf"{_NAMED}(?P<middle>[\"']?\s?[=:]\s?|(?<=\w)\s(?!-))(?P<value>{_QUOTED_OR_PLAIN})", re.IGNORECASE
 )
 _PLAIN_VALUE = re.compile(
     r"[\"']?(?:none|null|true|false|-?\d+(?:\.\d*)?(?:e-?\d+)?|\*\*\*|<[A-Za-z_|/]+>)?[\"']?", re.I
@@ -83,26 +86,34 @@ def redact_text(text: str) -> str:
         text = _QUERY.sub(rf"\1{HIDDEN}", text)
     text = _SHAPE.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
-    return _ASSIGNED.sub(_hide_assigned, text) if _may_name(text) else text
-
-
-def _may_name(text: str) -> bool:
     lower = text.lower()
-    return any(word in lower for word in ("token", "key", "secret", "passw", "passphrase", "credential"))
+    return _redact_assigned(text) if any(word in lower for word in _WORDS_IN_NAMES) else text
 
 
-def _hide_assigned(match: re.Match[str]) -> str:
+def _redact_assigned(text: str) -> str:
+    """Hide the values under secret names; the value of any other name may itself hold a secret name."""
+    parts, position = [], 0
+    while match := _ASSIGNED.search(text, position):
+        hides = _hides(match)
+        parts.append(text[position : match.start("value")])
+        if hides:
+            quote = match["value"][0] if match["value"][0] in "\"'" else ""
+            parts.append(f"{quote}{HIDDEN}{quote}")
+        position = match.end("value") if hides else match.start("value")
+    return "".join([*parts, text[position:]])
+
+
+def _hides(match: re.Match[str]) -> bool:
     name, middle, value = match["name"], match["middle"], match["value"]
     if not is_secret_name(name) or _PLAIN_VALUE.fullmatch(value):
-        return match[0]
-    stripped = middle.strip(" \"'")
-    # A word before a colon or a blank may be prose ("no such key: x"); a flag, a compound name or a quoted key is not.
-    compound = len(_WORD.findall(name)) > 1 or middle[:1] in "\"'"
-    flag = match.string[max(0, match.start() - 2) : match.start()].endswith("-")
-    if (stripped == "" and not flag) or (stripped == ":" and not compound):
-        return match[0]
-    quote = value[0] if value[0] in "\"'" else ""
-    return f"{name}{middle}{quote}{HIDDEN}{quote}"
+        return False
+    sign = middle.strip(" \"'\t\n")
+    if not sign:
+        return name.startswith("-")  # a flag; else it is prose
+    # A single word before a colon may be prose ("no such key: x"); a compound name is not.
+    if middle[0] in "\"'":  # a quoted key, and not the end of a quoted path
+        return match.string[match.start() - 1] == middle[0]
+    return sign == "=" or len(_WORD.findall(name)) > 1
 
 
 def redact_value(name: str, value: Any) -> Any:

@@ -232,7 +232,10 @@ def _store_of_attempt(world: World, timeout: timedelta) -> dict[str, Any]:
             store.set_timeout(timeout)
     if store is None:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-    if launchers and not store.check([ONE_ATTEMPT]):
+    if launchers:
+        # Machines may count restarts differently: all of them go by what is in the store.
+        if store.check([ONE_ATTEMPT]):
+            return {}
         store = PrefixStore(f"attempt-{attempt}", store)
     return {"store": store, "rank": world.rank, "world_size": world.size}
 

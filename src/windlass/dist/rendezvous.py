@@ -43,6 +43,9 @@ _LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 # A machine without a heartbeat for so long counts as gone.
 _GONE_SECONDS = 15.0
+# A member asks for the next round because its processes failed. Those of the others fail soon, too, for want of their
+# peers, and say why; only where they do not within this time are they stopped by their own launcher.
+_OWN_FAILURE_SECONDS = 10.0
 _MOST_ARRIVALS = 100_000
 _MOST_NAME = 200
 
@@ -221,6 +224,7 @@ class Machines(_Handler):
         self._members: list[str] = []
         self._round = 0
         self._clash_since: float | None = None
+        self._asked_since: float | None = None
         self._heart: Heart | None = None
         self._looking = threading.RLock()  # the launcher's thread that watches other machines asks, too
         self._waiting = self.ask_waiting
@@ -252,7 +256,7 @@ class Machines(_Handler):
             if self._store.check([f"members/{number}"]):
                 members = self._read_members(number)
                 if self._id in members:
-                    self._round, self._members = number, members
+                    self._round, self._members, self._asked_since = number, members, None
                     return members
                 number = self._arrive(number + 1)  # a machine too many waits for the next round
             if time.monotonic() > deadline:
@@ -354,8 +358,12 @@ class Machines(_Handler):
             self._roster.look()
             wanting = [a for a in self._roster.wanting(self._round + 1) if a.machine != self._id]
             again = [a for a in wanting if a.machine in self._members]
-            if again or not wanting or not self._hosts:
-                return len(again)
+            if again:
+                now = time.monotonic()
+                self._asked_since = self._asked_since or now
+                return len(again) if now - self._asked_since >= _OWN_FAILURE_SECONDS else 0
+            if not wanting or not self._hosts:
+                return 0
             gone = [m for m in self._members if m != self._id and not self._pulse.alive(m)]
             return min(len(wanting), len(gone))
 
