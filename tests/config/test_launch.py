@@ -38,14 +38,10 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-# The machines of a job need one; a job on one machine does not read it.
-SECRET = {"WINDLASS_RDZV_TOKEN": "of-a-test-" * 4}
-
-
 def resolved(
     *words: str, home: Path | None = None, machine: Machine | None = None, **environ: str
 ) -> LaunchPlan:
-    environ = {"WINDLASS_HOME": str(home or "/nowhere"), "HF_HOME": "/nowhere", **SECRET, **environ}
+    environ = {"WINDLASS_HOME": str(home or "/nowhere"), "HF_HOME": "/nowhere", **environ}
     return resolve_launch(options(*words), environ, machine)
 
 
@@ -78,7 +74,7 @@ def test_flags_become_the_plan(script: str) -> None:
         "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
-        "machine_timeout": 20.0, "grace": 30, "requeue": True, "max_requeues": 5, "token_file": None,
+        "machine_timeout": 20.0, "grace": 30, "requeue": True, "max_requeues": 5,
     }  # fmt: skip
 
 
