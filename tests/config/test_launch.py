@@ -70,7 +70,8 @@ def test_flags_become_the_plan(script: str) -> None:
     assert shown == {
         "script": script, "arguments": ("--lr", "1e-3"), "module": False, "no_python": False, "processes": 4,
         "machines": 2, "machine_rank": 0, "main_address": None, "main_port": 29400, "rendezvous": "c10d",
-        "rendezvous_options": {"join_timeout": "30", "id": "job"}, "max_restarts": 3, "monitor_interval": 0.5,
+        "rendezvous_options": {"join_timeout": "30", "id": "job"}, "token_file": None,
+        "max_restarts": 3, "monitor_interval": 0.5,
         "log_dir": "logs", "tee": "3", "threads": 2, "bind_cores": True, "role": "worker", "devices": "",
         "engine": "slurm", "engine_options": {"partition": "long"}, "cpu": True, "stall_timeout": 60.0,
         "machine_timeout": 20.0, "grace": 30, "requeue": True, "max_requeues": 5,
@@ -205,7 +206,16 @@ def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: li
 
 
 def test_a_job_that_other_machines_reach_needs_a_token(script: str, tmp_path: Path) -> None:
-    two = [*two_machines_over("9"), "--main_process_ip", "10.0.0.1"]
+    two = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "10.0.0.1",
+        "--main_process_port",
+        "9",
+    ]
     assert "--main_process_ip='10.0.0.1': is reachable from other machines" in complaints(*two, script)
     assert resolved(*two, "--machine_rank", "1", script, WINDLASS_RDZV_TOKEN="x" * 16)
     file = tmp_path / "token"

@@ -123,6 +123,10 @@ class Beacon:
         self._call = name
         self._count += 1
 
+    def note(self, name: str) -> None:
+        """What a script is doing that leaves no marks itself; not counted as one."""
+        self._call = name
+
     def sign(self, collectives: int) -> None:
         """The process lives, and has issued so many collectives; no mark of its progress."""
         self._looks += 1
@@ -151,6 +155,10 @@ class LitBeacon(Beacon):
 
     def call(self, name: str) -> None:
         super().call(name)
+        self._write()
+
+    def note(self, name: str) -> None:
+        super().note(name)
         self._write()
 
     def sign(self, collectives: int) -> None:

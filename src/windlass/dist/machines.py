@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -79,9 +81,9 @@ def _host(meeting: Meeting) -> RendezvousHandler:
     store, where = open_store(meeting.address, meeting.port)
     how = "with a token" if meeting.token else "reachable from this machine only, without a token"
     _tell(f"the rendezvous listens on {where or 'all addresses'}:{store.port}, {how}")
-    # Heartbeats are sent over a connection of their own; the first keeps the store open.
-    client = where or LOOPBACK
-    stores = iter((store, _client(client, store.port)))
+    # The first connection is the store itself, and keeps it open.
+    clients = iter(partial(_client, where or LOOPBACK, store.port), None)
+    stores = chain([store], clients)
     return _machines(meeting, lambda: next(stores), meeting.address)
 
 

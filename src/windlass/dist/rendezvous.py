@@ -201,7 +201,8 @@ class Machines(_Handler):
     """A job on several machines.
 
     Args:
-        connect: opens a connection to the shared store; called twice, since heartbeats need one of their own.
+        connect: opens a connection to the shared store: one for this thread, and one for each that has to go on when
+            another waits for an answer.
         hosts: whether this machine holds the store.
         machines: how many there are in all.
         rank: of this machine; None lets the order of arrival decide.
@@ -226,13 +227,15 @@ class Machines(_Handler):
         self._clash_since: float | None = None
         self._asked_since: float | None = None
         self._heart: Heart | None = None
-        self._looking = threading.RLock()  # the launcher's thread that watches other machines asks, too
         self._waiting = self.ask_waiting
 
-    @property
-    def hosts(self) -> bool:
-        """Whether this machine holds the store."""
-        return self._hosts
+    def attempt_store(self) -> SignedStore:
+        """The store of this attempt, over a connection of its own: one whose machine is lost keeps who asks it waiting."""
+        return self._connect().below(f"round-{self._round}")
+
+    def answer_waiting(self, known: Callable[[], int]) -> None:
+        """Have the agent told what is `known`, instead of asking the store each time."""
+        self._waiting = known
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._workers = None
@@ -249,10 +252,9 @@ class Machines(_Handler):
         while True:
             if self.is_closed():
                 raise RendezvousClosedError(f"the job {self._run_id!r} has ended")
-            with self._looking:
-                self._roster.look()
-                if self._hosts:
-                    self._admit(number)
+            self._roster.look()
+            if self._hosts:
+                self._admit(number)
             if self._store.check([f"members/{number}"]):
                 members = self._read_members(number)
                 if self._id in members:
@@ -348,13 +350,9 @@ class Machines(_Handler):
     def num_nodes_waiting(self) -> int:
         return self._waiting()
 
-    def answer_waiting(self, known: Callable[[], int]) -> None:
-        """Have the agent told what is `known`, instead of asking the store each time."""
-        self._waiting = known
-
     def ask_waiting(self) -> int:
-        """Count the machines that wait to join. Its answer may never come if the machine with the store is lost."""
-        with _connection(), self._looking:
+        """How many machines wait to join, as the store has it; not to be asked by two threads at once."""
+        with _connection():
             self._roster.look()
             wanting = [a for a in self._roster.wanting(self._round + 1) if a.machine != self._id]
             again = [a for a in wanting if a.machine in self._members]

@@ -58,10 +58,6 @@ class SignedStore(Store):
         """The same store, with a longer prefix."""
         return SignedStore(self._inner, self._token, f"{self._prefix}/{prefix}")
 
-    def clone(self) -> SignedStore:
-        """The same store over a connection of its own."""
-        return SignedStore(self._inner.clone(), self._token, self._prefix)
-
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         # A signature may hold any byte, and the store's Python face takes text: both travel as hexadecimal digits.

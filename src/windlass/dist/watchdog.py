@@ -96,12 +96,12 @@ class Watchdog:
         """Mark the wait of a script that opens the process group itself and leaves no marks."""
         call = self._beacon.mark().call
         if call == START and in_main_thread("init_process_group", "distributed_c10d.py"):
-            self._marked_meeting = True
-            self._beacon.call(MEETING)
+            self._marked_meeting, self._idle = True, 0.0
+            self._beacon.note(MEETING)
         elif call == MEETING and self._marked_meeting:
             if not in_main_thread("init_process_group", "distributed_c10d.py"):
                 self._marked_meeting = False
-                self._beacon.call(f"{AFTER}{MEETING}")
+                self._beacon.note(f"{AFTER}{MEETING}")
 
 
 _watched: tuple[int, Watchdog] | None = None

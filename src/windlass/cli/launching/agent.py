@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -87,13 +87,18 @@ class WatchingAgent(LocalElasticAgent):
         self._watch = Watch(worker_group.group_rank or 0, self._watched(worker_group, pids, lookouts))
         return pids
 
-    def _meet_peers(self, group: WorkerGroup) -> None:
-        self._ended = None
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._peers.stop()
-        if _machines(group) > 1:
-            handler = cast(Machines, self._rdzv_handler)
-            place = Place(group.group_rank or 0, _machines(group), handler.hosts, self._patience.machine)
-            peers = OtherMachines(group.store, place, handler.ask_waiting)
+        super()._rendezvous(worker_group)
+
+    def _meet_peers(self, group: WorkerGroup) -> None:
+        self._ended, self._peers = None, Peers()
+        if isinstance(self._rdzv_handler, Machines):
+            handler, place = (
+                self._rdzv_handler,
+                Place(group.group_rank or 0, _machines(group), self._patience.machine),
+            )
+            peers = OtherMachines(handler.attempt_store(), place, handler.ask_waiting)
             handler.answer_waiting(lambda: peers.waiting)
             self._peers = peers
 
@@ -214,7 +219,7 @@ class WatchingAgent(LocalElasticAgent):
             return "deserted"
         if self._patience.stall is not None and watch.stalled(self._patience.stall, now):
             return "stalled"
-        if self._peers.gave_up:
+        if self._peers.incidents():
             return "abandoned"
         return "lost" if self._peers.lost() else None
 

@@ -8,6 +8,7 @@ all machines write and writes one summary, so that the traffic grows with the ma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.cli.launching.report import Incident, LostMachine
+from windlass.dist.signed_store import ForgedValueError
 
 # How often a launcher gives a sign and looks for those of the others.
 _BEAT_SECONDS = 1.0
@@ -51,9 +53,7 @@ class Peers:
         return []
 
     def leave(self) -> None:
-        """Say good-bye, after all machines have ended; the machine with the store and machine 0, which sums up what the
-        others read, wait until all have said it.
-        """
+        """Say good-bye, after all machines have ended; machine 0, which holds the store, waits for all the others."""
 
     def stop(self) -> None:
         """The attempt is over."""
@@ -61,15 +61,15 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Attributes:
-    machine, machines: rank and number of machines.
-    hosts: this machine holds the store.
-    limit: seconds without a sign after which a machine is lost.
+    """Which machine this is, and how long the others may be silent.
+
+    Attributes:
+        machine, machines: rank and number of machines; machine 0 holds the store.
+        limit: seconds without a sign after which a machine is lost.
     """
 
     machine: int
     machines: int
-    hosts: bool
     limit: float
 
 
@@ -77,14 +77,14 @@ class OtherMachines(Peers):
     """The launchers of the other machines, over a store in which nothing of earlier attempts lies.
 
     Args:
-        store: the store of this attempt.
+        store: the store of this attempt, over a connection of its own.
         count_waiting: how many machines wait to join; asked by the thread.
     """
 
     def __init__(self, store: Any, place: Place, count_waiting: Callable[[], int]) -> None:
-        self._store, self._place, self._count_waiting = store.clone(), place, count_waiting
+        self._store, self._place, self._count_waiting = store, place, count_waiting
         self.waiting = 0
-        self._signs: dict[str, Any] = {"name": socket.gethostname(), "hosts": place.hosts, "state": "runs"}
+        self._signs: dict[str, Any] = {"name": socket.gethostname(), "state": "runs"}
         self._incident: str | None = None
         self._beat = 0
         now = time.monotonic()
@@ -96,7 +96,8 @@ class OtherMachines(Peers):
         self._answered = now
         self._broken = self._stopped = False
         self._sent = threading.Condition()
-        threading.Thread(target=self._run, name="windlass-peers", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="windlass-peers", daemon=True)
+        self._thread.start()
 
     # --- the main thread
 
@@ -135,8 +136,7 @@ class OtherMachines(Peers):
             return []
         silence = now - self._answered
         if self._broken or silence > limit:
-            at = next((m for m, (sign, _) in self._seen.items() if sign.get("hosts")), 0)
-            return [] if at == self._me or at in self._told else [self._lost(at, silence)]
+            return [] if self._me == 0 or 0 in self._told else [self._lost(0, silence)]
         if self._me != 0 and now - self._seen[0][1] > limit:
             return [self._lost(0, now - self._seen[0][1])]
         return [
@@ -148,13 +148,16 @@ class OtherMachines(Peers):
     def leave(self) -> None:
         self._send(state="leaves")
         end = time.monotonic() + _LEAVE_SECONDS
-        while (self._place.hosts or self._me == 0) and not self._broken and time.monotonic() < end:
+        while self._me == 0 and not self._broken and time.monotonic() < end:
             if all(sign.get("state") == "leaves" for sign, _ in self._seen.values()):
                 break
             time.sleep(0.1)
 
     def stop(self) -> None:
-        self._stopped = True
+        with self._sent:
+            self._stopped = True
+            self._sent.notify_all()
+        self._thread.join(_SEND_SECONDS)
 
     @property
     def _me(self) -> int:
@@ -181,7 +184,8 @@ class OtherMachines(Peers):
                 self._store.multi_set(["summary", *names], ["{}"] * (len(names) + 1))
             self._store.wait(["summary"])
             while not self._stopped:
-                self._exchange()
+                with contextlib.suppress(ForgedValueError):  # of a stranger, who is not heard
+                    self._exchange()
                 with self._sent:
                     self._beat += 1
                     self._sent.notify_all()

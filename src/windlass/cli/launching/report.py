@@ -26,7 +26,7 @@ _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching
 _LINE = 160
 Ending = Literal["running", "done", "failed"]
 # "deserted": a rank ended well before it joined the process group, and others wait for it. "lost": another machine
-# gives no sign any more. "abandoned": nothing was wrong on this machine, and the launcher of another gave the job up.
+# gives no sign any more. "abandoned": nothing was wrong on this machine, and another reported a failure.
 Kind = Literal["failed", "stalled", "deserted", "lost", "abandoned"]
 # Of the kinds that machines report of one incident, the first tells most.
 _BY_WEIGHT: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "abandoned")

@@ -85,11 +85,14 @@ class Watch:
     def stalled(self, limit: float, now: float) -> bool:
         """Whether some process that runs has left no mark for `limit` seconds.
 
-        Nobody is watched before the first of them has said anything: the script may be one that leaves no marks.
+        Nobody is watched before the first of them has said anything: the script may be one that leaves no marks. Nor
+        while one waits for all ranks to join the process group, which has a limit of its own.
         """
         idle = self._idle(now)
         marks = [process.lookout.mark() for process in self._processes]
         if all(mark is None or mark.is_opening for mark in marks):
+            return False
+        if any(mark is not None and mark.call == MEETING for mark in marks):
             return False
         return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
 
