@@ -81,7 +81,7 @@ class Hooks:
     def epoch_begin(self) -> None:
         self.trace.append("epoch")
 
-    def epoch_end(self) -> None:
+    def epoch_end(self, complete: bool) -> None:
         self.trace.append(f"end {self.state.epoch:g}")
 
     def data_ahead(self) -> None: ...

@@ -69,7 +69,9 @@ class LoopHooks(StepHooks, Protocol):
 
     def step_end(self) -> None: ...
 
-    def epoch_end(self) -> None: ...
+    def epoch_end(self, complete: bool) -> None:
+        """Called where the run leaves an epoch; `complete` unless the run stops with data of it left."""
+        ...
 
     def due(self) -> None:
         """Log, evaluate and save, as far as the control flags ask for it."""
@@ -191,11 +193,12 @@ class Loop:
             # A callback ended the epoch early: what is left of its data is not seen.
             self._position = {}
         self._epoch_open = False
-        if not self._stopped_within_epoch:
+        complete = not self._stopped_within_epoch
+        if complete:
             self._data_spent = False
             self._epoch += 1
             self._updates_in_epoch = 0
-        self._hooks.epoch_end()
+        self._hooks.epoch_end(complete)
         self._hooks.due()
 
     def _update(self, portion: Portion) -> None:

@@ -56,6 +56,8 @@ class TrainerBase:
 
     # Ctrl-C was pressed: save at the next point between two updates, where the loop's position is whole.
     _interrupted = False
+    # It was pressed in this run: an epoch that is left early ends in the run that resumes, with its events.
+    _resumes_within_epoch = False
     _wants_stop = False
     # A scheduler told this process to leave; all of them know that it told one.
     _told_to_leave = False

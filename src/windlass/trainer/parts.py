@@ -18,7 +18,7 @@ class TrainerParts(EvaluationMixin, OptimizationMixin, BestMixin, LeavingMixin, 
     def _stop_here(self) -> None:
         """End the run with this update, and save."""
         self.control.should_training_stop = True
-        self._interrupted = True
+        self._interrupted = self._resumes_within_epoch = True
 
     def _evaluate_for_run(self) -> dict[str, float]:
         self._evaluates_for_run = True

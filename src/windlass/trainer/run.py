@@ -253,8 +253,9 @@ class TrainingRun:
         self._fire("on_step_end")
         self._agree_on_flags()
 
-    def epoch_end(self) -> None:
-        self._fire("on_epoch_end")
+    def epoch_end(self, complete: bool) -> None:
+        if complete or not self._trainer._resumes_within_epoch:
+            self._fire("on_epoch_end")
         self._agree_on_flags()
 
     # --- what the loop asks for -------------------------------------------------------------------------------------

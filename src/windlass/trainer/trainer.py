@@ -283,6 +283,7 @@ class Trainer(TrainerParts):
         self._watch_memory()
         self._hold_folder()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
+        self._resumes_within_epoch = False
         try:
             self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
             with self._taking_signals():
