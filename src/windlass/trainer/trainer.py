@@ -281,13 +281,13 @@ class Trainer(TrainerParts):
             self.optimizer, self.lr_scheduler = None, None
         started = Moment()
         self._watch_memory()
+        self._check_call_alike("train()", resume)  # before anything else that all ranks do together
         self._hold_folder()
         self.is_in_train, self._interrupted, self._wants_stop = True, False, False
         self._resumes_within_epoch = False
         try:
             self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
             with self._taking_signals():
-                self._check_call_alike("train()", resume)
                 checkpoint = self._resume_point(resume)
                 plan = self._prepare_run(checkpoint)
                 with stopping_on_interrupt(self._stop_and_save), self._telling_where():
