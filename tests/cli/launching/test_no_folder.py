@@ -57,7 +57,7 @@ def launched(tmp_path: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("words", "report"),
     [
-        (("remove", "surrogates"), "rank 1 raised ValueError: row ? of café [step 7, in 'data']"),
+        (("remove", "surrogates"), "rank 1 raised ValueError: row \\udcff of café [step 7, in 'data']"),
         (("remove", "killed"), "rank 1 was killed by SIGKILL (often the machine ran out of memory) [step 7"),
         (("block", "killed"), "rank 1 was killed by SIGKILL (often the machine ran out of memory) [step 7"),
         (("mute",), "rank 1 raised Mute: (its message cannot be shown) [step 7, in 'data']"),
