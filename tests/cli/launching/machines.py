@@ -69,7 +69,7 @@ def launch_on_both(*words: object) -> tuple[list[int], list[str]]:
     """
     port = free_port()
     with two_machines() as machines:
-        jobs = [_launch(machines[rank], rank, machines[0].address, port, *words) for rank in (1, 0)]
+        jobs = [launch_one(machines[rank], rank, machines[0].address, port, *words) for rank in (1, 0)]
         try:
             said = [job.communicate(timeout=200)[0] for job in jobs]
         finally:
@@ -78,7 +78,10 @@ def launch_on_both(*words: object) -> tuple[list[int], list[str]]:
     return [job.returncode for job in jobs], said
 
 
-def _launch(machine: MachineHere, rank: int, main: str, port: int, *words: object) -> subprocess.Popen[str]:
+def launch_one(
+    machine: MachineHere, rank: int, main: str, port: int, *words: object
+) -> subprocess.Popen[str]:
+    """Start `windlass launch` on one machine."""
     command = [
         *machine.prefix, sys.executable, "-m", "windlass", "launch", "--cpu", "--num_machines", "2",
         "--num_processes", "2", "--machine_rank", rank, "--main_process_ip", main, "--main_process_port", port,

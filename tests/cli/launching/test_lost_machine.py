@@ -6,12 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.launching.machines import free_port, two_machines
-from tests.dist.launch import ROOT, end_all, started_by
+from tests.cli.launching.machines import free_port, launch_one, two_machines
+from tests.dist.launch import end_all, started_by
 
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
@@ -27,25 +26,10 @@ def tree_of(job: subprocess.Popen[str]) -> list[int]:
 def test_the_other_machine_ends_the_job_and_names_the_lost_one(lost: int, how: signal.Signals) -> None:
     port = free_port()
     with two_machines() as machines:
-        jobs = []
-        for rank in range(2):
-            words = (
-                *machines[rank].prefix, sys.executable, "-m", "windlass", "launch", "--cpu", "--num_machines", "2",
-                "--num_processes", "2", "--machine_rank", str(rank), "--main_process_ip", machines[0].address,
-                "--main_process_port", str(port), "--machine_timeout", "5", str(SCRIPT),
-            )  # fmt: skip
-            environ = {
-                "WINDLASS_HOME": "/nowhere",
-                "PYTHONPATH": str(ROOT),
-                "LATE": str(lost),
-                "WINDLASS_RDZV_TOKEN": "of-two-test-machines",
-            }
-            jobs.append(
-                subprocess.Popen(
-                    words, env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )
-            )  # fmt: skip
+        jobs = [
+            launch_one(machines[rank], rank, machines[0].address, port, "--machine_timeout", 5, SCRIPT, lost)
+            for rank in range(2)
+        ]
         stopped: list[int] = []
         try:
             for job in jobs:
