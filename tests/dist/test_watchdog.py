@@ -39,7 +39,8 @@ def said_until(ending: str, *command: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("launcher", "how"), [(LAUNCH, "native"), (TORCHRUN, "sleeps")])
+@pytest.mark.parametrize(("launcher", "how"), [pytest.param(LAUNCH, "native", marks=pytest.mark.slow), (TORCHRUN, "sleeps")],
+)
 def test_a_rank_that_waits_names_the_rank_that_it_waits_for(launcher: tuple[str, ...], how: str) -> None:
     said = said_until("it waits for rank 1 [", *launcher, str(SCRIPT), how, "600")
     assert "rank 0 of 2 has made no progress for 4 s [step 3, in 'forward and backward']" in said
@@ -47,7 +48,9 @@ def test_a_rank_that_waits_names_the_rank_that_it_waits_for(launcher: tuple[str,
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["native", "sleeps", "stopped"])
+@pytest.mark.parametrize(
+    "how", ["native", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleeps", "stopped"))]
+)
 def test_the_launcher_names_the_rank_that_is_late_though_all_marks_are_equal(how: str) -> None:
     command = [sys.executable, "-m", *LAUNCH, "--stall_timeout", "8", str(SCRIPT), how, "600"]
     code, said = run_to_its_end(command, timeout=150, environ={"WINDLASS_HOME": "/x"})

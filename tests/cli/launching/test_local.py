@@ -102,7 +102,7 @@ def test_a_job_can_be_shown_without_starting_it() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["exits", "vanishes"])
+@pytest.mark.parametrize("how", ["exits", pytest.param("vanishes", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_before_it_joins_is_named_and_the_others_are_ended(how: str) -> None:
     script = SCRIPT.with_name("early_ranks.py")
     code, said = windlass("launch", "--cpu", "--num_processes", 3, script, how, timeout=100)

@@ -21,7 +21,13 @@ def tree_of(job: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("lost", "how"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (0, signal.SIGKILL), (1, signal.SIGKILL)]
+    ("lost", "how"),
+    [
+        (0, signal.SIGSTOP),
+        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_the_other_machine_ends_the_job_and_names_the_lost_one(lost: int, how: signal.Signals) -> None:
     port = free_port()

@@ -79,6 +79,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_rank_that_is_killed_leaves_no_data_worker(tmp_path: Path) -> None:
     job = started(tmp_path, DEAF, 1)
     try:
