@@ -33,6 +33,8 @@ from windlass.checkpoint.store import Store
 KILLS_OF_A_HISTORY = 5
 _GROUPS = {"kill": tuple(KILLS), "interrupt": INTERRUPTS, "leave": (LEAVE,), "fault": FAULTS}
 CLEAN = "clean.json"
+FULL_OR_FAILING = ("full disk", "failing disk")
+LAST_SAVE_FAILED = "its last save failed"
 
 
 @dataclass
@@ -191,23 +193,26 @@ class History:
     def _judge(self, ended: Ended, doom: Doom | None) -> None:
         if ended.hung:
             self._problem(f"ranks had to be ended by force: {ended.codes}")
-        elif not ended.finished and (doom is None or not _is_its_end(doom, ended)):
+        elif not ended.finished and (doom is None or not self._may_end(doom, ended)):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
-        elif (
-            doom is not None
-            and doom.kind == WORKER_KILLED
-            and not ended.finished
-            and not self._names_worker()
-        ):
-            self._problem(f"no rank names the worker that was killed: {_last_words(self._place)}")
-        if doom is not None and (_is_its_end(doom, ended) or (doom.kind in FAULTS and ended.finished)):
+        if doom is not None and (self._may_end(doom, ended) or (doom.kind in FAULTS and ended.finished)):
             self._told.struck.append(KILLED_LEAVING if doom.leaves and ended.killed else doom.kind)
         self._check_store()
         if ended.left and not self._newest:
             self._problem("it left, and no checkpoint stands")
 
-    def _names_worker(self) -> bool:
-        return "worker" in _last_words(self._place)
+    def _may_end(self, doom: Doom, ended: Ended) -> bool:
+        """Whether this doom may end an attempt like that."""
+        if (doom.kills and ended.killed) or (doom.leaves and ended.left):
+            return True
+        if ended.finished or ended.hung:
+            return False
+        if doom.kind == WORKER_KILLED:
+            return "worker" in _last_words(self._place)
+        # A disk that fails until the run ends costs it the last checkpoint, which is an error.
+        return doom.interrupts or (
+            doom.kind in FULL_OR_FAILING and LAST_SAVE_FAILED in _last_words(self._place)
+        )
 
     def _check_store(self) -> None:
         """Once a checkpoint was committed there is always a whole one, and never an older one than before."""
@@ -277,12 +282,6 @@ class History:
         assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
             "losses"
         )
-
-
-def _is_its_end(doom: Doom, ended: Ended) -> bool:
-    """Whether this doom may end an attempt like that."""
-    broken_off = doom.interrupts and not ended.finished and not ended.hung
-    return (doom.kills and ended.killed) or (doom.leaves and ended.left) or broken_off
 
 
 def _announced(place: Path, disks: int) -> int:
