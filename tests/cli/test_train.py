@@ -22,7 +22,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.cli.build import saved_tokenizer
 from windlass.cli.main import main
-from windlass.trainer.saving import SavingMixin
+from windlass.trainer import save_retry
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_a_last_save_that_fails_is_one_message_and_code_2(
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
     monkeypatch.setattr(Files, "write_some", gone)
-    monkeypatch.setattr(SavingMixin._finish_last_save, "__defaults__", ((0.0,),))
+    monkeypatch.setattr(save_retry, "LAST_PAUSES", (0.0,))
     said = windlass("train", "lm.yaml", "--output-dir", "gone", code=2)
     assert f"but its last save failed: [Errno {errno.ENOTCONN}]" in said
     assert "Last whole checkpoint: none of this run" in said

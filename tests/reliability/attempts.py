@@ -35,6 +35,7 @@ from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.store import Store
 from windlass.core.errors import EXIT_PREEMPTED
+from windlass.trainer import save_retry
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
@@ -175,6 +176,7 @@ def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        sys.stdout = sys.stderr = sys.__stderr__  # pytest has put objects of its own here
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         work()
@@ -210,6 +212,7 @@ def _rank(
     (folder / f"met-{number}-{rank}").touch()
     if trial.remote:
         on_a_new_machine(folder, number)
+    save_retry.LAST_PAUSES = (0.01,) * 5
     _note_commits(folder / f"committed-{rank}.txt", MirroredStore if trial.remote else Store)
     callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
     counts = None

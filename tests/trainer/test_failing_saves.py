@@ -19,7 +19,7 @@ from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.trainer import save_retry, saving
+from windlass.trainer import save_retry
 
 HERE = Path(__file__).parent
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(saving.SavingMixin._finish_last_save, "__defaults__", ((0.0, 0.0),))
+    monkeypatch.setattr(save_retry, "LAST_PAUSES", (0.0, 0.0))
 
 
 @pytest.fixture

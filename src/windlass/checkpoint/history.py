@@ -21,6 +21,7 @@ from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES, PreparedJson
 from windlass.core.errors import CheckpointError
+from windlass.core.metric_values import plain_metrics, plain_value
 from windlass.core.types import State
 
 STATE, INDEX, ROWS = "trainer_state", "log_history", "log_history"
@@ -73,7 +74,7 @@ class Segment:
         if self.entry is None or not (self._link(target, files) or self._copy(target, files)):
             text = self.text
             if text is None:
-                text = _text(_encoded_row(row, self.first + i)[0] or "{}" for i, row in enumerate(self.rows))
+                text = _text(_encoded_row(row)[0] for row in self.rows)
             self.entry = files.write(target, [text])
         self.stamp = _stamp(target)
         return self.entry
@@ -137,12 +138,13 @@ class HistoryKeeper:
         """What a checkpoint of this `TrainerState`, given as a mapping, will hold.
 
         Raises:
-            CheckpointError: a value that cannot be saved; where it is and its type are named.
+            CheckpointError: a value outside the history that cannot be saved; where it is and its type are named.
         """
         history = state[ROWS]
-        if not isinstance(history, list) or not self._encode_new(history):
+        if not isinstance(history, list):
             self._forget()
             return History({STATE: codec.encoded(dict(state))})
+        self._encode_new(history)
         self._cut(history)
         self._planned = tuple(self._segments)
         split = codec.encoded({**state, ROWS: []})
@@ -176,8 +178,8 @@ class HistoryKeeper:
         """Number of the first row that no segment holds."""
         return self._segments[-1].first + len(self._segments[-1].rows) if self._segments else 0
 
-    def _encode_new(self, history: list[Row]) -> bool:
-        """Encode what is not, or has changed; return False if a row holds tensors."""
+    def _encode_new(self, history: list[Row]) -> None:
+        """Encode what is not, or has changed."""
         self._drop_changed(history)
         first = self._first
         rows = history[first:]
@@ -187,11 +189,8 @@ class HistoryKeeper:
             [] if rows[:known] == self._copies else [i for i in range(known) if rows[i] != self._copies[i]]
         )
         for index in (*changed, *range(known, len(rows))):
-            line, copy = _encoded_row(rows[index], first + index)
-            if line is None:
-                return False
+            line, copy = _encoded_row(rows[index])
             self._lines[index : index + 1], self._copies[index : index + 1] = [line], [copy]
-        return True
 
     def _drop_changed(self, history: list[Row]) -> None:
         for index, segment in enumerate(self._segments):
@@ -273,13 +272,21 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
     return list(rows)
 
 
-def _encoded_row(row: Any, number: int) -> tuple[str | None, Any]:
-    """A row as JSON, None if it holds tensors; and a copy that is unequal to the row as soon as that has changed."""
-    tree, tensors = codec.encode({ROWS: {str(number): row}})
-    if tensors:
-        return None, None
+def _encoded_row(row: Any) -> tuple[str, Any]:
+    """A row as JSON, and a copy that is unequal to the row as soon as that has changed."""
+    tree = _encoded(row)
     plain = isinstance(row, dict) and all(isinstance(value, _PLAIN) for value in row.values())
-    return json.dumps(tree[ROWS][str(number)], allow_nan=False), dict(row) if plain else _NEVER_EQUAL
+    return json.dumps(tree, allow_nan=False), dict(row) if plain else _NEVER_EQUAL
+
+
+def _encoded(row: Any) -> Any:
+    """Of rows that a script added by itself, tensors become numbers and what no checkpoint can hold becomes text."""
+    with contextlib.suppress(CheckpointError):
+        tree, tensors = codec.encode({ROWS: row})
+        if not tensors:
+            return tree[ROWS]
+    values = plain_metrics(row) if isinstance(row, Mapping) else plain_value(row, ROWS)
+    return codec.encode({ROWS: values})[0][ROWS]
 
 
 def _text(lines: Iterable[str]) -> bytes:

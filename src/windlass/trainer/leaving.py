@@ -9,8 +9,8 @@ from windlass.config.quantities import seconds
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.logs import get_job_logger
+from windlass.trainer import save_retry
 from windlass.trainer.interrupt import Deadline, say, told_by_signals
-from windlass.trainer.save_retry import LEAVING_PAUSES
 from windlass.trainer.saving import SavingMixin
 
 logger = get_job_logger(__name__)
@@ -77,7 +77,7 @@ class LeavingMixin(SavingMixin):
         Raises:
             Preempted: always.
         """
-        self._finish_last_save(LEAVING_PAUSES)
+        self._finish_last_save(save_retry.LEAVING_PAUSES)
         folder, step = self._newest_checkpoint, self.state.global_step
         logger.warning("leaving at step %d; the run goes on from %s", step, folder or "its beginning")
         raise Preempted(step, folder)

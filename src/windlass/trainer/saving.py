@@ -34,7 +34,6 @@ from windlass.core.types import State
 from windlass.trainer.base import TrainerBase, overrides
 from windlass.trainer.holding import FolderHold
 from windlass.trainer.restorable import check_saved_model
-from windlass.trainer.save_retry import LAST_PAUSES
 from windlass.transforms.strategy import own_state
 
 logger = get_logger(__name__)
@@ -284,7 +283,7 @@ class SavingMixin(TrainerBase):
         if self._run is not None:
             self._run.saver.finish()
 
-    def _finish_last_save(self, pauses: Iterable[float] = LAST_PAUSES) -> None:
+    def _finish_last_save(self, pauses: Iterable[float]) -> None:
         """Wait for the save under way; if the last one failed, save again, after each of these pauses (seconds), until
         one stands. Every rank calls it.
         """

@@ -37,6 +37,7 @@ from windlass.metrics.speed import speed_metrics
 from windlass.metrics.tokens import TargetCounter
 from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
+from windlass.trainer import save_retry
 from windlass.trainer.base import overrides
 from windlass.trainer.defaults import (
     agree_on_output,
@@ -418,7 +419,7 @@ class Trainer(TrainerParts):
             self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
         if self._is_told():
             self._run.leave_here()
-        self._finish_last_save()
+        self._finish_last_save(save_retry.LAST_PAUSES)
 
     def _close_displays(self) -> None:
         """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""
