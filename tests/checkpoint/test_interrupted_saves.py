@@ -165,13 +165,8 @@ def test_an_interrupt_at_any_line_of_a_save_that_is_waited_for(fast_disk: Path) 
 
 
 @pytest.mark.parametrize("how", ["background", "waiting", "save_state"])
-def test_interrupts_at_random_instants(how: str, fast_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again and again in one folder, the wait for the end included.
-
-    Without the lock of `save_state`, which is not proof against an interrupt in its own start and release yet: what is
-    committed is tested here.
-    """
-    monkeypatch.setattr("windlass.accelerator.saving.only_saver", lambda *_: contextlib.nullcontext())
+def test_interrupts_at_random_instants(how: str, fast_disk: Path) -> None:
+    """Again and again in one folder, the wait for the end included."""
     draws, root = random.Random(3), fast_disk / "run"
     loop = a_loop() if how == "save_state" else None
     for step in range(2, 2 + ROUNDS):

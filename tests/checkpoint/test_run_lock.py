@@ -214,6 +214,17 @@ def test_what_an_interrupt_left_of_this_process_does_not_block_it(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
+def test_a_lock_whose_object_is_gone_is_free(tmp_path: Path) -> None:
+    """An interrupt may come before the first instruction of a release."""
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    refused(tmp_path)
+    del lock
+    with RunLock(tmp_path):
+        refused(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(60)
 

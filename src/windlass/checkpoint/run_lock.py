@@ -11,6 +11,9 @@ it taken decides so, by the first of these that gives an answer:
 
 Exactly one of several runs that start at once gets it: a new lock file is created with O_EXCL, and so is the claim to
 succeed a dead holder, whose name has that holder's token.
+
+An exception of a signal handler may come at any instruction. A lock that it leaves taken is free as soon as its object
+is gone.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ import shlex
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,18 +75,19 @@ class RunLock:
         name: of the lock file.
     """
 
+    token = ""  # of an object whose constructor was broken off
+    _file: FileIO | None = None
+
     def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:
         self.path = folder / name
         self.token = secrets.token_hex(8)
-        self._descriptor: int | None = None
-        self._inode = -1
-        self._stop = threading.Event()
+        self._inode, self._beats = -1, 0
         self.ending = False
 
     @property
     def held(self) -> bool:
         """Whether this object holds the lock, or is taking it, as far as it knows."""
-        return self in _held
+        return self.token in _held
 
     def acquire(self) -> None:
         """Take the lock, or confirm it.
@@ -99,8 +105,7 @@ class RunLock:
         except BaseException:
             self._let_go()
             raise
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, name="windlass-run-lock", daemon=True).start()
+        _keep_beating()
 
     def release(self) -> None:
         """Give the lock up. What cannot be removed is free anyway once this process has ended."""
@@ -126,12 +131,12 @@ class RunLock:
 
     def _let_go(self) -> None:
         # First of all: an interrupt after this leaves a file behind, of which this process knows that it is free.
-        _held.discard(self)
-        self._stop.set()
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        _held.pop(self.token, None)
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                self._file.close()
+
+    __del__ = _let_go
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -176,27 +181,25 @@ class RunLock:
 
     def _create(self, path: Path) -> bool:
         """Make the file with this process's record, unless there is one."""
-        _held.add(self)
+        _held[self.token] = weakref.ref(self)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            file = self._file = FileIO(path, "x+")
         except FileExistsError:
-            _held.discard(self)
+            _held.pop(self.token, None)
             return False
         try:
-            _lock(descriptor)
+            _lock(file.fileno())
             record = _record(self.token)
-            if os.write(descriptor, record) != len(record):
+            if file.write(record) != len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            os.fsync(descriptor)
-            self._inode = os.fstat(descriptor).st_ino
+            os.fsync(file.fileno())
+            self._inode = os.fstat(file.fileno()).st_ino
         except BaseException:
-            os.close(descriptor)
+            file.close()
             path.unlink(missing_ok=True)
             raise
         if sys.platform == "win32":  # an open file could not be moved there, and has no flock
-            os.close(descriptor)
-            descriptor = -1
-        self._descriptor = descriptor
+            file.close()
         return True
 
     def _leads_to(self, path: Path, passed: list[_Found]) -> bool:
@@ -218,30 +221,59 @@ class RunLock:
 
     # --- holding it
 
-    def _beat(self) -> None:
-        stop, beats = self._stop, 0
-        while not stop.wait(BEAT):
-            beats += 1
-            with contextlib.suppress(OSError):  # the next one may get through; a save notices a lost lock
-                self._write_counter(beats)
-
-    def _write_counter(self, beats: int) -> None:
-        # Opened each time: closing is what sends the change to the server of a network file system.
-        descriptor = os.open(self.path, os.O_WRONLY)
-        try:
-            if os.fstat(descriptor).st_ino == self._inode:
-                os.write(descriptor, _COUNTER % beats)
-        finally:
-            os.close(descriptor)
+    def beat(self) -> None:
+        """Raise the counter."""
+        self._beats += 1
+        with contextlib.suppress(OSError):  # the next one may get through; a save notices a lost lock
+            # Opened each time: closing is what sends the change to the server of a network file system.
+            with FileIO(self.path, "r+") as file:
+                if os.fstat(file.fileno()).st_ino == self._inode:
+                    file.write(_COUNTER % self._beats)
 
 
-# Of this process: its own locks are judged by this, not by what the system says.
-_held: set[RunLock] = set()
+# By token: this process judges its own locks by this, not by what the system says.
+_held: dict[str, weakref.ref[RunLock]] = {}
+_beater = (
+    threading.Thread()
+)  # raises the counters of all of them, from the first lock to the end of the process
+
+
+def _keep_beating() -> None:
+    global _beater
+    if not _beater.is_alive():
+        _beater = threading.Thread(target=_beat_for_ever, name="windlass-run-lock", daemon=True)
+        _beater.start()
+
+
+def _beat_for_ever() -> None:
+    while True:
+        time.sleep(BEAT)
+        for token in list(_held):
+            _beat(token)
+
+
+def _beat(token: str) -> None:
+    lock = _own(token)
+    if lock is not None:
+        lock.beat()
+
+
+def _own(token: str) -> RunLock | None:
+    """The lock of this process that has the token; None if it is none of those."""
+    reference = _held.get(token)
+    return None if reference is None else reference()
+
+
+def _is_ending(token: str) -> bool:
+    lock = _own(token)
+    return lock is not None and lock.ending
 
 
 def _forget_in_child() -> None:
-    for lock in list(_held):
-        lock.forget()
+    for token in list(_held):
+        lock = _own(token)
+        if lock is not None:
+            lock.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -270,14 +302,10 @@ class _Found:
     def lives(self) -> bool | None:
         """Whether the holder is alive; None if only the counter can tell."""
         if self.identity is not None and self.identity.boot and self.identity == ProcessIdentity.current():
-            return self.own() is not None
+            return _own(self.token) is not None
         if self.locked:
             return True
         return None if self.identity is None else self.identity.runs()
-
-    def own(self) -> RunLock | None:
-        """The lock of this process that the file stands for; None if it is none of those."""
-        return next((lock for lock in list(_held) if lock.token == self.token), None)
 
 
 def _read(path: Path) -> _Found | None:
@@ -314,8 +342,7 @@ def _wait_for_end(path: Path) -> _Found | None:
         if alive is False:
             return found
         beats = alive is None and found.content != first.content
-        own = found.own()
-        if beats or (alive and waited >= GRACE and not (own and own.ending)):
+        if beats or (alive and waited >= GRACE and not _is_ending(found.token)):
             raise FolderInUse(path, found.holder)
         if alive is None and waited >= PATIENCE:
             return found
