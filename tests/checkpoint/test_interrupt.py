@@ -1,22 +1,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import launch
 
 
 @pytest.mark.dist
-def test_a_rank_that_is_interrupted_in_a_save_leaves_nobody_waiting(tmp_path: Path, root: Path) -> None:
+def test_a_rank_that_is_interrupted_in_a_save_leaves_nobody_waiting(tmp_path: Path) -> None:
     """The group's own time-out is far beyond this test's: waiting for it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(root / "tests" / "checkpoint" / "gloo_interrupt.py"), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command + script, capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr
+    launch(2, Path(__file__).with_name("gloo_interrupt.py"), tmp_path)
     results = [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in range(2)]
     ways = ["KeyboardInterrupt", "SystemExit", "KeyboardInterrupt"]
     assert results[0] == [["checkpoint-1", *ways, None, None, None, "checkpoint-3"], [1]]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing, newest, save, state_of
+from tests.dist.launch import launch
 
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
@@ -152,16 +152,12 @@ def test_ranks_keep_their_own_parts_and_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_real_processes_vote(tmp_path: Path, root: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(root / "tests" / "checkpoint" / "gloo_save.py"), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command + script, capture_output=True, text=True, timeout=180, env=environment)
-    assert done.returncode == 0, done.stderr
+def test_real_processes_vote(tmp_path: Path) -> None:
+    said = launch(2, Path(__file__).with_name("gloo_save.py"), tmp_path)
     for rank in range(2):
         saved, listed = json.loads((tmp_path / f"result-{rank}").read_text())
         assert saved == ["checkpoint-1", None, "checkpoint-3"]
         assert listed == [3]
-    assert "CHECKPOINT 2 WAS NOT SAVED on rank 1: [Errno 28]" in done.stderr
+    assert "CHECKPOINT 2 WAS NOT SAVED on rank 1: [Errno 28]" in said
     checkpoint = CheckpointManager(Store(tmp_path)).load(tmp_path / "checkpoint-3")
     assert [checkpoint.per_rank("rng", rank)["rank"] for rank in range(2)] == [0, 1]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import launch
 
 _SCRIPT = """
 import os, sys
@@ -30,29 +29,19 @@ dist.destroy_process_group()
 """
 
 
-def _launch(tmp_path: Path, ending: str) -> subprocess.CompletedProcess[str]:
+def _launch(tmp_path: Path, ending: str, code: int) -> str:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     (tmp_path / "cache").mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run(
-        [*launcher, str(script), str(tmp_path / "cache"), ending],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return launch(2, script, tmp_path / "cache", ending, expect=code)
 
 
 @pytest.mark.dist
 def test_the_main_process_goes_first(tmp_path: Path) -> None:
-    result = _launch(tmp_path, "work")
-    assert result.returncode == 0, result.stderr
+    _launch(tmp_path, "work", 0)
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["0", "1", "2"]
 
 
 @pytest.mark.dist
 def test_a_failure_of_the_main_process_ends_all(tmp_path: Path) -> None:
-    result = _launch(tmp_path, "fail")
-    assert result.returncode != 0
-    assert "disk full" in result.stderr
+    assert "disk full" in _launch(tmp_path, "fail", 1)

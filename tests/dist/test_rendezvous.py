@@ -1,4 +1,4 @@
-"""The rendezvous of several machines, with strangers among them. Each machine is a handler with connections of its own."""
+"""The rendezvous of several machines, with strangers among them; each is a handler with connections of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def port() -> int:
 def machine(port: int) -> Iterator[Callable[..., Machines]]:
     made: list[Machines] = []
 
-    def make(rank: int | None, token: str = TOKEN, machines: int = 2, hosts: bool = False, wait: int = 60) -> Machines:
+    def make(
+        rank: int | None, token: str = TOKEN, machines: int = 2, hosts: bool = False, wait: int = 60
+    ) -> Machines:
         meeting = Meeting("127.0.0.1", port, machines, rank, hosts or rank == 0, "job", wait, token)
         handler = meet(meeting)
         assert isinstance(handler, Machines)
@@ -81,11 +83,16 @@ def test_a_pickle_of_a_stranger_runs_nothing(machine: Any, port: int, tmp_path: 
     assert not (tmp_path / "ran").exists()
     said = capfd.readouterr().err
     for slot in range(1, 6):
-        assert f"refused a value from a stranger: it does not have the token of this job (arrival/{slot})" in said
+        assert (
+            f"refused a value from a stranger: it does not have the token of this job (arrival/{slot})"
+            in said
+        )
 
 
 @pytest.mark.parametrize("key", ["complete", "members/1", "closed"])
-def test_a_forged_decision_is_an_error_that_names_it(machine: Any, port: int, tmp_path: Path, key: str) -> None:
+def test_a_forged_decision_is_an_error_that_names_it(
+    machine: Any, port: int, tmp_path: Path, key: str
+) -> None:
     host = machine(0)
     PrefixStore("windlass/job", _stranger(port)).set(key, pickle.dumps(Attack(tmp_path / "ran")).hex())
     with pytest.raises(MeetingError, match=r"not signed with the token of this job|different tokens"):
@@ -102,10 +109,15 @@ def test_a_machine_with_a_wrong_token_is_refused_by_name_on_both_sides(machine: 
             wrong.next_rendezvous()
         assert host.num_nodes_waiting() == 0
     said = capfd.readouterr().err
-    assert f"refused machine {os.uname().nodename!r} ('127.0.0.1'): it does not have the token of this job" in said
+    assert (
+        f"refused machine {os.uname().nodename!r} ('127.0.0.1'): it does not have the token of this job"
+        in said
+    )
 
 
-def test_a_member_that_asks_again_takes_the_others_along(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_asks_again_takes_the_others_along(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("windlass.dist.rendezvous._OWN_FAILURE_SECONDS", 0.0)
     host, guest = machine(0), machine(1)
     first = _together(host, guest)

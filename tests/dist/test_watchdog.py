@@ -21,9 +21,9 @@ LAUNCH = ("windlass", "launch", "--cpu", "--num_processes", "2")
 
 def said_until(ending: str, *command: str) -> str:
     """What a job says until a line with `ending`; it is ended then."""
+    own = {REPORT_VARIABLE: "4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/x"}
     job = subprocess.Popen(
-        [sys.executable, "-m", *command],
-        env={**os.environ, REPORT_VARIABLE: "4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/x"},
+        [sys.executable, "-m", *command], env={**os.environ, **own},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert job.stdout is not None
@@ -39,7 +39,9 @@ def said_until(ending: str, *command: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("launcher", "how"), [pytest.param(LAUNCH, "native", marks=pytest.mark.slow), (TORCHRUN, "sleeps")],
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [pytest.param(LAUNCH, "native", marks=pytest.mark.slow), (TORCHRUN, "sleeps")],
 )
 def test_a_rank_that_waits_names_the_rank_that_it_waits_for(launcher: tuple[str, ...], how: str) -> None:
     said = said_until("it waits for rank 1 [", *launcher, str(SCRIPT), how, "600")

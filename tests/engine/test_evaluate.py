@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.dist.launch import launch
 from tests.engine.evaluate_cases import (
     SIZES,
     TinyTagger,
@@ -54,16 +52,7 @@ def test_every_batch_size_gives_the_same(model: TinyTagger, count: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_agree_with_one_process(world: int, tmp_path: Path) -> None:
     report = tmp_path / "losses.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [*command, str(HERE / "evaluate_ranks.py"), str(report)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch(world, HERE / "evaluate_ranks.py", report)
     expected = reference(TinyTagger(), 97)
     assert all(abs(loss - expected) <= 1e-12 for loss in json.loads(report.read_text()))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
 from windlass import Trainer, TrainerCallback
@@ -189,16 +190,10 @@ whole.end()
 
 
 @pytest.mark.dist
-def test_ranks_agree_on_the_last_update(tmp_path: Path, root: Path) -> None:
+def test_ranks_agree_on_the_last_update(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(tmp_path / "script.py"), str(tmp_path)],
-        capture_output=True, text=True, timeout=240, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("interrupted: finishing") == 1, "one speaks where a terminal tells all of them"
+    out = launch(2, tmp_path / "script.py", tmp_path)
+    assert out.count("interrupted: finishing") == 1, "one speaks where a terminal tells all of them"
     said = {(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)}
     (step, same) = said.pop().split()
     assert not said, "the ranks disagree"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch, run_script
 from tests.trainer.small import Net, arguments, bert, llama, rows, text_rows, token_rows, weights_hash
 from torch import nn
 
@@ -221,39 +220,26 @@ COMMANDS = [FIRST, [*FIRST, "--log_on_each_node", "0"],
             ["--log_level", "error", "--log_level_replica", "error", "--log_on_each_node", "0"]]  # fmt: skip
 
 
-def run_app(folder: Path, root: Path, flags: list[str], launcher: list[str]) -> str:
+def my_app(folder: Path) -> tuple[Path, Sequence[str]]:
+    """The script, and the flags that every run of it has."""
     script = folder / "my_app.py"
     script.write_text(MY_APP)
-    line = [
-        sys.executable,
-        *launcher,
-        str(script),
-        "--output_dir",
-        str(folder / "out"),
-        "--max_steps",
-        "1",
-        "--use_cpu",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*line, *flags], capture_output=True, text=True, timeout=240, env=environment, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    return script, ["--output_dir", str(folder / "out"), "--max_steps", "1", "--use_cpu"]
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_the_logging_snippet_on_one_process(tmp_path: Path, root: Path, number: int) -> None:
-    said = run_app(tmp_path, root, COMMANDS[number], [])
+def test_the_logging_snippet_on_one_process(tmp_path: Path, number: int) -> None:
+    script, flags = my_app(tmp_path)
+    said = run_script(script, *flags, *COMMANDS[number], cwd=tmp_path)
     assert ("script warning 0" in said) == ("library warning 0" in said) == (number == 0)
     assert "script info" not in said
     assert "library info" not in said
 
 
 @pytest.mark.dist
-def test_the_logging_snippet_on_two_processes(tmp_path: Path, root: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = run_app(tmp_path, root, COMMANDS[1], launcher)
+def test_the_logging_snippet_on_two_processes(tmp_path: Path) -> None:
+    script, flags = my_app(tmp_path)
+    said = launch(2, script, *flags, *COMMANDS[1])
     assert "script warning 0" in said
     assert "library warning 0" in said
     assert "warning 1" not in said

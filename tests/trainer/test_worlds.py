@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import run_to_its_end
+from tests.dist.launch import launch
 from tests.trainer.worlds_ranks import LAST, LAYOUTS, PAIRS, STOP
 
 from windlass.checkpoint.stored import open_folder, open_optimizer, open_weights
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.dist
 def folder() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="windlass-") as name:
-        code, said = run_to_its_end([sys.executable, str(SCRIPT), name], timeout=500)
-        assert code == 0, said[-6000:]
+        launch(1, SCRIPT, name, timeout=500)
         yield Path(name)
 
 

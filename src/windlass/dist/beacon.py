@@ -41,7 +41,16 @@ END_ALONE = "end, without having joined a process group"
 MEETING = "join the process group"
 # How the marks begin of calls in which a process waits for other ranks, and of all calls whose length is reported.
 EXCHANGES = ("gather", "sum", "vote", "barrier", "broadcast", "reduce", "exchange", "join")
-WAITS = (*EXCHANGES, "forward and backward", "backward", "norm and update", "update", "read data", "save", "wait for")
+WAITS = (
+    *EXCHANGES,
+    "forward and backward",
+    "backward",
+    "norm and update",
+    "update",
+    "read data",
+    "save",
+    "wait for",
+)
 # A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1
@@ -178,7 +187,7 @@ def waiting(name: str) -> Iterator[None]:
 
 
 def light(environ: Mapping[str, str]) -> Beacon:
-    """The beacon that the launcher asked for in `environ`; one that keeps marks for this process alone where there is none.
+    """The beacon that the launcher asked for in `environ`; without one, marks stay within this process.
 
     Also prepares this process to write the stacks of its threads when the launcher asks for them.
     """

@@ -39,8 +39,8 @@ class _Buffer:
     """Numbers that a sum under way reads and writes; kept and used again for the life of the process.
 
     The thread that ends the sum drops its reference to the tensor. Were it the last but Python's, it would enter Python
-    to do so, and take locks there: a data worker forked at that instant would never run (see `core.foreign_threads`). A view
-    holds the tensor from the side of C++ as long as this object lives.
+    to do so, and take locks there: a data worker forked at that instant would never run (see `core.foreign_threads`). A
+    view holds the tensor from the side of C++ as long as this object lives.
     """
 
     def __init__(self, length: int) -> None:
@@ -227,7 +227,9 @@ def _store_of_attempt(world: World, timeout: timedelta) -> dict[str, Any]:
 
     store: Any = None
     if not launchers and world.is_main:
-        with contextlib.suppress(OSError):  # this process holds a store there already, which torch finds again
+        with contextlib.suppress(
+            OSError
+        ):  # this process holds a store there already, which torch finds again
             store, _ = open_store(address, int(os.environ["MASTER_PORT"]))
             store.set_timeout(timeout)
     if store is None:

@@ -45,7 +45,12 @@ def open_store(address: str, port: int = 0) -> tuple[Any, str]:
     client = where or LOOPBACK
     # The store owns the file descriptor from here on.
     store = TCPStore(
-        client, chosen, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        client,
+        chosen,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
     )
     return store, where
 

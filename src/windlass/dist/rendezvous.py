@@ -164,7 +164,9 @@ class Roster:
     def look(self) -> None:
         count = self.store.add("arrivals", 0)
         if count > _MOST_ARRIVALS:
-            raise MeetingError(f"the rendezvous store counts {count} arrivals: somebody disturbs the rendezvous")
+            raise MeetingError(
+                f"the rendezvous store counts {count} arrivals: somebody disturbs the rendezvous"
+            )
         self._open.update(range(self._next, count + 1))
         self._next = max(self._next, count + 1)
         for slot in sorted(self._open):
@@ -230,7 +232,7 @@ class Machines(_Handler):
         self._waiting = self.ask_waiting
 
     def attempt_store(self) -> SignedStore:
-        """The store of this attempt, over a connection of its own: one whose machine is lost keeps who asks it waiting."""
+        """The store of this attempt, over a connection of its own, for a lost machine keeps who asks it waiting."""
         return self._connect().below(f"round-{self._round}")
 
     def answer_waiting(self, known: Callable[[], int]) -> None:
@@ -268,7 +270,9 @@ class Machines(_Handler):
     def _arrive(self, number: int) -> int:
         """Ask for round `number`, or a later one if that is complete. Return which."""
         if self._round == 0:
-            self._announce(0)  # before anything is read, so that the holder can name a machine that it refuses
+            self._announce(
+                0
+            )  # before anything is read, so that the holder can name a machine that it refuses
         number = max(number, self._complete() + 1)
         self._announce(number)
         return number

@@ -98,10 +98,13 @@ class Watchdog:
         if call == START and in_main_thread("init_process_group", "distributed_c10d.py"):
             self._marked_meeting, self._idle = True, 0.0
             self._beacon.note(MEETING)
-        elif call == MEETING and self._marked_meeting:
-            if not in_main_thread("init_process_group", "distributed_c10d.py"):
-                self._marked_meeting = False
-                self._beacon.note(f"{AFTER}{MEETING}")
+        elif (
+            call == MEETING
+            and self._marked_meeting
+            and not in_main_thread("init_process_group", "distributed_c10d.py")
+        ):
+            self._marked_meeting = False
+            self._beacon.note(f"{AFTER}{MEETING}")
 
 
 _watched: tuple[int, Watchdog] | None = None
@@ -150,5 +153,7 @@ def stacks() -> str:
     for thread in threads:
         frame = frames.get(thread.ident or 0)
         if frame is not None and not thread.name.startswith("windlass-watch"):
-            parts.append(f"Thread {thread.name}, innermost call last:\n{''.join(traceback.format_stack(frame))}")
+            parts.append(
+                f"Thread {thread.name}, innermost call last:\n{''.join(traceback.format_stack(frame))}"
+            )
     return "".join(parts).rstrip()

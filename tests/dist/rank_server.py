@@ -1,0 +1,159 @@
+"""A process that has imported everything and has one thread, from which the ranks of tests are forked.
+
+Each launch of its own imports torch and transformers once more for the launcher and for every rank, which took longer
+than most tests do. It reads one request a line from standard input and answers each with one line:
+
+    {"world": 2, "script": "...", "arguments": [...], "said": "file for the output", "environ": {...}, "cwd": "...",
+     "timeout": 200}
+    {"codes": [0, 0], "late": false}
+
+A world of 0 is one process without the variables of a launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
+_TICK = 0.005
+
+
+def main() -> None:
+    warm_up()
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+def warm_up() -> None:
+    """Import what trainings import on their way."""
+    import accelerate
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import transformers
+
+    import windlass
+
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
+    for module, names in (
+        (windlass, ("Accelerator", "Trainer", "TrainingArguments")),
+        (transformers, ("GPT2LMHeadModel",)),
+        (accelerate, ("Accelerator",)),
+    ):
+        for name in names:
+            getattr(module, name)
+    from windlass.trainer import run  # noqa: F401
+
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    assert threads == 1, f"{threads} threads: a fork could inherit a lock that nobody releases"
+    gc.freeze()
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    pids = [_fork(rank, request, meeting) for rank in range(max(1, request["world"]))]
+    codes, late = _wait(pids, time.monotonic() + request["timeout"])
+    return {"codes": [codes[pid] for pid in pids], "late": late}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fork(rank: int, request: dict[str, Any], meeting: dict[str, str]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        _redirect(Path(request["said"]))
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        if request["world"]:
+            world = str(request["world"])
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            os.environ.update({**meeting, **own, "TORCHELASTIC_RESTART_COUNT": "0"})
+        code = _run(request["script"], request["arguments"])
+    finally:
+        os._exit(code)
+
+
+def _redirect(said: Path) -> None:
+    inputs, output = os.open(os.devnull, os.O_RDONLY), os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(inputs, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+
+def _run(script: str, arguments: list[str]) -> int:
+    """Run the script as the main program, its end included; gives the exit code."""
+    code = 0
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does that ends, which `os._exit` skips
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
+    """Exit codes, negative for a signal; and whether any had to be ended because time was up.
+
+    As a launcher does, it ends the others when one fails.
+    """
+    codes = dict[int, int]()
+    kill_at: float | None = None
+    late = False
+    while len(codes) < len(pids):
+        time.sleep(_TICK)
+        for pid in pids:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+        now, alive = time.monotonic(), [pid for pid in pids if pid not in codes]
+        if kill_at is None and any(codes.values()):
+            kill_at = now + GRACE
+            _signal(alive, signal.SIGTERM)
+        if alive and (now >= deadline or (kill_at is not None and now >= kill_at)):
+            late = late or now >= deadline
+            _signal(alive, signal.SIGKILL)
+    _signal(pids, signal.SIGKILL)  # each led a session: what it started ends with it
+    return codes, late
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
+if __name__ == "__main__":
+    main()
