@@ -2,6 +2,7 @@
 #
 #   make train   train a small language model on real text, here, in about two minutes   (ARGS="..." is handed on)
 #   make test    the tests                                                               (ARGS="tests/data -k loader")
+#   make test-all  the tests with their long forms
 #   make lint    ruff and mypy
 #   make bench   run the benchmarks and write their figures into docs/benchmarks.md
 #   make docs    build the documentation into site/
@@ -15,7 +16,7 @@ JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint format bench docs clean
+.PHONY: train test test-all lint format bench docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.installed-train
@@ -23,6 +24,9 @@ train: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

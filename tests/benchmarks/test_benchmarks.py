@@ -77,6 +77,7 @@ def test_overhead_times_every_step(tmp_path: Path) -> None:
     assert figures["versions"]["torch"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_are_timed_by_every_loop(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
@@ -87,6 +88,7 @@ def test_two_processes_are_timed_by_every_loop(tmp_path: Path) -> None:
     assert {name: it["steps"] for name, it in found.items()} == {"raw": 2, "accelerator": 2, "trainer": 2}
 
 
+@pytest.mark.slow
 def test_saves_are_timed_by_every_contender(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
     sizes = ("--saves", "2", "--rounds", "1", "--every", "4", "--width", "32", "--layers", "2", "--disk", "1")
@@ -104,6 +106,7 @@ def test_saves_are_timed_by_every_contender(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "it leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_resuming_is_timed_early_and_late(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
     sizes = ("--samples", "50000", "--rounds", "1", "--kind", "stateful", "--json", str(raw))
