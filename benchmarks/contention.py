@@ -4,7 +4,8 @@ The same small language model is trained by `Trainer` in processes that differ o
 were started: PyTorch's own waiting, sleeping at once (`OMP_WAIT_POLICY=passive`), and what `windlass train` and
 `windlass launch` set. They take turns while 0, 2, 6 and 12 other processes compute without a pause. A step's time is
 the distance between two ends of steps; the table gives the mean, because waiting for a turn is what a busy machine
-costs. A fair share of the cores takes (threads + busy processes) / cores times as long as an idle machine.
+costs, and the median where no other process runs. A fair share of the cores takes (threads + busy processes) / cores
+times as long as an idle machine.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from common import caption, facts, report, table
 
 POLICIES = {"default": "PyTorch's default", "passive": "sleep at once", "windlass": "Windlass"}
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with who started it
-IDLE_ROUNDS = 4  # times as many turns on the idle machine, where the differences are small
+IDLE_STARTS = (
+    4  # of each process on the idle machine, where one start differs from the next by more than policies do
+)
 VOCABULARY, WIDTH, LAYERS, LENGTH, ROWS = 512, 192, 3, 64, 8
 
 
@@ -126,12 +130,12 @@ class Contender:
 
 def measure(loads: list[int], seconds: float, rounds: int) -> dict[str, dict[int, list[float]]]:
     """Seconds of every step, by policy and number of busy processes."""
-    contenders = {policy: Contender(policy) for policy in POLICIES}
     steps: dict[str, dict[int, list[float]]] = {policy: {load: [] for load in loads} for policy in POLICIES}
-    for load in loads:
+    for load in [*loads, *[0] * (IDLE_STARTS - 1)]:
+        contenders = {policy: Contender(policy) for policy in POLICIES}
         busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(load)]
         try:
-            for turn in range(rounds * (1 if load else IDLE_ROUNDS)):
+            for turn in range(rounds):
                 order = list(POLICIES)[turn % len(POLICIES) :] + list(POLICIES)[: turn % len(POLICIES)]
                 for policy in order:
                     steps[policy][load] += contenders[policy].run(seconds)
@@ -139,16 +143,16 @@ def measure(loads: list[int], seconds: float, rounds: int) -> dict[str, dict[int
             for process in busy:
                 process.kill()
                 process.wait()
-    for contender in contenders.values():
-        contender.close()
+        for contender in contenders.values():
+            contender.close()
     return steps
 
 
 def summarise(steps: dict[str, dict[int, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean milliseconds per step and number of steps, by policy and load."""
+    """Milliseconds per step and number of steps, by policy and load: the mean, on the idle machine the median."""
     return {
         policy: {
-            str(load): {"ms": 1000 * sum(times) / len(times), "steps": len(times)}
+            str(load): {"ms": 1000 * (mean(times) if load else median(times)), "steps": len(times)}
             for load, times in of_load.items()
         }
         for policy, of_load in steps.items()
@@ -168,7 +172,8 @@ def render(figures: dict[str, Any], command: str) -> str:
         rows.append([f"{load}", f"{fair:.1f}", *cells])
     head = ["busy processes", "fair share, times as long", *(f"{label}, ms" for label in POLICIES.values())]
     note = (
-        f"In brackets: times as long as PyTorch's default takes on the idle machine. {threads} threads on {cores} "
+        "The median step of several starts on the idle machine, the mean on a busy one. In brackets: times as long as "
+        f"PyTorch's default takes on the idle machine. {threads} threads on {cores} "
         f"cores; at least {min(m['steps'] for of in measured.values() for m in of.values())} steps a cell."
     )
     return f"{table(head, rows)}\n\n{note}\n\n{caption(figures, command)}"

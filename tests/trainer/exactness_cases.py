@@ -5,9 +5,9 @@ Everything is float64: what differs by more than rounding is a mistake in somebo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,40 +193,48 @@ Outcome = dict[str, list[float]]
 
 
 def train(
-    kind: Kind, micro: int, accumulation: int, rows: list[dict[str, list[int]]] = TRAIN, **arguments: Any
+    kind: Kind,
+    place: Path,
+    micro: int,
+    accumulation: int,
+    rows: list[dict[str, list[int]]] = TRAIN,
+    **arguments: Any,
 ) -> Outcome:
-    """The run by Windlass, in this process's world."""
+    """The run by Windlass, in this process's world.
+
+    Args:
+        place: the output folder of all ranks: had each its own, they would look for a while whether they share a disk.
+    """
     torch.manual_seed(0)
     model = kind.model()
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            output_dir=folder,
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=accumulation,
-            per_device_eval_batch_size=micro,
-            learning_rate=LEARNING_RATE,
-            max_grad_norm=MAX_NORM,
-            train_sampling_strategy="sequential",
-            logging_steps=1,
-            eval_strategy="epoch",
-            save_strategy="no",
-            disable_tqdm=True,
-            log_level="error",
-            use_cpu=True,
-            ddp_timeout=60,
-            **(kind.arguments or {}),
-            **arguments,
-        )
-        trainer = kind.trainer(
-            model,
-            args,
-            train_dataset=rows,
-            eval_dataset=EVAL,
-            data_collator=collate,
-            compute_loss_func=kind.function,
-        )
-        trainer.train()
+    args = TrainingArguments(
+        output_dir=str(place),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        per_device_eval_batch_size=micro,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_NORM,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=True,
+        ddp_timeout=60,
+        **(kind.arguments or {}),
+        **arguments,
+    )
+    trainer = kind.trainer(
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=EVAL,
+        data_collator=collate,
+        compute_loss_func=kind.function,
+    )
+    trainer.train()
     history = trainer.state.log_history
     return {
         "weights": _flat(model),

@@ -4,6 +4,7 @@ sharded.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.exactness_cases import KINDS, SPLITS, UNEVEN, UNEVEN_SPLIT, Kind, train
+from tests.trainer.exactness_cases import KINDS, SPLITS, UNEVEN, UNEVEN_SPLIT, train
 
 from windlass import ModelError
 
@@ -25,10 +26,11 @@ REFUSED = ("sharded", "weighted terms with parts")
 
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    world, strategy = int(os.environ["WORLD_SIZE"]), sys.argv[2]
+    place, world, strategy = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), sys.argv[2]
+    run = functools.partial(train, place=place / "run", **STRATEGIES[strategy])
     outcomes = {
         name: {
-            f"{micro} x {accumulation}": train(kind, micro, accumulation, **STRATEGIES[strategy])
+            f"{micro} x {accumulation}": run(kind, micro=micro, accumulation=accumulation)
             for micro, accumulation in SPLITS[world]
             if accumulation == 1 or (strategy, name) != REFUSED
         }
@@ -37,16 +39,12 @@ def main() -> None:
     if world == 2:
         for name, kind in KINDS.items():
             if (strategy, name) != REFUSED:
-                outcomes[name][UNEVEN_SPLIT] = train(kind, 2, 3, UNEVEN, **STRATEGIES[strategy])
+                outcomes[name][UNEVEN_SPLIT] = run(kind, micro=2, accumulation=3, rows=UNEVEN)
     if strategy == REFUSED[0]:
-        refuses(KINDS[REFUSED[1]])
+        with pytest.raises(ModelError, match="kept apart"):
+            run(KINDS[REFUSED[1]], micro=2, accumulation=3)
     rank = os.environ["RANK"]
-    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(outcomes))
-
-
-def refuses(kind: Kind) -> None:
-    with pytest.raises(ModelError, match="kept apart"):
-        train(kind, 2, 3, **STRATEGIES["sharded"])
+    (place / f"rank{rank}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
