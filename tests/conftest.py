@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -59,6 +60,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no real data beside the repository (../shared/data)")
     return folder
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made lives as long as the tests: no collection of garbage has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _environment() -> dict[str, str]:

@@ -28,6 +28,7 @@ from windlass.core.world import World
 from windlass.dist.sharded import local, part
 
 SIZE, LAYERS = 256, 6
+EIGHT, EIGHT_ROWS = (pytest.param(*values, marks=pytest.mark.slow) for values in ((8,), (8, 0)))
 TENSOR = SIZE * SIZE * 4  # bytes of the largest tensor
 SLACK = 2 << 10  # scalars, and what the profiler rounds up
 
@@ -155,7 +156,7 @@ def test_the_measure_sees_what_is_held() -> None:
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
-@pytest.mark.parametrize(("size", "dim"), [(1, 0), (2, 0), (4, 0), (8, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize(("size", "dim"), [(1, 0), (2, 0), (4, 0), EIGHT_ROWS, (3, 0), (2, 1)])
 def test_weights(folder: Path, in_parts: bool, size: int, dim: int, bytes_read: list[int]) -> None:
     wanted, load = trained()[0].state_dict(), load_parts if in_parts else load_weights
     for world in ranks(size):
@@ -174,7 +175,7 @@ def test_weights(folder: Path, in_parts: bool, size: int, dim: int, bytes_read: 
 
 
 @pytest.mark.parametrize("in_parts", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 3])
+@pytest.mark.parametrize("size", [1, 2, 4, EIGHT, 3])
 def test_an_optimizers_state(folder: Path, in_parts: bool, size: int, bytes_read: list[int]) -> None:
     wanted = trained()[1].state_dict()["state"]
     for world in ranks(size):

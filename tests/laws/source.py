@@ -95,8 +95,13 @@ def _dynamic(node: ast.AST) -> str | None:
     return first.value if isinstance(first.value, str) else None
 
 
-def imports(module: Module) -> Iterator[Import]:
+@functools.cache
+def imports(module: Module) -> tuple[Import, ...]:
     """All imports of a file: at its top, inside functions, under TYPE_CHECKING, and by name at run time."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[Import]:
     for node, at_import in _statements(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -30,7 +30,9 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("group", _KINDS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=pytest.mark.slow if group == "leave" else ()) for group in _KINDS]
+)
 def test_runs_end_as_if_nothing_had_happened(matrix: Matrix, group: str) -> None:
     problems: list[str] = []
     matrix.make([f"{group}-{number}" for number in range(len(TRIALS))], problems.append)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tests.trainer.resume_cases import Case, run
 
+from windlass.checkpoint import nodes
+
+nodes.WAITS = (0.01, 0.05)  # these file systems show at once what others wrote
 BEST = {
     "eval_strategy": "steps",
     "eval_steps": 1,

@@ -21,11 +21,13 @@ import pytest
 import torch.distributed as dist
 from tests.trainer.resume_cases import KILLED, Case, bits, in_a_child, kill, run
 
+from windlass.checkpoint import nodes
 from windlass.checkpoint.files import Files
 from windlass.core.errors import CheckpointError, ConfigError
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+nodes.WAITS = (0.01, 0.05)  # these file systems show at once what others wrote
 CASE = Case(
     {
         "per_device_train_batch_size": 2,

@@ -17,7 +17,7 @@ from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
 # A network file system may take a moment to show what another machine wrote (seconds, all in all).
-_WAITS = (0.05, 0.15, 0.3, 0.5)
+WAITS = (0.05, 0.15, 0.3, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _write(mark: Path) -> None:
 
 def _visible(folder: Path, names: dict[int, str]) -> list[int]:
     """The ranks of the marks that are there, with patience."""
-    for wait in (*_WAITS, 0.0):
+    for wait in (*WAITS, 0.0):
         found = [rank for rank, name in names.items() if (folder / name).exists()]
         if len(found) == len(names):
             break
