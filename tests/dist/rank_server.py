@@ -12,6 +12,7 @@ A world of 0 is one process without the variables of a launcher.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -20,6 +21,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -64,7 +66,10 @@ def warm_up() -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     pids = [_fork(rank, request, meeting) for rank in range(max(1, request["world"]))]
-    codes, late = _wait(pids, time.monotonic() + request["timeout"])
+    try:
+        codes, late = _wait(pids, time.monotonic() + request["timeout"])
+    finally:
+        _signal(pids, signal.SIGKILL)  # each led a session: what it started ends with it
     return {"codes": [codes[pid] for pid in pids], "late": late}
 
 
@@ -115,10 +120,8 @@ def _run(script: str, arguments: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    import atexit
-    import threading
-
-    threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter does that ends, which `os._exit` skips
+    # What an interpreter does at its end, and `os._exit` does not.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -128,9 +131,9 @@ def _run(script: str, arguments: list[str]) -> int:
 def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
     """Exit codes, negative for a signal; and whether any had to be ended because time was up.
 
-    As a launcher does, it ends the others when one fails.
+    As a launcher does, it ends the others when one fails. Time is also up when the tests that asked have ended.
     """
-    codes = dict[int, int]()
+    parent, codes = os.getppid(), dict[int, int]()
     kill_at: float | None = None
     late = False
     while len(codes) < len(pids):
@@ -138,14 +141,14 @@ def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
         for pid in pids:
             if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[pid] = os.waitstatus_to_exitcode(ended[1])
-        now, alive = time.monotonic(), [pid for pid in pids if pid not in codes]
+        now = time.monotonic() if os.getppid() == parent else deadline
+        alive = [pid for pid in pids if pid not in codes]
         if kill_at is None and any(codes.values()):
             kill_at = now + GRACE
             _signal(alive, signal.SIGTERM)
         if alive and (now >= deadline or (kill_at is not None and now >= kill_at)):
             late = late or now >= deadline
             _signal(alive, signal.SIGKILL)
-    _signal(pids, signal.SIGKILL)  # each led a session: what it started ends with it
     return codes, late
 
 

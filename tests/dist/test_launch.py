@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import run_to_its_end
+from tests.dist.launch import launch, run_to_its_end
 
 # As torch's launcher does: its processes lead sessions of their own.
 LAUNCHER = """
@@ -25,3 +25,30 @@ def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
         run_to_its_end([sys.executable, "-c", LAUNCHER, str(note)], timeout=3)
     state = Path("/proc", note.read_text(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+RANKS = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.dist
+def test_ranks_are_ended_when_one_fails(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    said = launch(2, script, "x", expect=1)
+    assert sorted(said.splitlines()) == ["rank 0 of 2 ['x']", "rank 1 of 2 ['x']"]
+    with pytest.raises(AssertionError, match=r"exit codes \[-15, 3\]"):
+        launch(2, script)
+
+
+@pytest.mark.dist
+def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text("import time; time.sleep(1000)")
+    with pytest.raises(AssertionError, match="not done after 1 s"):
+        launch(2, script, timeout=1)
