@@ -25,9 +25,6 @@ from common import caption, facts, report, table
 
 POLICIES = {"default": "PyTorch's default", "passive": "sleep at once", "windlass": "Windlass"}
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends with who started it
-IDLE_STARTS = (
-    4  # of each process on the idle machine, where one start differs from the next by more than policies do
-)
 VOCABULARY, WIDTH, LAYERS, LENGTH, ROWS = 512, 192, 3, 64, 8
 
 
@@ -128,15 +125,17 @@ class Contender:
         self._process.wait(timeout=60)
 
 
-def measure(loads: list[int], seconds: float, rounds: int) -> dict[str, dict[int, list[float]]]:
+def measure(
+    policies: list[str], loads: list[int], seconds: float, rounds: int, starts: int
+) -> dict[str, dict[int, list[float]]]:
     """Seconds of every step, by policy and number of busy processes."""
-    steps: dict[str, dict[int, list[float]]] = {policy: {load: [] for load in loads} for policy in POLICIES}
-    for load in [*loads, *[0] * (IDLE_STARTS - 1)]:
-        contenders = {policy: Contender(policy) for policy in POLICIES}
+    steps: dict[str, dict[int, list[float]]] = {policy: {load: [] for load in loads} for policy in policies}
+    for load in [*loads, *[0] * (starts - 1)]:
+        contenders = {policy: Contender(policy) for policy in policies}
         busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(load)]
         try:
             for turn in range(rounds):
-                order = list(POLICIES)[turn % len(POLICIES) :] + list(POLICIES)[: turn % len(POLICIES)]
+                order = policies[turn % len(policies) :] + policies[: turn % len(policies)]
                 for policy in order:
                     steps[policy][load] += contenders[policy].run(seconds)
         finally:
@@ -167,10 +166,10 @@ def render(figures: dict[str, Any], command: str) -> str:
         fair = max(1.0, (threads + load) / cores)
         cells = [
             f"{measured[p][str(load)]['ms']:.0f} ({measured[p][str(load)]['ms'] / idle:.2f})"
-            for p in POLICIES
+            for p in measured
         ]
         rows.append([f"{load}", f"{fair:.1f}", *cells])
-    head = ["busy processes", "fair share, times as long", *(f"{label}, ms" for label in POLICIES.values())]
+    head = ["busy processes", "fair share, times as long", *(f"{POLICIES[p]}, ms" for p in measured)]
     note = (
         "The median step of several starts on the idle machine, the mean on a busy one. In brackets: times as long as "
         f"PyTorch's default takes on the idle machine. {threads} threads on {cores} "
@@ -186,6 +185,12 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="of one turn of one policy")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--starts", type=int, default=4, help="on the idle machine, where starts differ more than policies do"
+    )
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help="comma-separated; default is always run"
+    )
     parser.add_argument("--write", type=Path, help="a page with a section `contention` to rewrite")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -196,7 +201,8 @@ def main() -> None:
     loads = sorted({0, *map(int, options.loads.split(","))})
     from windlass.core.threads import usable_cores
 
-    policies = summarise(measure(loads, options.seconds, options.rounds))
+    chosen = ["default", *(name for name in options.policies.split(",") if name != "default")]
+    policies = summarise(measure(chosen, loads, options.seconds, options.rounds, options.starts))
     cores = usable_cores()
     figures = {**facts(), "cores": cores, "threads": cores, "loads": loads, "policies": policies}
     command = f"python benchmarks/contention.py --seconds {options.seconds:g} --rounds {options.rounds}"

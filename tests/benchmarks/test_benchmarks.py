@@ -117,6 +117,7 @@ def test_resuming_is_timed_early_and_late(tmp_path: Path) -> None:
     assert all(whole > inside > 0 for whole, inside in found.values())
 
 
+@pytest.mark.slow
 def test_contention_times_every_policy(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
     loads = ("--loads", "0,1", "--seconds", "0.1", "--rounds", "1")

@@ -120,11 +120,13 @@ def test_a_second_run_of_the_same_process_is_refused_too(tmp_path: Path) -> None
 def test_a_run_whose_folder_another_one_took_saves_no_more(tmp_path: Path) -> None:
     """It was stopped on another machine for longer than a dead one is waited for."""
 
+    other = run_lock.RunLock(tmp_path)
+
     class Taken(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 (tmp_path / LOCK_NAME).unlink()
-                run_lock.RunLock(tmp_path).acquire()
+                other.acquire()
 
     with pytest.raises(run_lock.FolderInUse, match="in use by another run"):
         run(tmp_path, Taken()).train()
