@@ -205,7 +205,7 @@ def main() -> None:
     policies = summarise(measure(chosen, loads, options.seconds, options.rounds, options.starts))
     cores = usable_cores()
     figures = {**facts(), "cores": cores, "threads": cores, "loads": loads, "policies": policies}
-    command = f"python benchmarks/contention.py --seconds {options.seconds:g} --rounds {options.rounds}"
+    command = " ".join(["python benchmarks/contention.py", *sys.argv[1:]]).split(" --write")[0]
     report("contention", render(figures, command), figures, options.write, options.json)
 
 

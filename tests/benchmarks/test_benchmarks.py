@@ -120,7 +120,7 @@ def test_resuming_is_timed_early_and_late(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_contention_times_every_policy(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
-    loads = ("--loads", "0,1", "--seconds", "0.1", "--rounds", "1")
+    loads = ("--loads", "0,1", "--seconds", "0.1", "--rounds", "1", "--starts", "1")
     done = _run(str(FOLDER / "contention.py"), *loads, "--json", str(raw))
     measured = json.loads(raw.read_text())["policies"]
     assert set(measured) == {"default", "passive", "windlass"}

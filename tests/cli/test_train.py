@@ -277,7 +277,6 @@ def test_a_signal_leaves_a_state_that_resumes(
     assert "2 steps in" in out, out
 
 
-@pytest.mark.slow
 def test_the_built_in_recipe(room: Path, windlass: Run) -> None:
     shorter = [
         "training.max_steps=40",

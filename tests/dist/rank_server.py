@@ -48,15 +48,9 @@ def warm_up() -> None:
 
     import windlass
 
+    # Names that their packages load when they are first asked for.
+    _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator, transformers.GPT2LMHeadModel
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
-    for module, names in (
-        (windlass, ("Accelerator", "Trainer", "TrainingArguments")),
-        (transformers, ("GPT2LMHeadModel",)),
-        (accelerate, ("Accelerator",)),
-    ):
-        for name in names:
-            getattr(module, name)
-    from windlass.trainer import run  # noqa: F401
 
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork could inherit a lock that nobody releases"

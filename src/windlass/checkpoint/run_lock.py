@@ -233,9 +233,8 @@ class RunLock:
 
 # By token: this process judges its own locks by this, not by what the system says.
 _held: dict[str, weakref.ref[RunLock]] = {}
-_beater = (
-    threading.Thread()
-)  # raises the counters of all of them, from the first lock to the end of the process
+# Raises the counters of all of them, from the first lock to the end of the process.
+_beater = threading.Thread()
 
 
 def _keep_beating() -> None:

@@ -227,9 +227,8 @@ def _store_of_attempt(world: World, timeout: timedelta) -> dict[str, Any]:
 
     store: Any = None
     if not launchers and world.is_main:
-        with contextlib.suppress(
-            OSError
-        ):  # this process holds a store there already, which torch finds again
+        # An error: this process holds a store there already, which torch finds again.
+        with contextlib.suppress(OSError):
             store, _ = open_store(address, int(os.environ["MASTER_PORT"]))
             store.set_timeout(timeout)
     if store is None:

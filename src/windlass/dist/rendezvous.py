@@ -270,9 +270,8 @@ class Machines(_Handler):
     def _arrive(self, number: int) -> int:
         """Ask for round `number`, or a later one if that is complete. Return which."""
         if self._round == 0:
-            self._announce(
-                0
-            )  # before anything is read, so that the holder can name a machine that it refuses
+            # Before anything is read, so that the holder can name a machine that it refuses.
+            self._announce(0)
         number = max(number, self._complete() + 1)
         self._announce(number)
         return number

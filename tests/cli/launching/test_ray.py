@@ -25,7 +25,6 @@ def test_unknown_options_are_refused() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_a_job_runs_on_ray_and_its_failure_is_reported() -> None:
     code, said = windlass(
