@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,36 +10,7 @@ import torch
 from tests.trainer.small import Net, rows
 
 from windlass import Accelerator, Trainer, TrainingArguments
-from windlass.cli.launching.environment import worker_environment
-from windlass.config.launch import LaunchPlan
-from windlass.core.threads import SPIN_COUNT, LoadWatch, waiting_policy
-
-
-@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])
-def test_a_policy_of_the_users_own_is_kept(name: str) -> None:
-    assert waiting_policy({"OMP_NUM_THREADS": "4"}) == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
-    assert waiting_policy({name: "7"}) == {}
-
-
-def test_launched_processes_get_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert worker_environment(LaunchPlan(script="s.py"))["GOMP_SPINCOUNT"] == str(SPIN_COUNT)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-    assert "GOMP_SPINCOUNT" not in worker_environment(LaunchPlan(script="s.py"))
-
-
-def test_the_train_command_sets_the_policy_before_pytorch_is_loaded() -> None:
-    script = (
-        "import os, sys\n"
-        "from windlass.cli.main import main\n"
-        "main(['train', '--print-config'])\n"
-        "print('policy', os.environ['GOMP_SPINCOUNT'])"
-    )
-    environ = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
-    )
-    assert f"policy {SPIN_COUNT}" in done.stdout
+from windlass.core.threads import LoadWatch
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import say, settle
-from windlass.core.threads import waiting_policy
 
 TRAIN_HELP = """\
 Train a model as a recipe says. Without a recipe: a small language model on English text that every Python
@@ -85,8 +84,6 @@ def _dispatch(arguments: list[str]) -> int:
     if options.command == "train":
         from windlass.cli.train import train_command
 
-        if "torch" not in sys.modules:  # which reads the policy when it is loaded
-            os.environ.update(waiting_policy(os.environ))
         return train_command(_train_options(options, rest, train), arguments)
     if options.command == "env":
         from windlass.cli.environment import environment_command

@@ -1,4 +1,4 @@
-"""Threads of one process: how they wait for each other, how many there are, and whether cores are free for them."""
+"""How many threads a process has, and whether the machine has cores for them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,8 @@ from windlass.core.world import world_from_environment
 
 logger = get_logger(__name__)
 
-# Iterations that a thread of libgomp (PyTorch's OpenMP runtime on Linux) spins at the end of a parallel region before
-# it sleeps: 0.1 to 0.3 ms. The regions of a training step follow each other faster than that, so on an idle machine a
-# thread hardly ever sleeps. The default is a thousand times as long, which on a busy machine uses up the time slice
-# that the thread waited for would need. Measured by benchmarks/contention.py.
-SPIN_COUNT = 10_000
-_SPIN_VARIABLE = "GOMP_SPINCOUNT"
-# Any of these is a waiting policy of the user's own.
-_POLICIES = (_SPIN_VARIABLE, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 # The name under which a checkpoint's manifest has the number of threads.
 META_NAME = "threads"
-
-
-def waiting_policy(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let waiting threads sleep early; empty if `environ` has a policy already.
-
-    They count for a process that loads PyTorch after they are set.
-    """
-    return {} if any(name in environ for name in _POLICIES) else {_SPIN_VARIABLE: str(SPIN_COUNT)}
 
 
 def usable_cores() -> int:
@@ -89,15 +73,5 @@ class LoadWatch:
             return
         self._enabled = False
         logger.warning(
-            "load average %.1f on %d core(s): other programs use the cores, so every step takes longer. "
-            "%s", load, cores, _advice()
+            "load average %.1f on %d core(s): other programs use the cores, so every step takes longer", load, cores
         )  # fmt: skip
-
-
-def _advice() -> str:
-    if os.environ.get("OMP_NUM_THREADS") == "1" or any(name in os.environ for name in _POLICIES):
-        return "Run fewer programs at a time if that matters"
-    return (
-        f"Start the script with `windlass launch`, or with {_SPIN_VARIABLE}={SPIN_COUNT} in its environment: then its "
-        "threads sleep while they wait for each other"
-    )

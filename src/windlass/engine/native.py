@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.types import State
+from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepHooks, StepRequest, StepResult
@@ -50,7 +51,7 @@ class NativeExecutor:
         self._overflow: Tensor | None = None
         self._skip = False
         self._overflowed = self._applying = False
-        self._beacon = beacon()
+        self._beacon, self._waiting = beacon(), thread_waiting()
 
     @property
     def model(self) -> nn.Module:
@@ -152,6 +153,7 @@ class NativeExecutor:
         self._applying = True
         self.optimizer.step()
         self._applying = False
+        self._waiting.look()
         return True
 
     def zero_grad(self) -> None:

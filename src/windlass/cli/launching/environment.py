@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from windlass.cli.launching.worker import BIND_VARIABLE
-from windlass.core.threads import usable_cores, waiting_policy
+from windlass.core.threads import usable_cores
 from windlass.dist.listening import address_towards
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
     bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
     found = {
         **_interface(plan),
-        **waiting_policy(os.environ),
         "OMP_NUM_THREADS": str(plan.threads or max(1, cores // local)),
         BIND_VARIABLE: "1" if bind else "0",
     }
