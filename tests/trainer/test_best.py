@@ -275,7 +275,7 @@ def test_a_save_that_fails_drives_none_of_the_best_out(
     scores = [0.4, 0.5, 0.9, 0.3, 0.2, 0.1]
     trainer = scripted(tmp_path, scores, greater_is_better=True, keep_best=2, load_best_model_at_end=False)
     trainer.train()
-    assert trainer._best_evaluations == [[0.5, 2], [0.4, 1]]
+    assert trainer._run.best.evaluations == [[0.5, 2], [0.4, 1]]
     assert sorted(metrics_of(tmp_path)) == [1, 2, 6]
 
 

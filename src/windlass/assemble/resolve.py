@@ -16,8 +16,11 @@ from windlass.config.plan import (
     CadencePlan,
     DataPlan,
     DurationPlan,
+    EvaluationPlan,
     OptimizerPlan,
     PrecisionPlan,
+    PreemptionPlan,
+    ReportPlan,
     RunPlan,
     SavePlan,
     StabilityPlan,
@@ -95,6 +98,13 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=resolve_save(args, duration.steps),
         dist=parallel.dist,
+        reports=ReportPlan(
+            tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
+            memory=not args.skip_memory_metrics,
+            empty_cache_every=args.torch_empty_cache_steps,
+            restore_callback_args=bool(args.restore_callback_states_from_checkpoint),
+            evaluate_first=bool(args.eval_on_start),
+        ),
     )
 
 
@@ -291,6 +301,32 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
         background=args.save_in_background,
         host_memory=None if args.save_host_memory is None else size_in_bytes(args.save_host_memory),
         max_failures=args.max_save_failures,
+        keep_last=args.keep_last,
+        keep_best=args.keep_best,
+        model_only=bool(args.save_only_model),
+        on_each_node=bool(args.save_on_each_node),
+    )
+
+
+def resolve_preemption(args: Any) -> PreemptionPlan:
+    limit = args.preemption_deadline
+    return PreemptionPlan(
+        signals=tuple(args.preemption_signals.split()),
+        deadline=None if limit is None else seconds(limit),
+        deadline_text=str(limit),
+    )
+
+
+def resolve_evaluation(args: Any) -> EvaluationPlan:
+    return EvaluationPlan(
+        batch=args.per_device_eval_batch_size,
+        loss_only=bool(args.prediction_loss_only),
+        batch_metrics=bool(args.batch_eval_metrics),
+        include=tuple(args.include_for_metrics),
+        accumulate_steps=args.eval_accumulation_steps,
+        concat=bool(args.eval_do_concat_batches),
+        cast="bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else None,
+        start_timeout=args.dataloader_start_timeout,
     )
 
 

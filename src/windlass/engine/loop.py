@@ -133,14 +133,11 @@ class Loop:
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
+        self._own_position: State | None = None
         self._epoch_open = False
         self._data_spent = False
         self._extra_epochs = 0
         self._updates_per_epoch: int | None = None
-
-    def adopt_state(self, state: TrainerState) -> None:
-        """Continue the progress of a resumed run."""
-        self._state = state
 
     def run(self) -> None:
         """All that is left of the run."""
@@ -328,6 +325,10 @@ class Loop:
         """Where this rank's data goes on; ranks with loaders of their own stand at different places."""
         return self._position
 
+    def go_on_from(self, position: State) -> None:
+        """Set where this rank's data goes on, before `load_state_dict`, whose position is the main process's."""
+        self._own_position = position
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
@@ -345,7 +346,8 @@ class Loop:
     def load_state_dict(self, state: State) -> None:
         self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
         self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
-        self._position, self._extra_epochs = state["position"], state["extra_epochs"]
+        own, self._own_position = self._own_position, None
+        self._position, self._extra_epochs = state["position"] if own is None else own, state["extra_epochs"]
         self._hooks.control.should_epoch_stop = state["epoch_stopped"]
         self._feed.restore(self._position)
         if (

@@ -34,7 +34,7 @@ class _Found(NamedTuple):
     unnamed: list[int]
 
 
-def who_is_to_blame(suspect: Suspect, gang: Gang) -> str:
+def find_nonfinite_samples(suspect: Suspect, gang: Gang) -> str:
     """What is known of the samples of an update, those of all ranks, in words. Collective."""
     ranks = [_Found(*told) for told in gang.gather_objects(list(_look(suspect)))]
     what = nonfinite_at(suspect.step, [batch for found in ranks for batch in found.ids])

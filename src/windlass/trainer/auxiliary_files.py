@@ -12,7 +12,7 @@ from windlass.checkpoint.files import Files
 _LARGEST = 1 << 30  # no configuration or vocabulary is larger
 
 
-class Companions:
+class AuxiliaryFiles:
     """Takes the files of a configuration at every save, and those of a tokenizer when it has changed.
 
     A tokenizer may take a second to write, and while it writes no other thread may use it: so it does not belong into

@@ -1,24 +1,27 @@
-"""What the loss means: measured on the first batch, and from the first real call of a script's own function."""
+"""Who divides a loss: found out on the first batch, and from the first real call of a script's own function."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from windlass.accelerator.accelerator import Accelerator
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
 from windlass.core.types import LossTerms
 from windlass.engine.count_watch import CountWatch, Use
-from windlass.engine.normalise import Meaning
+from windlass.engine.normalise import Meaning, Normaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
-from windlass.trainer.losses import LossMixin, as_count, call_model, check_loss, loss_of
+from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, takes
+from windlass.trainer.session import Session
 from windlass.trainer.wrappers import accepts_count
 
 logger = get_logger(__name__)
@@ -27,89 +30,174 @@ _TF32_ROUNDING = 2e-3  # what accelerators may compute float32 in
 _RANKS = frozenset({"num_processes", "world_size", "get_world_size", "n_gpu", "WORLD_SIZE"})
 
 
-class MeasuringMixin(LossMixin):
-    """Finds out what the loss is a mean over."""
+@dataclass(frozen=True, slots=True)
+class LossHooks:
+    """The methods of a Trainer that compute and count a loss, as one call of `train()` or `evaluate()` finds them.
 
-    _plain_mean_unsaid = False
-    _loss_is_sum = False
-    _count_watch: CountWatch | None = None
-    _own_sum: tuple[float, float] = (0.0, 0.0)
+    Attributes:
+        model: the bare model.
+        compute_loss, training_step, count_targets, prepare_inputs: its bound methods.
+        autocast: returns the mixed-precision context of a forward.
+        function: `compute_loss_func`.
+        default_loss, default_step: `compute_loss` and `training_step` are not overridden.
+        smoothing: `label_smoothing_factor`.
+        compiled: the model is compiled.
+        declared: `loss_is_scaled_for_ga`: what the script says that its loss is.
+    """
 
-    def _probe_loss(self, batch: Any, training: bool) -> None:
+    model: nn.Module
+    compute_loss: Callable[..., Any]
+    training_step: Callable[..., Any]
+    count_targets: Callable[[Any], float]
+    prepare_inputs: Callable[[Any], Any]
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    function: Callable[..., Any] | None
+    default_loss: bool
+    default_step: bool
+    smoothing: float
+    compiled: bool
+    declared: bool | None
+
+    @property
+    def of_model(self) -> bool:
+        """Whether the loss is the model's own, not one that a script or label smoothing computes."""
+        return self.default_loss and self.function is None and not self.smoothing
+
+
+class LossPolicy:
+    """What the loss of a Trainer's model is a mean over, and by what it is divided.
+
+    Attributes:
+        counter: counts the targets of a batch, once it is known which labels are targets.
+        normaliser: turns losses into shares of an update.
+        divides: the model's own loss divides by `num_items_in_batch`: by signature until it is measured.
+        kind: how the model's own loss adds up, once it is measured.
+        scales: the default loss is multiplied by the number of ranks, as the script declared.
+        takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
+        measured: the first batch of this run was measured.
+    """
+
+    def __init__(self, session: Session, accelerator: Accelerator) -> None:
+        self._device, self._gang, self._accelerator = session.device, session.gang, accelerator
+
+    def take_model(self, model: nn.Module, label_names: list[str]) -> None:
+        """Begin anew with this model."""
+        self._label_names = tuple(label_names)
+        self.divides, self.measured, self.scales = accepts_count(model), False, False
+        self.kind: Kind | None = None
+        self.counter = TargetCounter(self._label_names)
+        self.normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
+        self._resumed_kind: Kind | None = None
+        self._is_plain_mean = False
+        self._count_watch: CountWatch | None = None
+        self._own_sum = (0.0, 0.0)
+
+    def adopt(self, hooks: LossHooks) -> None:
+        """Read the hooks' signatures, once for all steps. A `compute_loss` of three arguments is welcome."""
+        self.hooks = hooks
+        self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
+        self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
+
+    def begin_run(self, resumed_kind: Kind | None = None) -> None:
+        """Measure the first batch again.
+
+        Args:
+            resumed_kind: what an earlier part of the run measured, in case this batch does not tell.
+        """
+        self.measured, self._resumed_kind = False, resumed_kind
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the model's own loss is a sum over its batch."""
+        return self.kind is Kind.SUM
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether a training step has any use for the update's target count."""
+        if not self.takes_count or not self.step_takes_count:
+            return False
+        hooks = self.hooks
+        own = hooks.default_loss and hooks.default_step
+        return not own or bool(hooks.smoothing) or hooks.function is not None or self.divides
+
+    def count(self, value: float, device: torch.device) -> Tensor:
+        """The count that hooks are given; until it is known what they do with it, one that is watched."""
+        plain = as_count(value, device)
+        return plain if self._count_watch is None else self._count_watch.count(value, plain)
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def measure(self, batch: Any, training: bool) -> None:
         """Find out, on the first batch, what the loss is a mean over; see `engine.probe`. Collective."""
-        if self._loss_probed:
+        if self.measured:
             return
-        was_training = self.model.training
-        self.model.train(training)
+        was_training = self.hooks.model.training
+        self.hooks.model.train(training)
         try:
-            self._measure_loss(self._prepare_inputs(batch), self.count_targets(batch))
+            self._measure(self.hooks.prepare_inputs(batch), self.hooks.count_targets(batch))
         finally:
-            self.model.train(was_training)
-        self._loss_probed = True
+            self.hooks.model.train(was_training)
+        self.measured = True
 
-    def _probe_shift(self, batch: Any | None) -> None:
+    def measure_labels(self, batch: Any | None) -> None:
         """For an evaluation outside training: which labels are targets, and whether the loss is a sum.
 
         Collective; a rank may have no batch.
         """
-        probe = Probe(self.model, self._device, self._gang.sum)
-        prepared = None if batch is None else self._prepare_inputs(batch)
+        probe = self._probe()
+        prepared = None if batch is None else self.hooks.prepare_inputs(batch)
         self._measure_shift(probe, prepared)
-        if self._computes_model_loss:
-            self._adopt(probe.splits(prepared, self._model_loss, self._counter, self._rounding))
+        if self.hooks.of_model:
+            self._adopt_split(probe.splits(prepared, self._model_loss, self.counter, self._rounding))
 
-    @property
-    def _computes_model_loss(self) -> bool:
-        """Whether the loss is the model's own, not one that a script or label smoothing computes."""
-        return self._own_loss and self.compute_loss_func is None and not self.args.label_smoothing_factor
+    def _probe(self) -> Probe:
+        return Probe(self.hooks.model, self._device, self._gang.sum)
 
     def _model_loss(self, inputs: Any, denominator: float | None) -> Any:
         """The bare model's own loss: the only one that is computed more often than training asks for."""
         if denominator is not None:
             inputs = {**inputs, "num_items_in_batch": denominator}
-        with self.autocast_smart_context_manager():
-            return check_loss(loss_of(call_model(self.model, inputs), inputs))
+        with self.hooks.autocast():
+            return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
-    def _measure_loss(self, prepared: Any, targets: float) -> None:
-        probe = Probe(self.model, self._device, self._gang.sum)
+    def _measure(self, prepared: Any, targets: float) -> None:
+        probe, declared = self._probe(), self.hooks.declared
         self._measure_shift(probe, prepared)
-        self._count_watch, self._loss_is_sum, self._loss_kind = None, False, None
-        self._model_divides = accepts_count(self.model)
-        if self._computes_model_loss:
-            self._normaliser.meaning = self._meaning_of_model(probe, prepared, targets)
-        else:
-            self._normaliser.meaning = self._meaning_of_hook(probe, prepared, targets)
-        if self.loss_is_scaled_for_ga is not None:
-            self._default_loss_scales = bool(self.loss_is_scaled_for_ga)
-            self._normaliser.meaning = Meaning.SCALED if self.loss_is_scaled_for_ga else Meaning.MICRO_MEAN
+        self._count_watch, self.kind = None, None
+        self.divides = accepts_count(self.hooks.model)
+        find = self._meaning_of_model if self.hooks.of_model else self._meaning_of_hook
+        self.normaliser.meaning = find(probe, prepared, targets)
+        if declared is not None:
+            self.scales = declared
+            self.normaliser.meaning = Meaning.SCALED if declared else Meaning.MICRO_MEAN
             self._count_watch = None
-        self._normaliser.judge = None if self._count_watch is None else self._judge
+        self.normaliser.judge = None if self._count_watch is None else self._judge
         self._note_plain_mean()
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
         """Which labels are targets. Where a script computes the loss, the model's own loss tells, if it has one."""
-        names = tuple(self.label_names)
         able = prepared is not None
-        if able and not self._computes_model_loss:
+        if able and not self.hooks.of_model:
             able = math.isfinite(probe.value(prepared, self._model_loss))
-        shifted = probe.shifts_labels(prepared if able else None, TargetCounter(names), self._model_loss)
-        self._counter = TargetCounter(names, shifted)
+        unshifted = TargetCounter(self._label_names)
+        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._model_loss)
+        self.counter = TargetCounter(self._label_names, shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
 
     def _meaning_of_model(self, probe: Probe, prepared: Any, targets: float) -> Meaning:
-        self._model_divides = (
-            self._model_divides and isinstance(prepared, Mapping) and self._divides(probe, prepared, targets)
+        self.divides = (
+            self.divides and isinstance(prepared, Mapping) and self._divides(probe, prepared, targets)
         )
-        if self._model_divides and self._compute_loss_takes_denominator:
+        if self.divides and self.takes_count:
             return Meaning.SHARE
-        split = probe.splits(prepared, self._model_loss, self._counter, self._rounding)
+        split = probe.splits(prepared, self._model_loss, self.counter, self._rounding)
         if (
-            self._saved_loss_kind in split.fitting
+            self._resumed_kind in split.fitting
         ):  # what the run was resumed with, though this batch may not tell
-            split = replace(split, kind=self._saved_loss_kind)
-        self._saved_loss_kind = None
-        self._adopt(split)
+            split = replace(split, kind=self._resumed_kind)
+        self._resumed_kind = None
+        self._adopt_split(split)
         self._say_split(split)
         return Meaning.SHARE if split.kind is Kind.SUM else Meaning.MICRO_MEAN
 
@@ -125,11 +213,10 @@ class MeasuringMixin(LossMixin):
                 raise
             return False
 
-    def _adopt(self, split: Split) -> None:
-        self._loss_kind = split.kind
-        self._loss_is_sum = split.kind is Kind.SUM
+    def _adopt_split(self, split: Split) -> None:
+        self.kind = split.kind
         if split.kind is Kind.ROWS:
-            self._counter = TargetCounter(())
+            self.counter = TargetCounter(())
 
     def _say_split(self, split: Split) -> None:
         if split.deviation is None:
@@ -141,7 +228,7 @@ class MeasuringMixin(LossMixin):
         said = get_job_logger(__name__)
         if split.kind is Kind.SUM:
             said.info("the model's loss is a sum over its batch: micro-batches and ranks are added up")
-        if not split.exact and self.accelerator.gradient_accumulation_steps * self._gang.size > 1:
+        if not split.exact and self._accelerator.gradient_accumulation_steps * self._gang.size > 1:
             said.warning(
                 "the loss of a batch does not follow from the losses of its halves: it differs by %.2g of its value "
                 "from %s. Other splits into micro-batches or ranks train with slightly other gradients (contrastive "
@@ -154,35 +241,32 @@ class MeasuringMixin(LossMixin):
     def _rounding(self) -> float:
         """How far apart two ways to compute the model's loss may be, by the types of its weights and of autocast."""
         kind = self._device.type
-        with self.autocast_smart_context_manager():
+        with self.hooks.autocast():
             if torch.is_autocast_enabled(kind):
                 return rounding_of(torch.get_autocast_dtype(kind))
-        weights = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        weights = next(
+            (p.dtype for p in self.hooks.model.parameters() if p.is_floating_point()), torch.float32
+        )
         computes_tf32 = weights is torch.float32 and kind != "cpu"
         return _TF32_ROUNDING if computes_tf32 else rounding_of(weights)
 
     # --- a loss of the script's -------------------------------------------------------------------------------------
 
     def _meaning_of_hook(self, probe: Probe, prepared: Any, targets: float) -> Meaning:
-        smooths = self._own_loss and self.compute_loss_func is None
+        smooths = self.hooks.default_loss and self.hooks.function is None
         if smooths:  # computed here, and divided by the count where there is one
-            return Meaning.SHARE if self._compute_loss_takes_denominator else Meaning.MICRO_MEAN
-        if not self._compute_loss_takes_denominator:
+            return Meaning.SHARE if self.takes_count else Meaning.MICRO_MEAN
+        if not self.takes_count:
             return Meaning.MICRO_MEAN
         own = probe.value(prepared, self._model_loss)
         able = self._gang.vote(math.isfinite(own))
         self._own_sum = (own * targets, 1.0) if able else (0.0, 0.0)
-        if able and self._model_divides:
-            self._model_divides = self._divides(probe, prepared, targets)
-        if self.args.torch_compile or hasattr(self.model, "_orig_mod"):
+        if able and self.divides:
+            self.divides = self._divides(probe, prepared, targets)
+        if self.hooks.compiled or hasattr(self.hooks.model, "_orig_mod"):
             return self._assumed("the model is compiled, and a count that is watched cannot be")
         self._count_watch = CountWatch(self._gang.sum)
         return Meaning.MICRO_MEAN  # until the first loss tells
-
-    def _denominator(self, value: float, device: torch.device) -> Tensor:
-        """The count that hooks are given; until it is known what they do with it, one that is watched."""
-        plain = as_count(value, device)
-        return plain if self._count_watch is None else self._count_watch.count(value, plain)
 
     def _judge(self, loss: Tensor | LossTerms) -> None:
         """Learn from the first loss that a hook returned what it did with the count. Collective."""
@@ -191,7 +275,7 @@ class MeasuringMixin(LossMixin):
         if found is None:
             return
         use, scaled = found
-        self._count_watch = self._normaliser.judge = None
+        self._count_watch = self.normaliser.judge = None
         if isinstance(loss, LossTerms) or use is Use.IGNORES:
             meaning = Meaning.MICRO_MEAN
         elif use is Use.DIVIDES:
@@ -205,7 +289,7 @@ class MeasuringMixin(LossMixin):
                 "it is with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or "
                 "`False` (a plain mean)"
             )
-        self._normaliser.meaning = meaning
+        self.normaliser.meaning = meaning
         self._note_plain_mean()
 
     def _share_or_scaled(self, scaled: float) -> Meaning:
@@ -222,7 +306,7 @@ class MeasuringMixin(LossMixin):
         for factor, meaning in ((1, Meaning.SHARE), (world, Meaning.SCALED)):
             if 0.75 * factor < ratio < 1.33 * factor:
                 return meaning
-        if not any(map(_mentions_ranks, (self.compute_loss, self.compute_loss_func))):
+        if not any(map(_mentions_ranks, (self.hooks.compute_loss, self.hooks.function))):
             return Meaning.SHARE
         raise ModelError(
             "`compute_loss` divides by `num_items_in_batch` and mentions the number of ranks, but its value does not "
@@ -232,8 +316,8 @@ class MeasuringMixin(LossMixin):
 
     def _assumed(self, why: str) -> Meaning:
         """What transformers assumes of a loss by signatures, with one warning."""
-        normalised = self.compute_loss_func is not None or accepts_count(self.model)
-        share = Meaning.SHARE if self._own_loss else Meaning.SCALED
+        normalised = self.hooks.function is not None or accepts_count(self.hooks.model)
+        share = Meaning.SHARE if self.hooks.default_loss else Meaning.SCALED
         meaning = share if normalised else Meaning.MICRO_MEAN
         if self._gang.rank == 0:
             warn_once(
@@ -244,17 +328,21 @@ class MeasuringMixin(LossMixin):
         return meaning
 
     def _note_plain_mean(self) -> None:
-        self._plain_mean_unsaid = (
-            not self._computes_model_loss
-            and self.loss_is_scaled_for_ga is None
-            and self._normaliser.meaning is Meaning.MICRO_MEAN
+        self._is_plain_mean = (
+            not self.hooks.of_model
+            and self.hooks.declared is None
+            and self.normaliser.meaning is Meaning.MICRO_MEAN
             and self._count_watch is None
-            and self.accelerator.gradient_accumulation_steps * self._gang.size > 1
+            and self._accelerator.gradient_accumulation_steps * self._gang.size > 1
         )
 
-    def _say_plain_mean(self) -> None:
-        """Once, after the first update: whether a hook returns `LossTerms`, only what it returned tells."""
-        self._plain_mean_unsaid = False
+    def report_plain_mean(self) -> None:
+        """Log once, after the first update, that a hook's loss is taken for a plain mean: that it returns no
+        `LossTerms` is known only then.
+        """
+        if not self._is_plain_mean:
+            return
+        self._is_plain_mean = False
         if self._gang.rank != 0:
             return
         warn_once(
