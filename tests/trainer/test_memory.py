@@ -46,7 +46,7 @@ def test_it_equals_a_clean_run_at_the_size_that_is_found(
     short.train()
     clean = trainer_for(folder / "clean", hungry(99), **dict(zip(sizes, found, strict=True)))
     clean.train()
-    assert (short.state.train_batch_size, short._update_size.accumulation) == found
+    assert (short.state.train_batch_size, short.accelerator.gradient_accumulation_steps) == found
     assert order(short.model) == order(clean.model)
     torch.testing.assert_close(flat(short.model), flat(clean.model), rtol=0, atol=1e-12)
     assert short.state.global_step == clean.state.global_step

@@ -84,15 +84,22 @@ def first_model(model: Any, trainer: MakesModels) -> nn.Module:
     return model
 
 
-def optimizer_problems(optimizers: tuple[Any, Any], cls_and_kwargs: Any, model_init: Any) -> list[Problem]:
-    """What contradicts an optimizer or a scheduler that a script brings."""
-    problems, given = [], optimizers[0] is not None
+def check_given(
+    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, model_init: Any
+) -> None:
+    """Raise if the output folder cannot be opened, or if something contradicts an optimizer that a script brings.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    problems, given = remote_problems(str(args.output_dir)), optimizers[0] is not None
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
     if model_init is not None and (given or optimizers[1] is not None):
         fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
         problems.append(Problem("optimizers", "given", fix))
-    return problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:

@@ -84,6 +84,10 @@ class Evaluator:
         finally:
             self._watch = None
 
+    def own_randomness(self) -> contextlib.AbstractContextManager[None]:
+        """In the course of a run, an evaluation draws nothing from the run's generators, overrides included."""
+        return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)
+
     def run(
         self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, *, loss_only: bool | None, prefix: str,
         predicting: bool,

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from windlass.assemble.resolve import NEVER_CALLED
+from windlass.assemble.resolve import NEVER_CALLED, resolve_evaluation
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.trainer.checkpointer import WriteModel
-from windlass.trainer.evaluator import EvalHooks
+from windlass.trainer.evaluator import EvalHooks, Evaluator
 from windlass.trainer.loss_policy import LossHooks
 from windlass.trainer.losses import takes
 from windlass.trainer.micro_steps import NotingLoss, TrainingStep
@@ -151,7 +151,7 @@ class TrainHooks:
     log: Callable[[dict[str, Any], Moment | None], None]
     evaluate: Callable[[], dict[str, float]]
     judge: Callable[[dict[str, float]], bool]
-    rehearse: Callable[[str], dict[str, float]] | None
+    rehearse: Callable[[str, Strategy], dict[str, float]] | None
     save_checkpoint: Callable[[], None]
     load_weights: Callable[[str], None]
     load_best_model: Callable[[], None]
@@ -164,14 +164,13 @@ class TrainHooks:
     @classmethod
     def of(
         cls, trainer: Overridable, owner: type, ignore_keys: list[str] | None,
-        rehearse: Callable[[str], dict[str, float]],
+        evaluator: Evaluator,
     ) -> TrainHooks:  # fmt: skip
         """Bind the methods of a Trainer.
 
         Args:
             owner: the class whose methods are the defaults.
             ignore_keys: keys of the model's output that are no predictions.
-            rehearse: metrics of the first batch of each evaluation set.
         """
         overridden = overrides(trainer, owner, *WATCHED)
         own_evaluation = overridden & {"get_eval_dataloader", "evaluate"}
@@ -186,6 +185,10 @@ class TrainHooks:
                 trainer._save(str(folder))
             else:
                 trainer._save(str(folder), state_dict=gathered)
+
+        def rehearse(wanted: str, strategy: Strategy) -> dict[str, float]:
+            loaders, bound = _evaluation_loaders(trainer), eval_hooks(trainer, strategy, None)
+            return evaluator.rehearse(loaders, bound, resolve_evaluation(trainer.args), wanted)
 
         def may_save_in_background() -> bool:
             own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
@@ -272,7 +275,7 @@ def eval_hooks(trainer: Overridable, strategy: Strategy, ignore_keys: list[str] 
     )  # fmt: skip
 
 
-def evaluation_loaders(trainer: Overridable) -> dict[str, Callable[[], Any]]:
+def _evaluation_loaders(trainer: Overridable) -> dict[str, Callable[[], Any]]:
     """What makes the loader of each evaluation set, by name; "" is the only one."""
     if not isinstance(trainer.eval_dataset, Mapping):
         return {"": lambda: trainer.get_eval_dataloader(None)}

@@ -10,8 +10,11 @@ from typing import Any
 from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, find_adapter
+from windlass.checkpoint.opening import upload_files
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
+from windlass.core.locations import local_folder
 from windlass.core.module_state import bare, state_of, with_copied_buffers
+from windlass.dist.gang import Gang
 from windlass.transforms.strategy import Strategy
 
 
@@ -104,6 +107,25 @@ class ModelFiles:
                     part.save_pretrained(str(folder))
         arguments = json.dumps(self._arguments(), indent=2, sort_keys=True, default=str)
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+
+def save_final(place: str, files: ModelFiles, save: Callable[..., None], gang: Gang, writes: bool) -> None:
+    """Write a model to a folder or a URL. Collective.
+
+    Args:
+        save: `Trainer._save`: writes it into a folder, of gathered weights if there are some.
+        writes: this rank writes.
+    """
+    state = files.gathered()
+    try:
+        if writes:
+            folder = str(local_folder(place))
+            # Overrides that know of no sharding take the folder alone.
+            save(folder) if state is None else save(folder, state_dict=state)
+        if gang.rank == 0:
+            upload_files(place)
+    finally:
+        gang.barrier()
 
 
 def _declare_architecture(config: Any, model: nn.Module) -> None:

@@ -50,6 +50,12 @@ class TrainerNames:
     def count_targets(self, batch: Any) -> float:
         raise NotImplementedError
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        raise NotImplementedError
+
     # --- what another object owns -----------------------------------------------------------------------------------
 
     @property
@@ -217,6 +223,11 @@ class TrainerNames:
         return 1
 
     # --- optimizer --------------------------------------------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `self.optimizer` and `self.lr_scheduler`, if they are not set yet."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(

@@ -88,26 +88,7 @@ class Run:
         self._beacon = beacon()
         self._events.use_plan(plan)
         self._use_size(size)
-        self.loop = Loop(
-            built.executor,
-            Feed(
-                source,
-                size.accumulation,
-                self._counts(pad_token),
-                self._gang,
-                built.executor.strategy.sharded,
-            ),
-            self,
-            self._events.state,
-            self.ledger,
-            FiniteWatch(device),
-            self._seed_step,
-            LoopOptions(
-                epochs=plan.duration.epochs,
-                max_grad_norm=plan.stability.max_grad_norm,
-                guard=plan.stability.nonfinite != "raise",
-            ),
-        )
+        self.loop = self._new_loop(source, pad_token)
         manager.retention = retention_of(plan.save)
         self.best = BestTracker(plan.save, self._events, manager.store.path_for)
         self.saver = RunSaver(manager, plan.save, self._gang, device, hooks.may_save_in_background)
@@ -129,6 +110,20 @@ class Run:
         )  # fmt: skip
         self._continued: Checkpoint | None = None
         self.first_tokens = 0
+
+    def _new_loop(self, source: GroupSource, pad_token: int | None) -> Loop:
+        plan, strategy = self._plan, self.executor.strategy
+        accumulation = self._fitter.size.accumulation
+        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, strategy.sharded)
+        options = LoopOptions(
+            epochs=plan.duration.epochs,
+            max_grad_norm=plan.stability.max_grad_norm,
+            guard=plan.stability.nonfinite != "raise",
+        )
+        watch = FiniteWatch(self._session.device)
+        return Loop(
+            self.executor, feed, self, self._events.state, self.ledger, watch, self._seed_step, options
+        )
 
     def _use_size(self, size: UpdateSize) -> None:
         self._events.state.train_batch_size = size.micro
@@ -223,7 +218,7 @@ class Run:
         metric = self._plan.save.metric or ("loss" if follows_metric(self.schedule) else None)
         if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
             return
-        find_metric(self._hooks.rehearse(metric), metric)
+        find_metric(self._hooks.rehearse(metric, self.executor.strategy), metric)
 
     def _train(self, started: Moment) -> None:
         events, interruption, save = self._events, self._interruption, self._hooks.save_checkpoint

@@ -36,6 +36,11 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._watch: OutputFolder | None = None
 
+    @classmethod
+    def of(cls, args: Any, gang: Gang) -> RunFolder:
+        """The output folder of these arguments."""
+        return cls(args.output_path, str(args.output_dir), gang)
+
     @property
     def disks(self) -> Disks:
         """Which ranks share the disk of the folder. Found out once; that is collective."""

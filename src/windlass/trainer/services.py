@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.callbacks.handler import CallbackHandler
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.events import Events
@@ -22,3 +25,16 @@ class Services:
     loss: LossPolicy
     fitter: BatchFitter
     evaluator: Evaluator
+
+    @classmethod
+    def open(
+        cls, session: Session, accelerator: Accelerator, args: Callable[[], Any], handler: CallbackHandler
+    ) -> Services:
+        """Make them.
+
+        Args:
+            args: returns the arguments that callbacks are given.
+        """
+        events = Events(args, session, handler)
+        loss, fitter = LossPolicy(session, accelerator), BatchFitter(session)
+        return cls(session, accelerator, events, loss, fitter, Evaluator(session, events, loss, fitter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,31 @@ from windlass.assemble.resolve import resolve_evaluation, resolve_precision, res
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
-from windlass.checkpoint.opening import upload_files
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
-from windlass.core.errors import ConfigError, DataError, ModelError
-from windlass.core.locations import local_folder
+from windlass.core.errors import DataError, ModelError
 from windlass.core.logs import set_verbosity
-from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
 from windlass.data.columns import signature_columns
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.nested import nested_detach
 from windlass.precision.check import check_precision
 from windlass.trainer import inputs as loading
-from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.defaults import (
+    check_given,
     checked_arguments,
     checked_collator,
     default_callbacks,
     first_model,
     is_placed,
     one_of,
-    optimizer_problems,
-    remote_problems,
     seed_all,
 )  # fmt: skip
-from windlass.trainer.evaluator import Evaluator, asks_for_loss, has_labels, output_has_loss
-from windlass.trainer.events import Events
-from windlass.trainer.hooks import TrainHooks, eval_hooks, evaluation_loaders, loss_hooks, overrides
+from windlass.trainer.evaluator import asks_for_loss, has_labels, output_has_loss
+from windlass.trainer.hooks import TrainHooks, eval_hooks, loss_hooks, overrides
 from windlass.trainer.interruption import Interruption
-from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
-from windlass.trainer.model_files import ModelFiles
+from windlass.trainer.model_files import ModelFiles, save_final
 from windlass.trainer.names import TrainerNames
 from windlass.trainer.optimization import new_optimizer, new_scheduler
 from windlass.trainer.preparation import begin_call, prepare_run
@@ -122,10 +114,13 @@ class Trainer(TrainerNames):
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(first_model(model, self))
-        problems = optimizer_problems(optimizers, optimizer_cls_and_kwargs, model_init)
-        if problems := [*remote_problems(str(self.args.output_dir)), *problems]:
-            raise ConfigError(problems)
-        self._services = self._new_services(one_of("callbacks", callbacks, "callback", callback) or [])
+        check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        callbacks = one_of("callbacks", callbacks, "callback", callback) or []
+        handler = CallbackHandler(
+            [*default_callbacks(self.args, self.output_folder), *callbacks],
+            self.model, self.processing_class, self.optimizer, self.lr_scheduler,
+        )  # fmt: skip
+        self._services = Services.open(self._session, self.accelerator, lambda: self.args, handler)
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(loss_hooks(self, Trainer))
         self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
@@ -153,16 +148,6 @@ class Trainer(TrainerNames):
         self.label_names = loading.labels_in_signature(model) if named is None else list(named)
         self.can_return_loss = loading.returns_loss_by_default(model)
         self._signature_columns: list[str] | None = None
-
-    def _new_services(self, callbacks: list[Any]) -> Services:
-        session, accelerator = self._session, self.accelerator
-        callbacks = [*default_callbacks(self.args, self.output_folder), *callbacks]
-        handler = CallbackHandler(
-            callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler
-        )
-        events = Events(lambda: self.args, session, handler)
-        loss, fitter = LossPolicy(session, accelerator), BatchFitter(session)
-        return Services(session, accelerator, events, loss, fitter, Evaluator(session, events, loss, fitter))
 
     def _new_files(self, strategy: Any) -> ModelFiles:
         return ModelFiles(
@@ -214,28 +199,18 @@ class Trainer(TrainerNames):
         if self.lr_scheduler is self._made_scheduler:  # it was made for the length of an earlier run
             self.lr_scheduler = None
         started = Moment()
-        begin_call(
-            self, Trainer, self._services, "train()", resume
-        )  # before anything else that all ranks do together
-        services, earlier, self._run = self._services, self._run, None
-        self._folder = self._new_folder()
+        # Before anything else that all ranks do together.
+        begin_call(self, Trainer, self._services, "train()", resume)
+        earlier, self._run = self._run, None
+        self._folder = RunFolder.of(self.args, self._session.gang)
         self._folder.take()
         self.is_in_train = True
         interruption = Interruption(self._session, resolve_preemption(self.args))
-        hooks = TrainHooks.of(self, Trainer, ignore_keys_for_eval, self._rehearse)
         try:
-            if (
-                earlier is not None
-            ):  # an interrupt may have ended it at once: its thread writes to the same folder
+            if earlier is not None:  # if an interrupt ended it at once, its thread writes to the same folder
                 earlier.checkpointer.abandon()
             with interruption.listening(lambda: self._run):
-                prepared = prepare_run(
-                    self.args, services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
-                    tokenizer=self.processing_class, new_files=self._new_files,
-                )  # fmt: skip
-                self._run, self._files = prepared.run, prepared.files
-                self.model_wrapped = prepared.run.executor.model
-                return prepared.execute(started)
+                return self._train(started, interruption, resume, ignore_keys_for_eval)
         except (Exception, SystemExit):
             if self._run is not None:
                 self._run.checkpointer.abandon()
@@ -244,9 +219,22 @@ class Trainer(TrainerNames):
             self.is_in_train, self.model_wrapped = False, self.model
             self._folder.release(None if self._run is None else self._run.saver)
             self.accelerator.bind_backward(None)
-            services.events.close_displays()
+            self._services.events.close_displays()
             if self._run is not None:
                 self._run.release()
+
+    def _train(
+        self, started: Moment, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
+    ) -> TrainOutput:
+        assert self._folder is not None
+        hooks = TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
+        prepared = prepare_run(
+            self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
+            tokenizer=self.processing_class, new_files=self._new_files,
+        )  # fmt: skip
+        self._run, self._files = prepared.run, prepared.files
+        self.model_wrapped = prepared.run.executor.model
+        return prepared.execute(started)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
@@ -358,11 +346,6 @@ class Trainer(TrainerNames):
 
     # --- optimizer and schedule ---------------------------------------------------------------------------------------
 
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set `self.optimizer` and `self.lr_scheduler`, if they are not set yet."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Set and return `self.optimizer`; one that is there already is kept."""
         if self.optimizer is None:
@@ -408,7 +391,7 @@ class Trainer(TrainerNames):
             return metrics
         begin_call(self, Trainer, self._services, f"evaluate() of {metric_key_prefix!r}")
         started, loss_only = Moment(), True if self.compute_metrics is None else None
-        with self._own_randomness():
+        with self._services.evaluator.own_randomness():
             loader = self.get_eval_dataloader(eval_dataset)
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
@@ -427,16 +410,12 @@ class Trainer(TrainerNames):
         """
         begin_call(self, Trainer, self._services, f"predict() of {metric_key_prefix!r}")
         started = Moment()
-        with self._own_randomness():
+        with self._services.evaluator.own_randomness():
             loader = self.get_test_dataloader(test_dataset)
             output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
         self._services.events.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
-
-    def _own_randomness(self) -> contextlib.AbstractContextManager[None]:
-        """In the course of training, an evaluation draws nothing from the run's generators, overrides included."""
-        return preserved_rng(self._session.device) if self.is_in_train else contextlib.nullcontext()
 
     def evaluation_loop(
         self,
@@ -478,10 +457,6 @@ class Trainer(TrainerNames):
             _, logits = split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
         return (loss, None, None) if prediction_loss_only else (loss, nested_detach(logits), labels)
 
-    def _rehearse(self, wanted: str) -> dict[str, float]:
-        hooks, plan = eval_hooks(self, self._model_files.strategy, None), resolve_evaluation(self.args)
-        return self._services.evaluator.rehearse(evaluation_loaders(self), hooks, plan, wanted)
-
     # --- reports and files --------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
@@ -505,18 +480,10 @@ class Trainer(TrainerNames):
             output_dir: where to, a folder or a URL; the run's output folder by default.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
-        writes = self.is_world_process_zero()
+        gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
-            writes = self._session.gang.rank == (self._folder or self._new_folder()).disks.keeper
-        state = self._model_files.gathered()
-        try:
-            if writes:
-                folder = str(local_folder(place))
-                self._save(folder) if state is None else self._save(folder, state_dict=state)
-            if self.is_world_process_zero():
-                upload_files(place)
-        finally:
-            self._session.gang.barrier()
+            writes = gang.rank == (self._folder or RunFolder.of(self.args, gang)).disks.keeper
+        save_final(place, self._model_files, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
@@ -531,6 +498,3 @@ class Trainer(TrainerNames):
         if self._run is None:
             raise ModelError("only a run has checkpoints: call train() first")
         self._run.save_checkpoint(wait=not self.is_in_train)
-
-    def _new_folder(self) -> RunFolder:
-        return RunFolder(self.args.output_path, str(self.args.output_dir), self._session.gang)
