@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_store, upload_files
