@@ -91,7 +91,6 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
         data=resolve_data(args),
         logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
-        logging_first_step=args.logging_first_step,
         evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=resolve_save(args, duration.steps),
         dist=parallel.dist,

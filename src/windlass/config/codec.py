@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from windlass.config.accepting import known_names
+from windlass.config.accepting import AcceptsOldNames, known_names
 from windlass.config.nearest import did_you_mean
 from windlass.config.normalise import hints, members
 from windlass.config.plain_yaml import load_yaml
@@ -258,7 +258,7 @@ def build(cls: type[Any], document: Document, *prefix: str) -> Any:
     values: Any = document.values
     for key in prefix:
         values = values.get(key) or {}
-    old = list(OLD_NAMES) if hasattr(cls, "_assign_old") else []
+    old = list(OLD_NAMES) if isinstance(cls, AcceptsOldNames) else []
     problems = unknown_keys(document, [*known_names(cls), *old], *prefix)
     named = {key: value for key, value in values.items() if key in known_names(cls) or key in old}
     try:
