@@ -12,7 +12,7 @@ from typing import Any
 from windlass.cli.prompts import Prompter, ask_until, prompter
 from windlass.config.launch_file import default_file, find_file, updated, write_file
 from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.files import from_file
+from windlass.config.parallel.from_files import from_file
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.core.errors import ConfigError, Problem

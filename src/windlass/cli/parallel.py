@@ -11,8 +11,6 @@ from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import Problem
 
-_FIELDS = {"cpu": "use_cpu", "accumulation": "gradient_accumulation_steps", "compile.backend": "torch_compile_backend",
-           "compile.mode": "torch_compile_mode"}  # fmt: skip
 _ONLY_AT_LAUNCH = "is said when the processes are started: `windlass launch` with the flag or a launch file"
 
 
@@ -44,13 +42,11 @@ def _fields(setting: Setting) -> dict[str, Any]:
         return {"fsdp": value == "fsdp"}
     if setting.key == "precision":
         return {"bf16": value == "bf16", "fp16": value == "fp16"}
-    if key.group == "fsdp":
+    if key.family == "fsdp":
         return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
-    if key.group == "mesh":
+    if key.family == "mesh":
         return {"parallelism_config": {key.words[0]: value}}
-    if key.group == "ddp" and key.fields:
-        return {key.fields[0]: value}
-    return {_FIELDS[setting.key]: value} if setting.key in _FIELDS else {}
+    return {key.fields[0]: value} if key.fields else {}
 
 
 def _problem(draft: Draft, setting: Setting, fix: str) -> Problem:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from windlass.config.parallel.rows_training import COMPILE_MODES
+from windlass.config.parallel.table import SECTIONS
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
     count_problems,
     flag_problems,
     refused,
-    stated,
+    value_problems,
 )
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
@@ -201,20 +203,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
 
-    def plan_fields(self) -> dict[str, Any]:
-        """What was said here and a `DistPlan` carries, under its names."""
-        names = {
-            "find_unused_parameters": "find_unused_parameters",
-            "bucket_cap_mb": "bucket_cap_mb",
-            "broadcast_buffers": "broadcast_buffers",
-            "static_graph": "static_graph",
-            "comm_hook": "comm_hook",
-            "comm_wrapper": "comm_wrapper",
-            "comm_state_option": "comm_options",
-        }
-        said = {names[name]: value for name, value in stated(self).items() if name in names}
-        return {name: str(v) if isinstance(v, DDPCommunicationHookType) else v for name, v in said.items()}
-
     def objections(self) -> Iterator[Problem]:
         yield from refused(
             self,
@@ -223,13 +211,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 Refusal("check_reduction", False, "has had no effect in PyTorch for long; leave it out"),
             ),
         )
-        yield from flag_problems(
-            self, ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        )
-        yield from count_problems(self, ("bucket_cap_mb",))
-        if self.comm_wrapper not in ("no", "fp16", "bf16"):
-            fix = "must be no, fp16 or bf16: a wrapper only casts"
-            yield Problem("DistributedDataParallelKwargs.comm_wrapper", str(self.comm_wrapper), fix)
+        yield from flag_problems(self, ("gradient_as_bucket_view",))
+        yield from value_problems(self, SECTIONS["ddp_config"])
 
 
 @dataclass
@@ -370,6 +353,5 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def objections(self) -> Iterator[Problem]:
         yield from flag_problems(self, ("fullgraph", "dynamic", "disable", "use_regional_compilation"))
-        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-        if self.mode not in modes:
-            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(modes)}")
+        if self.mode not in COMPILE_MODES:
+            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(COMPILE_MODES)}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
 from windlass.config.enums import OptimizerNames, SchedulerType
-from windlass.config.parallel.environment import OWN_VARIABLE, REFUSED
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.table import FLAGS, VARIABLES
 from windlass.config.renamed import OLD_NAMES

@@ -14,7 +14,7 @@ from typing import Any
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN
 from windlass.config.normalise import DICT_FIELDS, hints, normalise, read_document
-from windlass.config.parallel.arguments import from_arguments
+from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.quantities import seconds, size_in_bytes
 from windlass.config.support import is_neutral, refusal, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import CHOICES, RANGES, choice_fault, options_from, type_fault
@@ -252,11 +252,7 @@ def _unbuilt_fields(args: Any) -> Iterator[Problem]:
             yield Problem(field.name, value, reason if ";" in reason else f"{reason}; leave it out")
 
 
-@_rule(
-    "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing", "gradient_accumulation_steps",
-    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode",
-)  # fmt: skip
+@_rule(*FIELDS)
 def _spread(args: Any) -> Iterator[Problem]:
     for problem in from_arguments(args).problems:
         yield dataclasses.replace(problem, field=problem.field.removeprefix("TrainingArguments."))

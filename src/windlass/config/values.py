@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.normalise import members
+from windlass.config.parallel.rows_training import COMPILE_MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "include_num_input_tokens_seen": ("all", "non_padding", "no"),
     "include_for_metrics": ("inputs", "loss"),
     "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
-    "torch_compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "torch_compile_mode": COMPILE_MODES,
 }
 
 _TYPE_WORDS = {
