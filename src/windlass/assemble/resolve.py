@@ -24,9 +24,8 @@ from windlass.config.plan import (
     StabilityPlan,
     TransformPlan,
 )
-from windlass.config.quantities import seconds, size_in_bytes
+from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.validate import check
-from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World, world_from_environment
 

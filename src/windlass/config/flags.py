@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from windlass.config.normalise import members
+from windlass.config.sections.setting import flag_options
 
 _YES, _NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
@@ -46,7 +47,7 @@ class _OneOrMany(argparse.Action):
 
 def add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add the flags of one dataclass field: `--name`, `--na-me`, aliases, and `--no_name` for a bool that is True."""
-    metadata = dict(field.metadata)
+    metadata = flag_options(field)
     aliases = metadata.pop("aliases", [])
     aliases = [aliases] if isinstance(aliases, str) else aliases
     names = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))
