@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.config.parallel.keys import Key
 from windlass.core.errors import Problem
 
 
@@ -63,24 +62,6 @@ def count_problems(options: Any, names: tuple[str, ...], least: int = 1) -> Iter
         yield Problem(
             f"{type(options).__name__}.{name}", value, f"must be a whole number of at least {least}"
         )
-
-
-def described(options: type, keys: Mapping[str, Key]) -> None:
-    """Add to the docstring of a class of options what the table of settings says about each of its fields."""
-    known = {field.name: keys[field.name] for field in dataclasses.fields(options) if field.name in keys}
-    notes = {name: f" It {why}." if (why := key.refused or key.idle) else "" for name, key in known.items()}
-    lines = [f"        {name}: {key.doc}{notes[name]}" for name, key in known.items()]
-    if options.__doc__ is not None:
-        options.__doc__ = "\n".join([options.__doc__.rstrip(), *lines, "    "])
-
-
-def value_problems(options: Any, keys: Mapping[str, Key]) -> Iterator[Problem]:
-    """A problem for each field that was said and that its setting cannot read."""
-    for name, value in stated(options).items():
-        try:
-            _ = value if value is None or name not in keys else keys[name].read(value)
-        except ValueError as error:
-            yield Problem(f"{type(options).__name__}.{name}", value, str(error))
 
 
 def stated(options: Any) -> dict[str, Any]:

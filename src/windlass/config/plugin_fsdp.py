@@ -13,8 +13,8 @@ from typing import Any
 
 from windlass.config.parallel import kinds
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.table import SECTIONS
-from windlass.config.plugin_base import described, stated
+from windlass.config.parallel.table import SECTIONS, described
+from windlass.config.plugin_base import stated
 from windlass.core.errors import ConfigError, Problem
 
 _KEYS = SECTIONS["fsdp_config"]
@@ -143,7 +143,7 @@ class FullyShardedDataParallelPlugin:
                 yield "auto_wrap_policy", "min_num_params", int(least)
 
 
-described(FullyShardedDataParallelPlugin, _KEYS)
+described(FullyShardedDataParallelPlugin, "fsdp_config")
 
 
 def _reader(word: str) -> kinds.Reader:

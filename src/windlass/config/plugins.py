@@ -13,14 +13,13 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from windlass.config.parallel.rows_training import COMPILE_MODES
-from windlass.config.parallel.table import SECTIONS
+from windlass.config.parallel.table import value_problems
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
     count_problems,
     flag_problems,
     refused,
-    value_problems,
 )
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
@@ -212,7 +211,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ),
         )
         yield from flag_problems(self, ("gradient_as_bucket_view",))
-        yield from value_problems(self, SECTIONS["ddp_config"])
+        yield from value_problems(self, "ddp_config")
 
 
 @dataclass
