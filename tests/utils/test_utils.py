@@ -20,7 +20,7 @@ import windlass
 import windlass.utils as ours
 from windlass.accelerator.state import AcceleratorState
 from windlass.core.errors import ConfigError
-from windlass.utils.table import HOMES, REFUSED
+from windlass.utils.homes import HOMES, REFUSED
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from windlass.cli.draft import Draft
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import DataSpec, ModelSpec, Recipe, SampleSpec, TokenizerSpec
 from windlass.config.nearest import nearest
 from windlass.core.errors import Problem
@@ -42,7 +42,7 @@ def format_of(source: str, data: DataSpec) -> str | None:
     return ENDINGS.get(Path(source).suffix.lower())
 
 
-def find_conflicts(recipe: Recipe, draft: Draft) -> list[Problem]:
+def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     """All problems between keys, and all files that are not there."""
 
     def say(dotted: str, value: object, fix: str) -> Problem:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from windlass import __version__
-from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import say, settle
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["launch"]:
         # Its last words belong to the script, so it reads all of them itself.
-        from windlass.cli.launch import launch_command
+        from windlass.cli.launch_command import launch_command
 
         return launch_command(arguments[1:])
     if arguments[:1] == ["config"]:
@@ -86,7 +86,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return train_command(_train_options(options, rest, train), arguments)
     if options.command == "env":
-        from windlass.cli.environment import environment_command
+        from windlass.cli.environment_command import environment_command
 
         return environment_command()
     if options.command == "version":

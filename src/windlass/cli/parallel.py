@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.cli.draft import Draft
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.table import KEYS
@@ -15,7 +15,7 @@ _ONLY_AT_LAUNCH = "is said when the processes are started: `windlass launch` wit
 
 
 def spread(
-    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: Draft
+    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The `training` section with what `parallel` says, and what is wrong with the latter."""
     settings = from_recipe(parallel, "recipe")
@@ -49,10 +49,10 @@ def _fields(setting: Setting) -> dict[str, Any]:
     return {key.fields[0]: value} if key.fields else {}
 
 
-def _problem(draft: Draft, setting: Setting, fix: str) -> Problem:
+def _problem(draft: RecipeDraft, setting: Setting, fix: str) -> Problem:
     return Problem(draft.label("parallel", *setting.key.split(".")), setting.value, fix)
 
 
-def _placed(problem: Problem, draft: Draft) -> Problem:
+def _placed(problem: Problem, draft: RecipeDraft) -> Problem:
     keys = problem.field.partition(" in ")[0].split(".")
     return Problem(draft.label(*keys), problem.value, problem.fix)

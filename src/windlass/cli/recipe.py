@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.checks import find_conflicts
-from windlass.cli.draft import Draft
 from windlass.cli.parallel import spread
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, training_fields, training_problems
-from windlass.config.codec import Keys
+from windlass.config.documents import Keys
 from windlass.config.nearest import did_you_mean, nearest
 from windlass.core.errors import ConfigError, Problem
 
@@ -32,7 +32,7 @@ def load_recipe(
     Raises:
         ConfigError: with all problems found.
     """
-    draft = Draft.read(path)
+    draft = RecipeDraft.read(path)
     draft.override(overrides)
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
@@ -51,7 +51,7 @@ def load_recipe(
     return replace(recipe, training=coerced(recipe.training))
 
 
-def _own_data(draft: Draft, overrides: Sequence[str]) -> str | None:
+def _own_data(draft: RecipeDraft, overrides: Sequence[str]) -> str | None:
     """Data laid over the built-in recipe takes the place of its text; gives where it is, None where there is none."""
     data = draft.values.get("data")
     own = data.get("train") if isinstance(data, dict) else None
@@ -72,7 +72,7 @@ def _dotted(problem: Problem) -> str:
     return problem.field.rpartition(": ")[2]
 
 
-def _evaluation_problems(recipe: Recipe, draft: Draft) -> list[Problem]:
+def _evaluation_problems(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     """A run that is to evaluate, on nothing."""
     data, strategy = recipe.data, recipe.training.get("eval_strategy", "no")
     has_none = data.eval is None and data.eval_split is None and data.eval_fraction == 0
@@ -82,14 +82,16 @@ def _evaluation_problems(recipe: Recipe, draft: Draft) -> list[Problem]:
     return [Problem(draft.label("training", "eval_strategy"), strategy, fix)]
 
 
-def _name_the_run(draft: Draft, name: str) -> None:
+def _name_the_run(draft: RecipeDraft, name: str) -> None:
     training = draft.values.setdefault("training", {})
     if isinstance(training, dict):
         training.setdefault("output_dir", f"runs/{name}")
         training.setdefault("log_level", "warning")  # the command says itself what it does
 
 
-def _section(kind: type, tree: Mapping[str, Any], path: Keys, draft: Draft, problems: list[Problem]) -> Any:
+def _section(
+    kind: type, tree: Mapping[str, Any], path: Keys, draft: RecipeDraft, problems: list[Problem]
+) -> Any:
     """Build dataclass `kind` from `tree`; what is wrong goes to `problems`, and the default stands in for it."""
     hints = typing.get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}

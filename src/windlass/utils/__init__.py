@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.core import logs as logging  # noqa: F401 (reached as `windlass.utils.logging`)
 from windlass.core.lazy import loader_of, reverse
-from windlass.utils.table import HOMES, REFUSED
+from windlass.utils.homes import HOMES, REFUSED
 
 _NAMES = reverse(HOMES)
 _load = loader_of("windlass.utils", _NAMES, reverse(REFUSED))

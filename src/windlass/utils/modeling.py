@@ -3,7 +3,7 @@
 from typing import Any
 
 from windlass.core.lazy import loader_of
-from windlass.utils.table import names_in
+from windlass.utils.homes import names_in
 
 _NAMES = names_in(
     "windlass.accelerator.checkpoint_loading", "windlass.transforms.auto_device_map", "windlass.transforms.device_map",
