@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from windlass.config.normalise import hints, members
+from windlass.config.parallel.kinds import flag
 from windlass.config.plain_yaml import load_yaml
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json, read_text
@@ -157,6 +158,15 @@ class _Dumper(yaml.SafeDumper):
     }
 
 
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks in double quotes, where they are escaped; in single ones they would stay."""
+    broken = len(text.splitlines()) > 1 or text != text.rstrip("\r\n")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if broken else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def one_line(value: Any) -> str:
     """`value` (of plain Python types) on one line of YAML that `loads` reads back as it was."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
@@ -184,9 +194,6 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         loader.dispose()
 
 
-_TRUE, _FALSE = ("true", "yes", "on", "y"), ("false", "no", "off", "n")
-
-
 def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Text values whose field is a number or a truth value, read as such; anything else is left as it is."""
     types = hints(cls) if dataclasses.is_dataclass(cls) else {}
@@ -196,13 +203,10 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     if not isinstance(value, str) or str in kinds or Any in kinds:
         return value
-    word = value.strip().lower()
-    if bool in kinds and word in (*_TRUE, *_FALSE):
-        return word in _TRUE
-    for kind in (int, float):
+    for kind, read in ((bool, flag), (int, int), (float, float)):
         if kind in kinds:
             try:
-                return kind(value)
+                return read(value)
             except ValueError:
                 continue
     return value

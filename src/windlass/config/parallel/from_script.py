@@ -12,6 +12,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import SECTIONS, TRAINING
 from windlass.config.plugin_base import stated
+from windlass.config.support_accelerate import ARGUMENTS_REFUSED
 from windlass.core.errors import ConfigError, Problem
 
 _OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
@@ -152,11 +153,6 @@ _SECTIONS = {
     "parallelism_config": "parallelism_config",
     "ddp_kwargs": "ddp_config",
 }
-_UNBUILT = {
-    "deepspeed_plugin": rows.NO_DEEPSPEED,
-    "deepspeed_plugins": rows.NO_DEEPSPEED,
-    "megatron_lm_plugin": rows.NO_MEGATRON,
-}
 # What these constructor arguments are when nobody meant them.
 _UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
 
@@ -176,8 +172,8 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
         origin = f"{where}({name}=)"
         if value is None:
             continue
-        if name in _UNBUILT:
-            settings.problems.append(Problem(origin, type(value).__name__, _UNBUILT[name]))
+        if name in ARGUMENTS_REFUSED:
+            settings.problems.append(Problem(origin, type(value).__name__, ARGUMENTS_REFUSED[name]))
         elif name in _PLAIN:
             weak = name in _UNMEANT and value == _UNMEANT[name]
             settings.say(_PLAIN[name], value, origin, "script", weak)

@@ -12,15 +12,15 @@ from enum import Enum
 from typing import Any
 
 Reader = Callable[[Any], Any]
-_TRUE = ("true", "yes", "y", "t", "on", "1")
-_FALSE = ("false", "no", "n", "f", "off", "0")
+TRUE = ("true", "yes", "y", "t", "on", "1")
+FALSE = ("false", "no", "n", "f", "off", "0")
 
 
 def flag(raw: Any) -> bool:
     word = str(raw).strip().lower()
-    if word in _TRUE:
+    if word in TRUE:
         return True
-    if word in _FALSE:
+    if word in FALSE:
         return False
     raise ValueError("must be true or false")
 
