@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from windlass.config.parallel.rows_training import COMPILE_MODES
-from windlass.config.parallel.table import value_problems
+from windlass.config.parallel.table import described, value_problems
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
@@ -175,16 +175,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Attributes:
         dim: the axis of the batch (0: the only one that processes share).
-        broadcast_buffers: whether each forward pass starts from the first process's buffers.
-        bucket_cap_mb: how many megabytes of gradients are reduced at once.
-        find_unused_parameters: allow parameters that an update does not use; costs a walk of the graph per update.
         check_reduction: has had no effect in PyTorch for long, and is refused.
         gradient_as_bucket_view: gradients live where they are reduced, which saves a copy; always so, and both values
             mean that.
-        static_graph: the same parameters are used in every update.
-        comm_hook: how gradients are compressed on their way.
-        comm_wrapper: casts to a shorter type around `comm_hook`.
-        comm_state_option: options of PowerSGD (`matrix_approximation_rank`, `start_powerSGD_iter`, ...).
     """
 
     dim: int = 0
@@ -212,6 +205,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
         yield from flag_problems(self, ("gradient_as_bucket_view",))
         yield from value_problems(self, "ddp_config")
+
+
+described(DistributedDataParallelKwargs, "ddp_config")
 
 
 @dataclass
@@ -315,14 +311,9 @@ class GradientAccumulationPlugin(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """How the model is compiled.
 
+    Names of backends may have any case; None and "no" compile nothing.
+
     Attributes:
-        backend: compiler, by name in any case; None and "no" compile nothing.
-        mode: "default", "reduce-overhead", "max-autotune" or None.
-        fullgraph: an operation that cannot be compiled is an error instead of a break in the graph.
-        dynamic: whether shapes may vary; None lets the compiler find out.
-        options: passed on to the backend.
-        disable: compile nothing, for tests.
-        use_regional_compilation: compile repeated blocks, one by one, which starts faster.
     """
 
     backend: DynamoBackend | None = None
@@ -354,3 +345,6 @@ class TorchDynamoPlugin(KwargsHandler):
         yield from flag_problems(self, ("fullgraph", "dynamic", "disable", "use_regional_compilation"))
         if self.mode not in COMPILE_MODES:
             yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(COMPILE_MODES)}")
+
+
+described(TorchDynamoPlugin, "dynamo_config")
