@@ -25,7 +25,7 @@ def render_config(recipe: Recipe) -> str:
         if item.name == "training":
             continue
         value = getattr(recipe, item.name)
-        lines += _entry(item.name, value, _default(item), item.metadata.get("doc", ""), indent="")
+        lines += _entry(item.name, value, _default(item), item.metadata.get("help", ""), indent="")
     lines.append("\ntraining:")
     lines += _training(recipe)
     return "\n".join(lines) + "\n"
@@ -41,7 +41,7 @@ def _entry(name: str, value: Any, default: Any, doc: str, indent: str) -> Iterat
         base = default if default is not None else type(value)()
         for item in fields(value):
             inner = getattr(value, item.name), getattr(base, item.name)
-            yield from _entry(item.name, *inner, item.metadata.get("doc", ""), indent + "  ")
+            yield from _entry(item.name, *inner, item.metadata.get("help", ""), indent + "  ")
     else:
         comment = doc if value == default else f"{doc} (default: {one_line(_plain(default))})"
         yield _line(f"{indent}{name}: {one_line(_plain(value))}", comment, changed=value != default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, training_fields, training_problems
 from windlass.config.documents import Keys
 from windlass.config.nearest import did_you_mean, nearest
+from windlass.config.sections.setting import rules_in
 from windlass.core.errors import ConfigError, Problem
 
 
@@ -108,11 +109,12 @@ def _section(
                 keys = ", ".join(field_names(NESTED[kind, key]))
                 problems.append(Problem(label, value, f"must be a section with keys out of: {keys}"))
         else:
-            fix = _mismatch(value, hints[key], known[key].metadata.get("choices"))
+            value = float(value) if hints[key] is float and _fits(value, float) else value
+            fix = _mismatch(value, hints[key], known[key])
             if fix:
                 problems.append(Problem(label, value, fix))
             else:
-                values[key] = float(value) if hints[key] is float else value
+                values[key] = value
     return kind(**values)
 
 
@@ -144,18 +146,18 @@ def _all_keys() -> list[Keys]:
 _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _mismatch(value: Any, hint: Any, choices: tuple[str, ...] | None) -> str | None:
+def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
     """What is wrong with `value` for a field of type `hint`, or None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None:
         return None if types.NoneType in options else f"must not be empty; it is {_describe(options[0])}"
-    kind = options[0]
+    kind, choices, bounds = options[0], item.metadata.get("choices"), rules_in(item).bounds
     if not _fits(value, kind):
         quote = "; quote it to make it text" if kind is str and isinstance(value, int | float) else ""
         return f"must be {_describe(kind)}{quote}"
     if choices and value not in choices:
         return f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
-    return None
+    return bounds.words if bounds and not bounds.holds(value) else None
 
 
 def _fits(value: Any, kind: Any) -> bool:

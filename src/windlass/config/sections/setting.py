@@ -87,6 +87,12 @@ def flag_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return {name: value for name, value in field.metadata.items() if name != _RULES}
 
 
+def rules_in(field: dataclasses.Field[Any]) -> Rules:
+    """The rules of a field that `setting` declared; another has none."""
+    rules: Rules = field.metadata.get(_RULES, Rules())
+    return rules
+
+
 def rules_of(cls: Any) -> dict[str, Rules]:
     """The rules of the arguments that Windlass declares, in order; a script's own fields are its own affair, and so a
     field that it declares again keeps its rules."""
