@@ -1,4 +1,4 @@
-"""Every field of the plan is read below `assemble/`: a field that nobody reads would promise what nobody does.
+"""Every field of a plan is read below `assemble/`: a field that nobody reads would promise what nobody does.
 
 The reads are found in the source. An expression has a plan's type if a parameter, an attribute or a function's result
 is annotated with it, or if it is a field of another plan.
@@ -15,9 +15,15 @@ from collections.abc import Iterable, Iterator
 import pytest
 from tests.laws.source import Module, modules
 
-from windlass.config import plan as plans
+from windlass.config import launch_plan, plan
 
-KINDS = {name: kind for name, kind in vars(plans).items() if dataclasses.is_dataclass(kind)}
+HOMES = (plan, launch_plan)
+KINDS = {
+    name: kind
+    for home in HOMES
+    for name, kind in vars(home).items()
+    if dataclasses.is_dataclass(kind) and getattr(kind, "__module__", "") == home.__name__
+}
 # Those who make the plan: a read there does nothing that a user asked for. `assemble/build` carries the plan out.
 MAKERS = (
     "windlass.config.",
@@ -31,6 +37,8 @@ NOTHING: Types = frozenset()
 _BY_ARGUMENTS = "temporary: the trainer, which is being rebuilt, reads the argument"
 NOT_READ = {
     "DurationPlan.steps_per_epoch": "is compared between the ranks, whose loaders must be of one length",
+    "LaunchPlan.devices": "becomes a variable of the processes' environment when the plan is made",
+    "LaunchPlan.settings": "becomes WINDLASS_PARALLEL, which the processes read",
     "RunPlan.optimizer": "temporary: create_optimizer, which scripts override and call, makes it from the arguments",
     "SavePlan.greater_is_better": _BY_ARGUMENTS,
     "SavePlan.output_dir": _BY_ARGUMENTS,
@@ -55,10 +63,11 @@ def _fields() -> dict[str, dict[str, Types]]:
 FIELDS = _fields()
 
 
-def _properties(tree: ast.Module) -> dict[tuple[str, str], set[str]]:
+def _properties(trees: Iterable[ast.Module]) -> dict[tuple[str, str], set[str]]:
     """(plan, property) -> the fields that the property reads."""
     return {
         (owner.name, method.name): {n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)}
+        for tree in trees
         for owner in tree.body
         if isinstance(owner, ast.ClassDef)
         for method in owner.body
@@ -66,7 +75,7 @@ def _properties(tree: ast.Module) -> dict[tuple[str, str], set[str]]:
     }
 
 
-PROPERTIES = _properties(next(m.tree for m in modules() if m.name == plans.__name__))
+PROPERTIES = _properties(m.tree for m in modules() if m.name in {home.__name__ for home in HOMES})
 
 
 def _named(annotation: ast.expr | None) -> Types:
@@ -219,8 +228,8 @@ def test_the_law_sees_reads_and_what_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_every_plan_is_part_of_the_run(kind: str) -> None:
-    reached = {"RunPlan"}
+def test_every_plan_is_part_of_a_run_or_a_launch(kind: str) -> None:
+    reached = {"RunPlan", "LaunchPlan"}
     for _ in KINDS:
         reached |= {inner for outer in reached for types in FIELDS[outer].values() for inner in types}
     assert kind in reached

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config.parallel import rows_training as rows
-from windlass.config.plugin_base import count_problems
+from windlass.config.plugin_base import type_problems
 from windlass.core.errors import ConfigError, Problem
 
 # Axis of the mesh -> the field that holds its size.
@@ -181,7 +181,7 @@ class ParallelismConfig:
     def _contradictions(self) -> Iterator[Problem]:
         """What makes no layout at all, whoever runs it."""
         where = type(self).__name__
-        sizes = list(count_problems(self, tuple(AXES.values())))
+        sizes = list(type_problems(self))
         yield from sizes
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:

@@ -17,9 +17,8 @@ from windlass.config.parallel.table import described, value_problems
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
-    count_problems,
-    flag_problems,
     refused,
+    type_problems,
 )
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
@@ -80,9 +79,6 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
 
-    def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("enabled", "cache_enabled"))
-
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
@@ -102,8 +98,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("enabled",))
-        yield from count_problems(self, ("growth_interval",))
+        yield from type_problems(self)
         if not self.init_scale > 0:
             yield Problem("GradScalerKwargs.init_scale", self.init_scale, "must be above 0")
         if not self.growth_factor > 1:
@@ -203,7 +198,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 Refusal("check_reduction", False, "has had no effect in PyTorch for long; leave it out"),
             ),
         )
-        yield from flag_problems(self, ("gradient_as_bucket_view",))
+        if not isinstance(self.gradient_as_bucket_view, bool):
+            fix = "must be True or False"
+            yield Problem(
+                "DistributedDataParallelKwargs.gradient_as_bucket_view", self.gradient_as_bucket_view, fix
+            )
         yield from value_problems(self, "ddp_config")
 
 
@@ -236,18 +235,7 @@ class DataLoaderConfiguration:
 
     def objections(self) -> Iterator[Problem]:
         """What of these options has the wrong type."""
-        yield from flag_problems(
-            self,
-            (
-                "split_batches",
-                "dispatch_batches",
-                "even_batches",
-                "use_seedable_sampler",
-                "non_blocking",
-                "use_stateful_dataloader",
-            ),
-        )
-        yield from count_problems(self, ("data_seed",), least=0)
+        yield from type_problems(self, data_seed=0)
 
 
 @dataclass
@@ -281,9 +269,7 @@ class ProjectConfiguration:
 
     def objections(self) -> Iterator[Problem]:
         """What of these options has the wrong type."""
-        yield from flag_problems(self, ("automatic_checkpoint_naming", "save_on_each_node"))
-        yield from count_problems(self, ("total_limit",))
-        yield from count_problems(self, ("iteration",), least=0)
+        yield from type_problems(self, iteration=0)
 
 
 @dataclass
@@ -301,10 +287,6 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-
-    def objections(self) -> Iterator[Problem]:
-        yield from count_problems(self, ("num_steps",))
-        yield from flag_problems(self, ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"))
 
 
 @dataclass
@@ -342,7 +324,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return changed
 
     def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("fullgraph", "dynamic", "disable", "use_regional_compilation"))
+        yield from type_problems(self)
         if self.mode not in COMPILE_MODES:
             yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(COMPILE_MODES)}")
 
