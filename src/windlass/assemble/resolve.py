@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
@@ -26,9 +27,8 @@ from windlass.config.plan import (
     StabilityPlan,
     TransformPlan,
 )
-from windlass.config.quantities import seconds, size_in_bytes
+from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.validate import check
-from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World, world_from_environment
 
@@ -80,23 +80,25 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     """
     check(args)  # scripts assign to arguments after they were made
     problems = [problem for rule in RULES for problem in rule(args, facts)]
+    try:
+        parallel = resolve_parallel(args, facts.world)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
     duration = resolve_duration(args, facts)
-    parallel = resolve_parallel(args, facts.world)
     return RunPlan(
         seed=args.seed,
         batch=resolve_batch(args, facts),
         duration=duration,
         optimizer=resolve_optimizer(args, duration.steps),
-        precision=resolve_precision(args),
+        precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
         data=resolve_data(args),
         logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
-        logging_first_step=args.logging_first_step,
         evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
-        save=resolve_save(args, duration.steps),
+        save=_save(args, duration.steps),
         dist=parallel.dist,
         reports=ReportPlan(
             tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
@@ -190,13 +192,6 @@ def _can_cut_smaller(args: Any, facts: Facts) -> Iterator[Problem]:
         yield Problem("auto_find_batch_size", True, fix)
 
 
-def _agrees_with_the_launcher(args: Any, facts: Facts) -> Iterator[Problem]:
-    try:
-        resolve_parallel(args, facts.world)
-    except ConfigError as error:
-        yield from error.problems
-
-
 RULES: tuple[Rule, ...] = (
     _needs_training_data,
     _needs_evaluation_data,
@@ -207,14 +202,17 @@ RULES: tuple[Rule, ...] = (
     _uses_one_graph,
     _divides_the_update,
     _can_cut_smaller,
-    _agrees_with_the_launcher,
 )
 
 
-# --- sections of the plan, each usable alone ------------------------------------------------------------------------
+# --- sections of the plan -------------------------------------------------------------------------------------------
+# Each is a function of the arguments and facts alone and costs microseconds; those that a method of the Trainer needs
+# which scripts call or override before there is a plan are public. What costs more (`resolve_parallel` reads the
+# environment, checks every setting and reports what changes nothing) is done once in `resolve`.
 
 
 def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
+    """The sizes of batches; `facts.groups_per_epoch` may be unknown."""
     size = update_size(args, facts.world.size, facts.saved_size, facts.fits)[0]
     return BatchPlan(
         micro=size.micro,
@@ -244,6 +242,7 @@ def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
 
 
 def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
+    """The optimizer and the schedule of a run of `total_steps` updates."""
     return OptimizerPlan(
         name=_text(args.optim),
         learning_rate=args.learning_rate,
@@ -267,19 +266,24 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:
+    """The precision that this process computes in, before there is a run: a trainer may only evaluate."""
+    return _precision(args, resolve_parallel(args, world_from_environment()))
+
+
+def _precision(args: Any, parallel: Parallel) -> PrecisionPlan:
+    full_eval: Literal["no", "bf16", "fp16"]
     full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
-    parallel = resolve_parallel(args, world_from_environment())
-    return PrecisionPlan(parallel.precision.compute, full_eval, args.tf32)  # type: ignore[arg-type]
+    return replace(parallel.precision, full_eval=full_eval, tf32=args.tf32)
 
 
 def resolve_data(args: Any) -> DataPlan:
-    context = args.dataloader_multiprocessing_context
+    """How training data are read."""
     return DataPlan(
         workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=context,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
         start_timeout=args.dataloader_start_timeout,
         drop_last=args.dataloader_drop_last,
@@ -289,7 +293,7 @@ def resolve_data(args: Any) -> DataPlan:
     )
 
 
-def resolve_save(args: Any, total_steps: int) -> SavePlan:
+def _save(args: Any, total_steps: int) -> SavePlan:
     return SavePlan(
         output_dir=args.output_dir,
         cadence=_cadence(args.save_strategy, args.save_steps, total_steps),

@@ -15,7 +15,7 @@ import torch
 
 from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
-from windlass.cli.build import Parts, build_parts, build_trainer
+from windlass.cli.recipe_parts import RecipeParts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
 from windlass.cli.training import run_folder, training_arguments
@@ -84,7 +84,7 @@ def _try_output_folder(folder: Path, shown: str) -> None:
         path.rmdir()
 
 
-def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], None]) -> Findings:
+def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)})
     trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
     findings = Findings(steps=_full_steps(trainer, training_arguments(recipe.training)))
@@ -128,7 +128,7 @@ def _small(folder: str) -> dict[str, Any]:
     }
 
 
-def _evaluate(trainer: Any, parts: Parts, args: TrainingArguments, findings: Findings) -> None:
+def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments, findings: Findings) -> None:
     if parts.evaluation is None:
         return
     batch = args.per_device_eval_batch_size

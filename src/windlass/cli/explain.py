@@ -12,7 +12,7 @@ from windlass.config.launch import launch_settings
 from windlass.config.launch_flags import add_setting_flags
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import from_arguments, merge
-from windlass.config.parallel.keys import GROUPS, Key
+from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
@@ -109,9 +109,9 @@ def _spellings(key: Key) -> Iterator[tuple[str, str]]:
         yield "variable", key.variables[0]
     if key.fields:
         yield "arguments", ", ".join(key.fields)
-    elif key.group == "fsdp":
+    elif key.family == "fsdp":
         yield "arguments", f"fsdp_config={{{key.words[0]!r}: ...}}"
-    if GROUPS[key.group] is not GROUPS["launch"]:
+    if key.family != "launch":
         yield "recipe", f"parallel.{key.name}"
 
 

@@ -12,11 +12,11 @@ from windlass.config.launch_plan import LaunchPlan
 from windlass.config.launch_token import token_problems
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
-from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
-from windlass.config.parallel.files import from_file
-from windlass.config.parallel.flags import from_flags
-from windlass.config.parallel.plan import parallel_problems
+from windlass.config.parallel.from_files import from_file
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment, from_flags, to_environment
+from windlass.config.parallel.parallel_plan import parallel_problems
 from windlass.config.parallel.settings import Settings, merge
+from windlass.config.parallel.table import values_for
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
@@ -78,41 +78,20 @@ def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> LaunchPlan:
-    machines = settings.value(rows.MACHINES)
-    devices = settings.value(rows.DEVICES)
-    devices = "" if devices == "all" else devices
+    said = values_for(settings, "launch", LaunchPlan)
+    devices = "" if said["devices"] == "all" else said["devices"]
     cpu = settings.value(rows_training.CPU)
+    visible = 0 if cpu else len(devices.split(",")) if devices else machine.devices
     return LaunchPlan(
+        **{**said, "devices": devices, "processes": _processes(settings, visible)},
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,
         no_python=options.no_python,
-        processes=_processes(settings, 0 if cpu else len(devices.split(",")) if devices else machine.devices),
-        machines=machines,
-        machine_rank=settings.value(rows.MACHINE_RANK),
-        main_address=settings.value(rows.MAIN_ADDRESS),
-        main_port=settings.value(rows.MAIN_PORT),
-        rendezvous=settings.value(rows.RENDEZVOUS),
-        rendezvous_options=settings.value(rows.RENDEZVOUS_OPTIONS),
-        token_file=settings.value(rows.TOKEN_FILE),
-        max_restarts=settings.value(rows.MAX_RESTARTS),
-        monitor_interval=settings.value(rows.MONITOR_INTERVAL),
-        log_dir=settings.value(rows.LOG_DIR),
-        tee=settings.value(rows.TEE),
-        threads=settings.value(rows.THREADS),
         bind_cores=True if settings.value(rows.AFFINITY) else None,
-        role=settings.value(rows.ROLE),
-        devices=devices,
-        engine=settings.value(rows.ENGINE),
-        engine_options=settings.value(rows.ENGINE_OPTIONS),
         cpu=cpu,
-        environment=settings.value(rows.ENVIRONMENT),
         settings=settings,
-        stall_timeout=settings.value(rows.STALL_TIMEOUT),
-        machine_timeout=settings.value(rows.MACHINE_TIMEOUT),
         grace=settings.value(rows.PREEMPTION_GRACE),
-        requeue=settings.value(rows.REQUEUE),
-        max_requeues=settings.value(rows.MAX_REQUEUES),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.config.parallel.files import parse_file, without_unknown
+from windlass.config.parallel.from_files import parse_file, without_unknown
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import KEYS
 
@@ -51,7 +51,7 @@ def to_document(settings: Settings) -> dict[str, Any]:
         key = KEYS[name]
         section, _, word = key.in_file.rpartition(".")
         inside = document.setdefault(section, {}) if section else document
-        inside[word] = _spelling(name, settings[name].value)
+        inside[word] = key.write(settings[name].value)
     return document
 
 
@@ -80,22 +80,3 @@ def _kind(settings: Settings) -> str:
     if processes in (None, 1):
         return "NO"
     return "MULTI_CPU" if "cpu" in settings and settings["cpu"].value else "MULTI_GPU"
-
-
-# Canonical word -> that of files which accelerate reads.
-_WORDS = {
-    "fsdp.wrap": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
-    "fsdp.state": {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"},
-}
-
-
-def _spelling(name: str, value: Any) -> Any:
-    if name in _WORDS:
-        return _WORDS[name][value]
-    if name == "fsdp.layers":
-        return ",".join(value)
-    if name == "fsdp.version":
-        return int(value)
-    if name == "compile.backend":
-        return value.upper()
-    return value.upper() if name == "fsdp.backward_prefetch" and isinstance(value, str) else value

@@ -264,7 +264,6 @@ class RunPlan:
     stability: StabilityPlan
     data: DataPlan
     logging: CadencePlan
-    logging_first_step: bool
     evaluation: CadencePlan
     save: SavePlan
     dist: DistPlan

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from windlass.core.errors import Problem
 
@@ -25,7 +25,23 @@ class KwargsHandler:
 
     def objections(self) -> Iterator[Problem]:
         """What of these options cannot be honoured. Asked when they are used, not when they are written down."""
-        yield from ()
+        yield from type_problems(self)
+
+
+def type_problems(options: Any, **least: int) -> Iterator[Problem]:
+    """A problem for each flag that is neither true nor false nor unsaid, and for each number that is too small.
+
+    Args:
+        least: the smallest value of a whole number, by field; 1 for those that are not named.
+    """
+    for name, hint in get_type_hints(type(options)).items():
+        value, kinds = getattr(options, name), get_args(hint) or (hint,)
+        if value is None:
+            continue
+        if bool in kinds and not isinstance(value, bool):
+            yield Problem(f"{type(options).__name__}.{name}", value, "must be True or False")
+        elif int in kinds:
+            yield from count_problems(options, (name,), least.get(name, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +59,6 @@ def refused(options: Any, refusals: tuple[Refusal, ...]) -> Iterator[Problem]:
         value = getattr(options, refusal.field)
         if value != refusal.honoured:
             yield Problem(f"{type(options).__name__}.{refusal.field}", value, refusal.reason)
-
-
-def flag_problems(options: Any, names: tuple[str, ...]) -> Iterator[Problem]:
-    """A problem for each of the named fields that is neither true nor false nor unsaid."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not isinstance(value, bool):
-            yield Problem(f"{type(options).__name__}.{name}", value, "must be True or False")
 
 
 def count_problems(options: Any, names: tuple[str, ...], least: int = 1) -> Iterator[Problem]:

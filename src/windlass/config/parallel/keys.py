@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +12,41 @@ _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Family:
     """Settings that share how they are spelt.
 
     Attributes:
+        title: what they are about, as the launcher's help says it; "" for those that it does not list apart.
         section: the section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
         flag: prefix of the launcher's flag after the dashes; None when no flag says it.
         variable: prefix of the environment variable; None when no variable says it.
+        switch: the variable without which accelerate does not read the others.
     """
 
+    title: str
     section: str
     flag: str | None
     variable: str | None
+    switch: str = ""
 
 
-GROUPS = {
-    "run": Group("", "", "ACCELERATE_"),
-    "launch": Group("", "", None),
-    "file": Group("", None, None),
-    "ddp": Group("ddp_config", "ddp_", None),
-    "fsdp": Group("fsdp_config", "fsdp_", "FSDP_"),
-    "dynamo": Group("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
-    "mesh": Group("parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_"),
-    "fp8": Group("fp8_config", "fp8_", "ACCELERATE_FP8_"),
-    "deepspeed": Group("deepspeed_config", "", "ACCELERATE_DEEPSPEED_"),
-    "megatron": Group("megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
-}
+FAMILIES = {
+    "run": Family("training", "", "", "ACCELERATE_"),
+    "launch": Family("processes and machines", "", "", None),
+    "file": Family("", "", None, None),
+    "ddp": Family("replicated models (DDP)", "ddp_config", "ddp_", None),
+    "fsdp": Family("sharded models (FSDP2)", "fsdp_config", "fsdp_", "FSDP_", "ACCELERATE_USE_FSDP"),
+    "dynamo": Family("compilation", "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
+    "mesh": Family("layout of the processes", "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_",
+                   "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "fp8": Family("", "fp8_config", "fp8_", "ACCELERATE_FP8_"),
+    "deepspeed": Family("", "deepspeed_config", "", "ACCELERATE_DEEPSPEED_"),
+    "megatron": Family("", "megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
+}  # fmt: skip
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +58,11 @@ class Key:
         read: brings any spelling of a value to the canonical one.
         default: what holds when nobody says anything.
         doc: one sentence.
-        group: a key of `GROUPS`.
-        words: what it is called inside the group; the first is the one that Windlass writes.
-        fields: fields of `TrainingArguments` that say it.
+        family: a key of `FAMILIES`.
+        words: what it is called inside the family; the first is the one that Windlass writes.
+        fields: fields of `TrainingArguments` that say it; the first is the one that a recipe's value goes to.
         written: the value that `accelerate launch` puts into the environment when its user said nothing.
+        write: the canonical value as files spell it that `accelerate launch` reads too.
         refused: why it cannot be set; empty when it can.
         idle: what to say once when it is set and nothing depends on it; empty when something does.
     """
@@ -61,37 +71,38 @@ class Key:
     read: Reader
     default: Any
     doc: str
-    group: str
+    family: str
     words: tuple[str, ...]
     fields: tuple[str, ...] = ()
     written: Any = None
+    write: Callable[[Any], Any] = _same
     refused: str = ""
     idle: str = ""
 
     def is_switch(self, word: str) -> bool:
         """Whether its flag `word` needs no value. Those of sharding take one, as in accelerate."""
-        return word == "use_fsdp" or (self.read is flag and self.group not in ("fsdp", "ddp"))
+        return word == "use_fsdp" or (self.read is flag and self.family not in ("fsdp", "ddp"))
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The launcher's flags, without dashes."""
-        prefix = GROUPS[self.group].flag
+        prefix = FAMILIES[self.family].flag
         return () if prefix is None else tuple(prefix + word for word in self.words)
 
     @property
     def variables(self) -> tuple[str, ...]:
         """Environment variables that say it."""
-        prefix = GROUPS[self.group].variable
+        prefix = FAMILIES[self.family].variable
         return () if prefix is None else tuple(prefix + word.upper() for word in self.words)
 
     @property
     def in_file(self) -> str:
         """Where Windlass writes it in a launch file: "num_processes", "fsdp_config.fsdp_offload_params"."""
-        group = GROUPS[self.group]
+        section = FAMILIES[self.family].section
         word = self.words[0]
         # The guides' files repeat the prefix in this one section.
-        inside = f"fsdp_{word}" if self.group == "fsdp" else word
-        return f"{group.section}.{inside}" if group.section else word
+        inside = f"fsdp_{word}" if self.family == "fsdp" else word
+        return f"{section}.{inside}" if section else word
 
     def is_weak(self, value: Any) -> bool:
         """Whether tools write `value` unasked, so that it is no one's wish."""
@@ -102,6 +113,19 @@ class Key:
         if raw in ([], {}) or str(raw).lower() == str(self.written).lower():
             return False
         return raw not in _ASKS_FOR_NOTHING and str(raw).lower() not in _ASKS_FOR_NOTHING
+
+
+def rows_of(family: str, name: str = "") -> Callable[..., Key]:
+    """What makes the rows of a family, whose canonical names begin with `name` (the family's own by default).
+
+    The function takes the last part of the name, `read`, `default` and `doc`, the words (by default the name's last
+    part), and the other attributes of a `Key` by name.
+    """
+
+    def row(last: str, read: Reader, default: Any, doc: str, *words: str, **others: Any) -> Key:
+        return Key(f"{name or family}.{last}", read, default, doc, family, words or (last,), **others)
+
+    return row
 
 
 def index(keys: Iterable[Key]) -> dict[str, Key]:

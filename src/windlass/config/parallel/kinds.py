@@ -6,20 +6,21 @@ setting unsaid, and accepts its own results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 Reader = Callable[[Any], Any]
-_TRUE = ("true", "yes", "y", "t", "on", "1")
-_FALSE = ("false", "no", "n", "f", "off", "0")
+TRUE = ("true", "yes", "y", "t", "on", "1")
+FALSE = ("false", "no", "n", "f", "off", "0")
 
 
 def flag(raw: Any) -> bool:
     word = str(raw).strip().lower()
-    if word in _TRUE:
+    if word in TRUE:
         return True
-    if word in _FALSE:
+    if word in FALSE:
         return False
     raise ValueError("must be true or false")
 
@@ -112,6 +113,20 @@ def options(raw: Any) -> dict[str, Any]:
     return found
 
 
+def _spellings(raw: Any) -> tuple[Any, ...]:
+    """What may name a choice: torch's enums carry the word as their name and a number as their value, those of
+    arguments the reverse; a function, or one with some arguments filled in, has a name too."""
+    if isinstance(raw, Enum):
+        return raw.name, raw.value
+    function = raw.func if isinstance(raw, functools.partial) else raw
+    return (function.__name__,) if callable(function) and hasattr(function, "__name__") else (raw,)
+
+
+def numbered(words: Iterable[str]) -> dict[str, str]:
+    """Each word by its number from 1, for `choice(also=)`."""
+    return {str(number): word for number, word in enumerate(words, start=1)}
+
+
 def choice(
     *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
 ) -> Reader:
@@ -124,9 +139,7 @@ def choice(
     table: dict[str, Any] = {word.lower(): word for word in allowed} | dict(also or {})
 
     def read(raw: Any) -> Any:
-        # Torch's enums carry the word as their name and a number as their value, those of arguments the reverse.
-        spellings = (raw.name, raw.value) if isinstance(raw, Enum) else (raw,)
-        for word in (str(spelling).strip().lower() for spelling in spellings):
+        for word in (str(spelling).strip().lower() for spelling in _spellings(raw)):
             if word in table:
                 return table[word]
             if refused and word in refused:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.keys import GROUPS, Key, index
+from windlass.config.parallel.keys import FAMILIES, Key, index
+from windlass.config.parallel.settings import Settings
+from windlass.config.plugin_base import stated
+from windlass.core.errors import Problem
 
 TRAINING = (
     *rows_training.RUN,
@@ -23,13 +30,41 @@ def words_of(section: str) -> dict[str, Key]:
     """Every spelling inside a section of a launch file ("" is its top level), with and without the flag's prefix."""
     found: dict[str, Key] = {}
     for key in KEYS.values():
-        group = GROUPS[key.group]
-        if group.section == section:
-            found.update({prefix + word: key for word in key.words for prefix in ("", group.flag or "")})
+        family = FAMILIES[key.family]
+        if family.section == section:
+            found.update({prefix + word: key for word in key.words for prefix in ("", family.flag or "")})
     return found
 
 
 SECTIONS: dict[str, dict[str, Key]] = {
-    group.section: words_of(group.section) for group in GROUPS.values() if group.section
+    family.section: words_of(family.section) for family in FAMILIES.values() if family.section
 }
+UNBUILT_SECTIONS = {FAMILIES[key.family].section for key in UNBUILT}
 TOP_LEVEL = words_of("")
+
+
+def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
+    """The values of the settings `start.NAME` for those NAMEs that are fields of dataclass `kind`."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    found = {key.name.partition(".")[2]: key for key in KEYS.values() if key.name.startswith(f"{start}.")}
+    return {name: settings.value(key) for name, key in found.items() if name in names}
+
+
+def described(options: type, section: str) -> None:
+    """Add to the docstring of a class of options what the table of settings says about each of its fields."""
+    keys = SECTIONS[section]
+    known = {field.name: keys[field.name] for field in dataclasses.fields(options) if field.name in keys}
+    notes = {name: f" It {why}." if (why := key.refused or key.idle) else "" for name, key in known.items()}
+    lines = [f"        {name}: {key.doc}{notes[name]}" for name, key in known.items()]
+    if options.__doc__ is not None:
+        options.__doc__ = "\n".join([options.__doc__.rstrip(), *lines, "    "])
+
+
+def value_problems(options: Any, section: str) -> Iterator[Problem]:
+    """A problem for each field that was said and that its setting cannot read."""
+    keys = SECTIONS[section]
+    for name, value in stated(options).items():
+        try:
+            _ = value if value is None or name not in keys else keys[name].read(value)
+        except ValueError as error:
+            yield Problem(f"{type(options).__name__}.{name}", value, str(error))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.schema import SHORTHANDS
-from windlass.config.codec import Document, Keys, load, loads, parse_override
+from windlass.config.documents import Document, Keys, load, loads, parse_override
 from windlass.core.errors import ConfigError, Problem
 
 # `model=NAME` means this model *instead of* the one that the file describes; `data=FILE` changes no columns.
@@ -15,7 +15,7 @@ REPLACED = ("model", "tokenizer")
 BUILT_IN = Path(__file__).with_name("default.yaml")
 
 
-class Draft:
+class RecipeDraft:
     """The values of a recipe file with overrides laid over them.
 
     Attributes:
@@ -33,7 +33,7 @@ class Draft:
                 self.values[section] = {key: self.values[section]}
 
     @classmethod
-    def read(cls, path: str | Path | None) -> Draft:
+    def read(cls, path: str | Path | None) -> RecipeDraft:
         """The recipe at `path`, or the built-in one. Raises ConfigError for what is no YAML mapping, with its line."""
         if path is None:
             return cls(loads(BUILT_IN.read_text(encoding="utf-8"), "built-in recipe"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from windlass.cli.launching.report import Incident, RankFacts, describe, exit_code
+from windlass.cli.launching.failure_report import Incident, RankFacts, describe, exit_code
 
 PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:918"
 

@@ -76,6 +76,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+
+def names_in(*homes: str) -> dict[str, str]:
+    """name -> home, for the names of some homes."""
+    return {name: home for home in homes for name in HOMES[home]}
+
+
 _DEEPSPEED = "DeepSpeed is not built"
 _MEGATRON = "Megatron-LM is not built"
 _EIGHT_BIT = "training and loading in eight or four bits is not built"

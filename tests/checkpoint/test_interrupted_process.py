@@ -1,3 +1,5 @@
+"""An interrupt of one rank in a save, among real processes."""
+
 from __future__ import annotations
 
 import json

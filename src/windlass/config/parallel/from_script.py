@@ -1,4 +1,4 @@
-"""Settings out of `TrainingArguments`."""
+"""Settings out of what a script says: `TrainingArguments`, and what it gives to `Accelerator(...)`."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ from typing import Any
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
-from windlass.config.parallel.table import SECTIONS
-from windlass.core.errors import Problem
+from windlass.config.parallel.table import SECTIONS, TRAINING
+from windlass.config.plugin_base import stated
+from windlass.config.support_accelerate import ARGUMENTS_REFUSED
+from windlass.core.errors import ConfigError, Problem
 
-_OPTIONS = (
-    "full_shard",
-    "shard_grad_op",
-    "no_shard",
-    "hybrid_shard",
-    "hybrid_shard_zero2",
-    "offload",
-    "auto_wrap",
-)
-_PLAIN = (
-    (rows.DDP_FIND_UNUSED, "ddp_find_unused_parameters"),
-    (rows.DDP_BUCKET, "ddp_bucket_cap_mb"),
-    (rows.DDP_BUFFERS, "ddp_broadcast_buffers"),
-    (rows.DDP_STATIC, "ddp_static_graph"),
-    (rows.DDP_TIMEOUT, "ddp_timeout"),
-)
+_OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
 _XLA = "needs PyTorch/XLA, which is not built yet"
+# The fields of `TrainingArguments` that are read here.
+FIELDS = (
+    "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing",
+    *(field for key in TRAINING for field in key.fields),
+)  # fmt: skip
+
+
+# --- TrainingArguments ----------------------------------------------------------------------------------------------
 
 
 def from_arguments(args: Any) -> Settings:
@@ -38,8 +34,9 @@ def from_arguments(args: Any) -> Settings:
     _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
     # The loop counts by the arguments alone, so a launcher that says otherwise must be answered.
     _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
-    for key, field in _PLAIN:
-        settings.say(key, getattr(args, field), f"TrainingArguments.{field}", "script")
+    for key in rows.DDP:
+        for field in key.fields:
+            settings.say(key, getattr(args, field), f"TrainingArguments.{field}", "script")
     if args.torch_compile:
         _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
         _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
@@ -109,6 +106,9 @@ def _without_xla(settings: Settings, config: Any) -> Any:
     return {word: value for word, value in config.items() if not str(word).startswith("xla")}
 
 
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
 def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
     """Read a script's mapping or dataclass whose fields are those of a launch file's section; None says nothing."""
     if given is None or given == "":
@@ -132,11 +132,65 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
 
 def _with_dtypes(given: Any) -> Any:
     """`mixed_precision_policy`, which holds a dtype for each role or one word for all, as fields of its own."""
-    if not isinstance(given, Mapping) or not given.get("mixed_precision_policy"):
+    policy = given.get("mixed_precision_policy") if isinstance(given, Mapping) else None
+    if not isinstance(policy, str | Mapping) or not policy:
         return given
-    policy = given["mixed_precision_policy"]
-    if isinstance(policy, str):
-        policy = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), policy)
-    if not isinstance(policy, Mapping):
-        return given
-    return {**{word: raw for word, raw in given.items() if word != "mixed_precision_policy"}, **policy}
+    others = {word: raw for word, raw in given.items() if word != "mixed_precision_policy"}
+    return {**others, **rows.dtypes_of(policy)}
+
+
+# --- Accelerator ----------------------------------------------------------------------------------------------------
+
+_PLAIN: dict[str, Key] = {
+    "mixed_precision": rows.PRECISION,
+    "gradient_accumulation_steps": rows.ACCUMULATION,
+    "cpu": rows.CPU,
+    "dynamo_backend": rows.COMPILE_BACKEND,
+}
+_SECTIONS = {
+    "fsdp_plugin": "fsdp_config",
+    "dynamo_plugin": "dynamo_config",
+    "parallelism_config": "parallelism_config",
+    "ddp_kwargs": "ddp_config",
+}
+# What these constructor arguments are when nobody meant them.
+_UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
+
+
+def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settings:
+    """What a script says in code.
+
+    Args:
+        given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
+            "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" (the handler of
+            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as themselves,
+            or as mappings of what was said. None says nothing.
+        where: whose arguments they are, for messages.
+    """
+    settings = Settings()
+    for name, value in given.items():
+        origin = f"{where}({name}=)"
+        if value is None:
+            continue
+        if name in ARGUMENTS_REFUSED:
+            settings.problems.append(Problem(origin, type(value).__name__, ARGUMENTS_REFUSED[name]))
+        elif name in _PLAIN:
+            weak = name in _UNMEANT and value == _UNMEANT[name]
+            settings.say(_PLAIN[name], value, origin, "script", weak)
+        else:
+            _plugin(settings, name, value, origin)
+    return settings
+
+
+def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
+    if name == "fsdp_plugin":
+        settings.say(rows.STRATEGY, "fsdp", origin, "script", weak=False)
+    try:
+        said = plugin.settings() if hasattr(plugin, "settings") else plugin
+    except ConfigError as error:
+        settings.problems += error.problems
+        return
+    if dataclasses.is_dataclass(said) and not isinstance(said, type):
+        # What its other fields ask for is its own affair (`objections`).
+        said = {word: value for word, value in stated(said).items() if word in SECTIONS[_SECTIONS[name]]}
+    read_section(settings, said, _SECTIONS[name], origin)

@@ -27,7 +27,7 @@ Dataset = Blocks | LabelledTexts
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RecipeParts:
     """What a recipe comes to: tokenizer and data, ready for training; `evaluation` is None where none is asked for."""
 
     recipe: Recipe
@@ -37,7 +37,7 @@ class Parts:
     labels: list[str]
 
 
-def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None) -> Parts:
+def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None) -> RecipeParts:
     """Read and encode the data of `recipe`.
 
     Args:
@@ -52,7 +52,7 @@ def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path |
     labels = label_names(train, recipe.data.label_column) if recipe.task == "classification" else []
     encoded = [_encoded(records, recipe, tokenizer, labels) if records else None for records in (train, held)]
     assert encoded[0] is not None  # a source without records is refused when it is read
-    return Parts(recipe, tokenizer, encoded[0], encoded[1], labels)
+    return RecipeParts(recipe, tokenizer, encoded[0], encoded[1], labels)
 
 
 def _encoded(records: list[Record], recipe: Recipe, tokenizer: Any, labels: list[str]) -> Dataset:
@@ -72,7 +72,7 @@ def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
     return path if path is not None and (path / "tokenizer.json").is_file() else None
 
 
-def build_trainer(parts: Parts, args: TrainingArguments) -> Any:
+def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     """A `Trainer` on fresh weights (seeded by `args.seed`) or those of the named model."""
     from windlass.trainer.trainer import Trainer
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Settings, contradiction, meant_among
+from windlass.config.parallel.table import values_for
 from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -173,36 +174,28 @@ def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
 def _dist(settings: Settings, world: World) -> DistPlan:
     sharded = is_sharded(settings)
     return DistPlan(
+        **values_for(settings, "ddp", DistPlan),
         timeout_seconds=settings.value(rows.DDP_TIMEOUT),
-        find_unused_parameters=settings.value(rows.DDP_FIND_UNUSED),
-        bucket_cap_mb=settings.value(rows.DDP_BUCKET),
-        broadcast_buffers=settings.value(rows.DDP_BUFFERS),
-        static_graph=settings.value(rows.DDP_STATIC),
         strategy="fsdp" if sharded else "ddp",
         shard=_shard(settings, world) if sharded else None,
-        comm_hook=settings.value(rows.DDP_HOOK),
-        comm_wrapper=settings.value(rows.DDP_WRAPPER),
-        comm_options=settings.value(rows.DDP_OPTIONS),
     )
 
 
 def _shard(settings: Settings, world: World) -> ShardPlan:
     param_dtype, reduce_dtype = _dtypes(settings)
     ahead = settings.value(rows.FSDP_BACKWARD_PREFETCH)
+    computed = {
+        "replicas": _replicas(settings, world),
+        "wrap": _wrap(settings),
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "forward_prefetch": int(settings.value(rows.FSDP_FORWARD_PREFETCH)),
+        "backward_prefetch": ahead if isinstance(ahead, int) else 0,
+    }
     return ShardPlan(
+        **{**values_for(settings, "fsdp", ShardPlan), **computed},
         reshard=_reshard(settings),
-        replicas=_replicas(settings, world),
-        wrap=_wrap(settings),
-        layers=settings.value(rows.FSDP_LAYERS),
-        min_parameters=settings.value(rows.FSDP_MIN_PARAMETERS),
-        cpu_offload=settings.value(rows.FSDP_OFFLOAD),
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=settings.value(rows.FSDP_OUTPUT_DTYPE),
-        forward_prefetch=int(settings.value(rows.FSDP_FORWARD_PREFETCH)),
-        backward_prefetch=ahead if isinstance(ahead, int) else 0,
         recompute=settings.value(rows.FSDP_RECOMPUTE),
-        state=settings.value(rows.FSDP_STATE),
         ram_efficient=settings.value(rows.FSDP_RAM_EFFICIENT),
         ignored=settings.value(rows.FSDP_IGNORED),
     )

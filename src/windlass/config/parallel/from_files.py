@@ -9,11 +9,10 @@ from typing import Any
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
-from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT
+from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
 from windlass.core.errors import Problem
 from windlass.core.plain_text import parse_json, read_text
 
-_UNBUILT_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config")
 _KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
 _NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselves, with LOCAL_MACHINE"
 
@@ -68,7 +67,7 @@ def without_unknown(document: Mapping[str, Any]) -> dict[str, Any]:
     """A launch file's document without the keys that mean nothing."""
     kept: dict[str, Any] = {}
     for word, value in document.items():
-        if word in SECTIONS and isinstance(value, Mapping) and word not in _UNBUILT_SECTIONS:
+        if word in SECTIONS and isinstance(value, Mapping) and word not in UNBUILT_SECTIONS:
             kept[word] = {inner: item for inner, item in value.items() if inner in SECTIONS[word]}
         elif word in _KNOWN or word in TOP_LEVEL or word in FLAGS or word in SECTIONS:
             kept[word] = value
@@ -86,7 +85,7 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
         _nested(settings, value, origin)
     elif word == "mpirun_config":
         _section(settings, value, origin, {w: TOP_LEVEL[w] for w in ("mpirun_hostfile", "mpirun_ccl")}, name)
-    elif word in _UNBUILT_SECTIONS:
+    elif word in UNBUILT_SECTIONS:
         if value:
             settings.notes.append(f"{origin} is not used: what it configures is not built yet")
     elif word in SECTIONS:

@@ -1,19 +1,18 @@
-"""Settings on their way through the environment, from a launcher to its processes."""
+"""Settings out of the launcher's flags, and on their way through the environment to its processes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import FAMILIES, Key
 from windlass.config.parallel.kinds import anything
 from windlass.config.parallel.settings import Setting, Settings
-from windlass.config.parallel.table import KEYS, VARIABLES
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
 
 OWN_VARIABLE = "WINDLASS_PARALLEL"
-# Switches without which accelerate reads none of the variables that begin so.
-_SWITCHES = {"FSDP_": "ACCELERATE_USE_FSDP", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}
 
 
 def _alone(name: str, reason: str, written: str | None = None) -> Key:
@@ -37,6 +36,19 @@ REFUSED = {
         "is not read: a process takes the accelerator of its own rank; say --cpu to leave them alone",
     ),
 }
+
+
+def from_flags(options: Mapping[str, Any]) -> Settings:
+    """What the command line said.
+
+    Args:
+        options: flag without dashes -> what was given; only those that were. None and False count as not given.
+    """
+    settings = Settings()
+    for word, raw in options.items():
+        if word in FLAGS and raw is not None and raw is not False:
+            settings.say(FLAGS[word], raw, f"--{word}", "flag", weak=False)
+    return settings
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
@@ -75,13 +87,12 @@ def _foreign(environ: Mapping[str, str]) -> Settings:
     for name, key in VARIABLES.items():
         raw = environ.get(name, "")
         # Empty and "None" are how launchers export what nobody said.
-        if raw not in ("", "None") and _is_on(name, environ):
+        if raw not in ("", "None") and _is_on(key, environ):
             settings.say(key, raw, name, "variable")
     return settings
 
 
-def _is_on(name: str, environ: Mapping[str, str]) -> bool:
-    if name == "ACCELERATE_USE_PARALLELISM_CONFIG":
-        return False
-    switch = next((switch for start, switch in _SWITCHES.items() if name.startswith(start)), None)
-    return switch is None or environ.get(switch, "false").lower() == "true"
+def _is_on(key: Key, environ: Mapping[str, str]) -> bool:
+    """Whether accelerate would read this variable; of the switches themselves, that of the mesh says nothing."""
+    switch = FAMILIES[key.family].switch
+    return key.name != "mesh.used" and (not switch or environ.get(switch, "false").lower() == "true")

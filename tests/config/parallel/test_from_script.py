@@ -8,7 +8,7 @@ import pytest
 
 from windlass import TrainingArguments
 from windlass.config.parallel import from_arguments, plan_parallel
-from windlass.config.parallel.arguments import shard_options
+from windlass.config.parallel.from_script import shard_options
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from windlass.config.accepting import known_names
-from windlass.config.nearest import did_you_mean
 from windlass.config.normalise import hints, members
+from windlass.config.parallel.kinds import flag
 from windlass.config.plain_yaml import load_yaml
-from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json, read_text
 
@@ -160,22 +158,19 @@ class _Dumper(yaml.SafeDumper):
     }
 
 
-def dumps(values: Mapping[str, Any], *, json_text: bool = False) -> str:
-    """`values` (of plain Python types) as YAML, or as JSON with `json_text`; `loads` gives them back."""
-    if json_text:
-        return json.dumps(dict(values), indent=2) + "\n"
-
-    def write(allow_unicode: bool) -> str:
-        return str(yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=allow_unicode))
-
-    text = write(allow_unicode=True)
-    # YAML reads these characters as line breaks or drops them, so they have to be written as escapes.
-    return write(allow_unicode=False) if set(text) & set("\x85\u2028\u2029\ufeff") else text
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks in double quotes, where they are escaped; in single ones they would stay."""
+    broken = len(text.splitlines()) > 1 or text != text.rstrip("\r\n")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if broken else None)
 
 
-def dump(values: Mapping[str, Any], path: str | Path) -> None:
-    """Write `values` to a `.json` file, or as YAML to any other."""
-    Path(path).write_text(dumps(values, json_text=Path(path).suffix.lower() == ".json"), encoding="utf-8")
+_Dumper.add_representer(str, _text)
+
+
+def one_line(value: Any) -> str:
+    """`value` (of plain Python types) on one line of YAML that `loads` reads back as it was."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return str(text).removesuffix("...\n").strip()
 
 
 def parse_override(text: str) -> tuple[Keys, Any]:
@@ -199,87 +194,6 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         loader.dispose()
 
 
-def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `values` with each `a.b=1` set; mappings on the way are made.
-
-    Raises:
-        ConfigError: an override is malformed, or names a place inside a value that is no mapping. All of them at once.
-    """
-    changed = _copy(values)
-    problems: list[Problem] = []
-    for text in overrides:
-        try:
-            keys, value = parse_override(text)
-            _put(changed, keys, value)
-        except ConfigError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise ConfigError(problems)
-    return changed
-
-
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
-def _put(values: dict[str, Any], keys: Keys, value: Any) -> None:
-    for depth, key in enumerate(keys[:-1]):
-        inner = values.setdefault(key, {})
-        if inner is None:
-            inner = values[key] = {}
-        if not isinstance(inner, dict):
-            fix = f"is no mapping, so {'.'.join(keys)} cannot be set"
-            raise ConfigError(Problem(".".join(keys[: depth + 1]), inner, fix))
-        values = inner
-    values[keys[-1]] = value
-
-
-def unknown_keys(document: Document, known: Iterable[str], *prefix: str) -> list[Problem]:
-    """A problem, with file, line and the nearest known key, for each unknown key of the mapping at `prefix`."""
-    names = list(known)
-    values: Any = document.values
-    for key in prefix:
-        values = values.get(key) or {}
-    return [
-        Problem(
-            document.where(*prefix, str(key)), value, f"there is no such key{did_you_mean(str(key), names)}"
-        )
-        for key, value in values.items()
-        if key not in names
-    ]
-
-
-def build(cls: type[Any], document: Document, *prefix: str) -> Any:
-    """`cls(**mapping)` for the mapping at `prefix`, with text brought to the fields' types.
-
-    Raises:
-        ConfigError: unknown keys and wrong values, each with file and line.
-    """
-    values: Any = document.values
-    for key in prefix:
-        values = values.get(key) or {}
-    old = list(OLD_NAMES) if hasattr(cls, "_assign_old") else []
-    problems = unknown_keys(document, [*known_names(cls), *old], *prefix)
-    named = {key: value for key, value in values.items() if key in known_names(cls) or key in old}
-    try:
-        made = cls(**coerce(cls, named))
-    except ConfigError as error:
-        problems += [_placed(problem, document, prefix) for problem in error.problems]
-    if problems:
-        raise ConfigError(problems)
-    return made
-
-
-def _placed(problem: Problem, document: Document, prefix: Keys) -> Problem:
-    keys = (*prefix, problem.field.split(".")[0])
-    if keys not in document.lines:
-        return problem
-    return Problem(f"{document.source}:{document.lines[keys]}: {problem.field}", problem.value, problem.fix)
-
-
-_TRUE, _FALSE = ("true", "yes", "on", "y"), ("false", "no", "off", "n")
-
-
 def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Text values whose field is a number or a truth value, read as such; anything else is left as it is."""
     types = hints(cls) if dataclasses.is_dataclass(cls) else {}
@@ -289,13 +203,10 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     if not isinstance(value, str) or str in kinds or Any in kinds:
         return value
-    word = value.strip().lower()
-    if bool in kinds and word in (*_TRUE, *_FALSE):
-        return word in _TRUE
-    for kind in (int, float):
+    for kind, read in ((bool, flag), (int, int), (float, float)):
         if kind in kinds:
             try:
-                return kind(value)
+                return read(value)
             except ValueError:
                 continue
     return value
