@@ -50,12 +50,20 @@ THIRD_PARTY = {
 }  # fmt: skip
 
 # Temporary: their objects are being rebuilt with owners of their own.
-IN_TRANSITION = ("trainer", "accelerator")
+IN_TRANSITION = ("accelerator",)
+# What scripts override under these names, and a run therefore calls.
+OVERRIDABLE = {
+    "src/windlass/trainer/hooks.py": {
+        "_prepare_inputs", "_save", "_save_checkpoint", "_determine_best_metric", "_load_from_checkpoint",
+        "_load_best_model",
+    }
+}  # fmt: skip
 NOT_YET = {
     "src/windlass/data/prepare.py": {"_fixed_epoch"},
     "src/windlass/data/samplers.py": {"_num_samples"},
 }
 
+EXCEPT = {**OVERRIDABLE, **NOT_YET}
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
@@ -107,7 +115,7 @@ def test_private_attributes_are_used_by_their_owner_alone() -> None:
         for module in modules()
         if module.room not in IN_TRANSITION
         for line, name in (*foreign(module.tree), *_imported(module))
-        if name not in THIRD_PARTY and name not in NOT_YET.get(module.where, ())
+        if name not in THIRD_PARTY and name not in EXCEPT.get(module.where, ())
     ]
     assert not found, "give the owner a public method or property:\n" + "\n".join(found)
 
@@ -115,7 +123,7 @@ def test_private_attributes_are_used_by_their_owner_alone() -> None:
 def test_the_lists_are_true() -> None:
     used = {(module.where, name) for module in modules() for _, name in foreign(module.tree)}
     assert THIRD_PARTY.keys() <= {name for _, name in used}
-    assert {(where, name) for where, names in NOT_YET.items() for name in names} <= used
+    assert {(where, name) for where, names in EXCEPT.items() for name in names} <= used
     assert all((PACKAGE / room).is_dir() for room in IN_TRANSITION)
 
 

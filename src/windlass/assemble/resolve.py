@@ -323,7 +323,6 @@ def resolve_preemption(args: Any) -> PreemptionPlan:
 
 def resolve_evaluation(args: Any) -> EvaluationPlan:
     return EvaluationPlan(
-        batch=args.per_device_eval_batch_size,
         loss_only=bool(args.prediction_loss_only),
         batch_metrics=bool(args.batch_eval_metrics),
         include=tuple(args.include_for_metrics),

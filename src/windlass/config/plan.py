@@ -154,7 +154,6 @@ class EvaluationPlan:
     """How evaluations run, whenever they do.
 
     Attributes:
-        batch: samples of a batch on one rank.
         loss_only: keep no predictions.
         batch_metrics: `compute_metrics` sees each batch.
         include: what else `compute_metrics` is given: "inputs", "loss".
@@ -164,7 +163,6 @@ class EvaluationPlan:
         start_timeout: seconds for a data worker to start.
     """
 
-    batch: int
     loss_only: bool = False
     batch_metrics: bool = False
     include: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.metric_values import number_in
 from windlass.core.types import State
-from windlass.trainer.events import Events
+from windlass.trainer.run_events import Events
 
 
 class BestTracker:

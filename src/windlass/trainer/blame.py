@@ -18,7 +18,7 @@ from windlass.engine.loop import Suspect, nonfinite_at
 _SHOWN = 16
 
 
-class _Found(NamedTuple):
+class _RankFindings(NamedTuple):
     """What a rank knows of its own part of an update.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Found(NamedTuple):
 
 def find_nonfinite_samples(suspect: Suspect, gang: Gang) -> str:
     """What is known of the samples of an update, those of all ranks, in words. Collective."""
-    ranks = [_Found(*told) for told in gang.gather_objects(list(_look(suspect)))]
+    ranks = [_RankFindings(*told) for told in gang.gather_objects(list(_look(suspect)))]
     what = nonfinite_at(suspect.step, [batch for found in ranks for batch in found.ids])
     details = [
         _told("not finite in the data themselves", "sample", ranks, lambda found: found.data),
@@ -57,7 +57,9 @@ def overflow_alone(result: StepResult, gang: Gang) -> bool:
     return float(gang.sum(broken)) == 0
 
 
-def _told(what: str, unit: str, ranks: list[_Found], pick: Callable[[_Found], list[int]]) -> str:
+def _told(
+    what: str, unit: str, ranks: list[_RankFindings], pick: Callable[[_RankFindings], list[int]]
+) -> str:
     """The numbers that `pick` takes from each rank's findings; with the rank, where there are several."""
     parts = []
     for rank, found in enumerate(ranks):
@@ -69,10 +71,10 @@ def _told(what: str, unit: str, ranks: list[_Found], pick: Callable[[_Found], li
     return f"{what}: {', '.join(parts)}" if parts else ""
 
 
-def _look(suspect: Suspect) -> _Found:
+def _look(suspect: Suspect) -> _RankFindings:
     group = suspect.group
     if group.filler:
-        return _Found([], [], [], [])
+        return _RankFindings([], [], [], [])
     data = _broken(group)
     loss: list[int] = []
     unnamed: list[int] = []
@@ -81,7 +83,7 @@ def _look(suspect: Suspect) -> _Found:
             continue
         loss += ids
         unnamed += [] if ids else [number]
-    return _Found(group.ids, data, loss, unnamed)
+    return _RankFindings(group.ids, data, loss, unnamed)
 
 
 def _broken(group: Group) -> list[int]:

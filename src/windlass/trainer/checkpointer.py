@@ -28,12 +28,12 @@ from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
 from windlass.trainer.auxiliary_files import AuxiliaryFiles
 from windlass.trainer.best_tracker import BestTracker
-from windlass.trainer.events import Events
 from windlass.trainer.model_files import ModelFiles
-from windlass.trainer.parts import Parts
 from windlass.trainer.resuming import CheckpointSource, saved_state
+from windlass.trainer.run_events import Events
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_saver import RunSaver
+from windlass.trainer.saved_parts import SavedParts
 from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)
@@ -66,7 +66,7 @@ class Checkpointer:
         files: ModelFiles,
         optimizer: torch.optim.Optimizer,
         best: BestTracker,
-        parts: Callable[[], Parts],
+        parts: Callable[[], SavedParts],
         saver: RunSaver,
         describe: Callable[[], dict[str, Any]],
         write_model: WriteModel | None,

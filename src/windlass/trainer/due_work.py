@@ -20,9 +20,9 @@ from windlass.trainer.agreement import Agreement
 from windlass.trainer.best_tracker import BestTracker, find_metric
 from windlass.trainer.checkpointer import Checkpointer
 from windlass.trainer.evaluator import Evaluator
-from windlass.trainer.events import Events
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption
+from windlass.trainer.run_events import Events
 from windlass.trainer.run_reports import RunReports
 from windlass.trainer.run_saver import RunSaver
 

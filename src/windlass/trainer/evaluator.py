@@ -26,8 +26,8 @@ from windlass.engine.executor import Executor
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
 from windlass.trainer.batch_fitter import BatchFitter
-from windlass.trainer.events import Events
 from windlass.trainer.loss_policy import LossPolicy
+from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
 from windlass.transforms.strategy import Strategy
 

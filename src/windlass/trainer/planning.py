@@ -16,7 +16,7 @@ from windlass.core.logs import get_job_logger
 from windlass.data.loader import Loader
 from windlass.dist.gang import Gang
 from windlass.engine.feed import GroupSource
-from windlass.trainer.alike import check_plan_alike
+from windlass.trainer.compare_ranks import check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.inputs import group_source
 from windlass.trainer.resuming import resumed_progress, saved_position, saved_update_size

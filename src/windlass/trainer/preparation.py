@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from windlass.assemble.build import Built, build
 from windlass.assemble.facts import Facts
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
-from windlass.config.plan import RunPlan
+from windlass.config.plan import RunPlan, SavePlan
 from windlass.core.clock import Moment
+from windlass.core.errors import CheckpointError, ModelError
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
+from windlass.dist.gang import Gang
 from windlass.metrics.memory import reset_device_peak
-from windlass.trainer.alike import Compared, check_call_alike, check_optimizer_alike
+from windlass.trainer.compare_ranks import Compared, check_call_alike, check_optimizer_alike
 from windlass.trainer.continuing import ForeignPlace
 from windlass.trainer.defaults import (
     agree_on_output,
@@ -31,7 +35,6 @@ from windlass.trainer.interruption import Interruption
 from windlass.trainer.memory_note import MemoryNote
 from windlass.trainer.model_files import ModelFiles
 from windlass.trainer.planning import plan_run
-from windlass.trainer.restorable import check_saved_model
 from windlass.trainer.resuming import CheckpointSource, warn_of_changed_arguments
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
@@ -149,4 +152,22 @@ def _check_built(
     check_disks(folder.disks, built.executor.strategy, plan.save.on_each_node)
     # What a script saves its own way, and adapters, which peft names, are not looked at.
     if not hooks.saves_own_way and files.adapter is None:
-        check_saved_model(hooks.model, plan.save, gang)
+        _check_saved_model(hooks.model, plan.save, gang)
+
+
+def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
+    """Check a model of which whole weights will be saved. Every rank calls it.
+
+    Raises:
+        ModelError: its state cannot be saved, or does not come back; on every rank.
+    """
+    if plan.cadence.strategy == "no" and plan.every is None:
+        return
+    problem = None
+    try:
+        check_restorable(model)
+    except CheckpointError as error:
+        problem = str(error)
+    found = [told for told in gang.gather_objects(problem) if told is not None]
+    if found:
+        raise ModelError(f"this model cannot be resumed from a checkpoint: {found[0]}")

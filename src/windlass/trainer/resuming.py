@@ -22,8 +22,8 @@ from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.engine.feed import GroupSource
 from windlass.trainer.continuing import find_foreign_on_all
-from windlass.trainer.parts import reading
 from windlass.trainer.run_folder import RunFolder
+from windlass.trainer.saved_parts import reading
 from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)

@@ -18,7 +18,7 @@ from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
-from windlass.core.types import State, TrainOutput
+from windlass.core.types import State, Stateful, TrainOutput
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepRequest, StepResult
@@ -39,11 +39,11 @@ from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.model_files import ModelFiles
-from windlass.trainer.parts import Buffers, Generators, Part, Parts, Position, RankPart, Stateful
 from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
+from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
 from windlass.trainer.services import Services
 from windlass.trainer.whereabouts import telling_where
 
@@ -134,16 +134,16 @@ class Run:
         count = self._loss.hooks.count_targets
         return Counts(count, tokens, positions, self._inspect_first, lambda: self._agreement.own())
 
-    def _list_parts(self) -> Parts:
+    def _list_parts(self) -> SavedParts:
         """What a checkpoint holds of the run, in the order in which it is restored: random generators last."""
         buffers = Buffers(self.executor.strategy)
-        return Parts(self._gang.rank, self._gang.size, [
-            Part("best", self.best, optional=True),
-            Part("schedule", self.schedule),
-            Part("executor", self.executor),
+        return SavedParts(self._gang.rank, self._gang.size, [
+            SavedPart("best", self.best, optional=True),
+            SavedPart("schedule", self.schedule),
+            SavedPart("executor", self.executor),
             RankPart("position", Position(self.loop), rolls_back=False),
-            Part("loop", self.loop, rolls_back=False),
-            Part("unfinished", self._due, rolls_back=False, optional=True),
+            SavedPart("loop", self.loop, rolls_back=False),
+            SavedPart("unfinished", self._due, rolls_back=False, optional=True),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(RankPart(f"registered-{number}", owner, optional=True) for number, owner in enumerate(self._registered)),

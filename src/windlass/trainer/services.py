@@ -10,8 +10,8 @@ from windlass.accelerator.accelerator import Accelerator
 from windlass.callbacks.handler import CallbackHandler
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
-from windlass.trainer.events import Events
 from windlass.trainer.loss_policy import LossPolicy
+from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
 
 

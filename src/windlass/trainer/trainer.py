@@ -39,7 +39,6 @@ from windlass.trainer.hooks import TrainHooks, eval_hooks, loss_hooks, overrides
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
 from windlass.trainer.model_files import ModelFiles, save_final
-from windlass.trainer.names import TrainerNames
 from windlass.trainer.optimization import new_optimizer, new_scheduler
 from windlass.trainer.preparation import begin_call, prepare_run
 from windlass.trainer.reports import complete_logs, evaluation_speed
@@ -47,6 +46,7 @@ from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.services import Services
 from windlass.trainer.session import Session
+from windlass.trainer.trainer_names import TrainerNames
 from windlass.trainer.wrappers import innermost
 from windlass.transforms.alone import Alone
 

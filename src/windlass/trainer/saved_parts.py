@@ -7,28 +7,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from windlass.checkpoint.manager import Checkpoint
 from windlass.core.errors import CheckpointError, WindlassError
 from windlass.core.rng import load_rng_state, rng_state
-from windlass.core.types import State
+from windlass.core.types import State, Stateful
 from windlass.engine.loop import Loop
 from windlass.transforms.strategy import Strategy, load_own_state, own_state
 
 
-class Stateful(Protocol):
-    """Anything whose state can be saved."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPart:
     """One entry of a checkpoint.
 
     Attributes:
@@ -45,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart(Part):
+class RankPart(SavedPart):
     """One that each rank has for itself.
 
     Attributes:
@@ -55,10 +46,10 @@ class RankPart(Part):
     adopt: Callable[[list[State]], None] | None = None
 
 
-class Parts:
+class SavedParts:
     """The parts of a run, in the order in which they are restored."""
 
-    def __init__(self, rank: int, world: int, parts: Sequence[Part]) -> None:
+    def __init__(self, rank: int, world: int, parts: Sequence[SavedPart]) -> None:
         self._rank, self._world, self._parts = rank, world, parts
 
     def shared(self) -> dict[str, State]:
