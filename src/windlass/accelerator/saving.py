@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator import restoring
-from windlass.accelerator.base import Core
+from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.own_files import save_tensors, save_values
+from windlass.accelerator.pace import Pace
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.save_lock import only_saver
+from windlass.accelerator.setup import Setup
 from windlass.checkpoint import codec
 from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
@@ -32,6 +35,7 @@ from windlass.core.module_state import state_of
 from windlass.core.rng import rng_state
 from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
+from windlass.dist.gang import Gang
 from windlass.transforms.module_sizes import convert_file_size_to_int
 from windlass.transforms.offload import (
     get_state_dict_offloaded_model,
@@ -48,11 +52,14 @@ LoadHook = Callable[[list[nn.Module], str], None]
 Parts = dict[str, Mapping[str, Tensor]]
 
 
-class Saving(Core):
+class Saver:
     """The part of `Accelerator` that writes and reads files."""
 
-    _save_hooks: OrderedDict[int, SaveHook]
-    _load_hooks: OrderedDict[int, LoadHook]
+    def __init__(self, setup: Setup, gang: Gang, pace: Pace, prepared: Prepared, engine: LoopEngine) -> None:
+        self._gang, self._pace, self._prepared, self._engine = gang, pace, prepared, engine
+        self._device, self._project = setup.device, setup.project_configuration
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     # --- the whole loop -----------------------------------------------------------------------------------------------
 
@@ -80,25 +87,25 @@ class Saving(Core):
                 OSError: the disk refused.
         """
         self._check_options(safe_serialization, save_model_func_kwargs)
-        if self._gang.rank == 0 and not self.gradient_state.sync_gradients:
+        if self._gang.rank == 0 and not self._pace.sync_gradients:
             _log.warning(
                 "save_state was called in the middle of an update: the gradients of the micro-batches so far are not "
                 "part of a checkpoint, and a loop that resumes from it goes on without them. Save where "
                 "accelerator.sync_gradients is True."
             )
-        manager, step = self._manager(output_dir), self._settings.project.iteration
+        manager, step = self._manager(output_dir), self._project.iteration
         target = manager.store.path_for(step)
         with only_saver(manager.store, step):
             exists = manager.store.agree(step, target.exists)
-            if self._settings.project.automatic_checkpoint_naming and self._gang.broadcast_object(exists):
+            if self._project.automatic_checkpoint_naming and self._gang.broadcast_object(exists):
                 raise CheckpointError(
                     f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) "
                     "says another number"
                 )
             self._write_state(manager.store, step)
-            if self._settings.project.automatic_checkpoint_naming:
+            if self._project.automatic_checkpoint_naming:
                 manager.retain([target])
-        self._settings.project.iteration += 1
+        self._project.iteration += 1
         return str(target)
 
     def load_state(
@@ -121,16 +128,16 @@ class Saving(Core):
         self._check_options(True, {**(load_kwargs or {}), **load_model_func_kwargs})
         checkpoint = self._open(input_dir)
         restoring.check_fits(checkpoint, self._prepared)
-        warn_of_other_threads(checkpoint.meta, self.device.type, checkpoint.folder)
+        warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
         models = [strategy.model for strategy in self._prepared.strategies]
         for hook in self._load_hooks.values():
             hook(models, str(checkpoint.folder))
         restoring.load_models(checkpoint, self._prepared, models)
         restoring.load_shared(checkpoint, self._prepared)
-        restoring.load_rank(checkpoint, self._prepared, self._gang, self.device)
-        self.gradient_state.step = int(checkpoint.shared("loop")["step"])
-        if self._settings.project.automatic_checkpoint_naming:
-            self._settings.project.iteration = checkpoint.step + 1
+        restoring.load_rank(checkpoint, self._prepared, self._gang, self._device)
+        self._pace.step = int(checkpoint.shared("loop")["step"])
+        if self._project.automatic_checkpoint_naming:
+            self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -172,18 +179,16 @@ class Saving(Core):
     # --- how it is written and read -----------------------------------------------------------------------------------
 
     def _check_options(self, safe_serialization: bool, options: Mapping[str, Any]) -> None:
+        self._engine.check_may_save()
         fix = "is not an option here: checkpoints are written one way, and loaded strictly"
         problems = [Problem(name, value, fix) for name, value in options.items()]
         if not safe_serialization:
             problems.append(Problem("safe_serialization", False, "pickle is never written; leave it True"))
-        if self._of_run:
-            fix = "the Trainer saves its run itself: save_strategy, save_steps, trainer.save_model()"
-            problems.append(Problem("accelerator", "trainer.accelerator", fix))
         if problems:
             raise ConfigError(problems)
 
     def _manager(self, folder: str | os.PathLike[str] | None) -> CheckpointManager:
-        project = self._settings.project
+        project = self._project
         if project.automatic_checkpoint_naming:
             if project.project_dir is None:
                 fix = "automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...)"
@@ -243,7 +248,7 @@ class Saving(Core):
         """What the main process writes, and the tensors beside it of which every process writes its part."""
         parts: Parts = {}
         prepared = self._prepared
-        shared: dict[str, State] = {"loop": {"step": self.gradient_state.step, **restoring.census(prepared)}}
+        shared: dict[str, State] = {"loop": {"step": self._pace.step, **restoring.census(prepared)}}
         for index, optimizer in enumerate(prepared.optimizers):
             name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
             if prepared.executor_of(optimizer).strategy.saves_parts:
@@ -260,14 +265,14 @@ class Saving(Core):
     def _rank_state(self) -> State:
         prepared = self._prepared
         return {
-            "rng": rng_state(self.device),
+            "rng": rng_state(self._device),
             "loaders": {"states": [loader.state_dict() for loader in prepared.loaders]},
             "buffers": {str(i): own_state(strategy) for i, strategy in enumerate(prepared.strategies)},
         }
 
     def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoint:
         """The main process chooses and verifies for all, so that nothing is hashed twice."""
-        project = self._settings.project
+        project = self._project
         if folder is None and not project.automatic_checkpoint_naming:
             fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             raise ConfigError(Problem("input_dir", None, fix))

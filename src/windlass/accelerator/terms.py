@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,9 @@ class TermsOfUpdate:
 
     The weight is known at the last micro-batch only. Until then a guess stands for it (that of the update before), and
     the gradients are corrected once, after they were reduced. Nothing of it waits for the device.
-
-    Attributes:
-        models: those that the current micro-batch accumulates into.
     """
 
     def __init__(self, prepared: Prepared, gang: Gang, device: torch.device) -> None:
-        self.models: tuple[nn.Module, ...] = ()
         self._prepared, self._gang, self._device = prepared, gang, device
         self._weight: Tensor | None = None
         self._guess: Tensor | None = None
@@ -58,7 +55,7 @@ class TermsOfUpdate:
         guess = self._divisor(pace.num_steps if accumulates else 1)
         self._run(terms.sum, guess, filler, kwargs)
         if pace.sync_gradients:
-            self._settle(guess, accumulates)
+            self._settle(pace.models, guess, accumulates)
 
     def _check(self, terms: LossTerms, pace: Pace) -> None:
         if terms.aux:
@@ -68,7 +65,7 @@ class TermsOfUpdate:
             )
         if self._plain_seen:
             raise ModelError(_MIXED)
-        if pace.num_steps > 1 and not self.models:
+        if pace.num_steps > 1 and not pace.models:
             raise ModelError("LossTerms are accumulated within `with accelerator.accumulate(model):` only")
 
     def _weight_of(self, terms: LossTerms, filler: bool) -> Tensor:
@@ -96,17 +93,17 @@ class TermsOfUpdate:
         loss: Any = self._prepared.scaler.scale(total * (self._gang.size / guess).to(total.dtype))
         loss.backward(**kwargs)
 
-    def _settle(self, guess: Tensor, accumulated: bool) -> None:
+    def _settle(self, models: Sequence[nn.Module], guess: Tensor, accumulated: bool) -> None:
         """The update's gradients are complete: divide them by its true weight."""
         assert self._weight is not None
         if accumulated:
             true = _above_zero(self._gang.sum_on_device(self._weight))
-            self._correct(guess / true)
+            self._correct(models, guess / true)
             self._guess = true
         self._weight = None
 
-    def _correct(self, factor: Tensor) -> None:
-        for model in self.models:
+    def _correct(self, models: Sequence[nn.Module], factor: Tensor) -> None:
+        for model in models:
             strategy = self._prepared.strategy_of(model)
             parameters = model.parameters()
             gradients = [p.grad for p in parameters if p.grad is not None]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.engine import TrainerEngine
 from windlass.assemble.batch import UpdateSize
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
@@ -45,6 +46,7 @@ class TrainerBase:
     control: TrainerControl
     state: TrainerState
     accelerator: Accelerator
+    _loop_engine: TrainerEngine
     label_names: list[str]
     can_return_loss: bool
     is_in_train: bool

@@ -29,14 +29,10 @@ def may_divide(trainer: TrainerParts, accumulation: int) -> bool:
 
 
 class DivisionWatch:
-    """Compares, in the first training step that tells, what `compute_loss` returned with what was handed to backward.
+    """Compares what `compute_loss` returned with what was handed to backward, in the first training step that tells."""
 
-    Args:
-        backward: what `accelerator.backward` does in this run.
-    """
-
-    def __init__(self, trainer: TrainerParts, accumulation: int, backward: Callable[[Any], None]) -> None:
-        self._trainer, self._accumulation, self._backward = trainer, accumulation, backward
+    def __init__(self, trainer: TrainerParts, accumulation: int) -> None:
+        self._trainer, self._accumulation = trainer, accumulation
         self._returned: Any = None
         self._given: Any = None
 
@@ -49,14 +45,12 @@ class DivisionWatch:
         trainer, attributes = self._trainer, vars(self._trainer)
         own = attributes.get("compute_loss")
         trainer.compute_loss = self._noting(trainer.compute_loss)  # type: ignore[method-assign]
-        trainer.accelerator.bind_backward(self._note_backward)
         try:
             training_step()
         finally:
             del attributes["compute_loss"]
             if own is not None:
                 attributes["compute_loss"] = own
-            trainer.accelerator.bind_backward(self._backward)
         return self._judge()
 
     def _noting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,9 +61,9 @@ class DivisionWatch:
 
         return noted
 
-    def _note_backward(self, loss: Any) -> None:
+    def given_to_backward(self, loss: Any) -> None:
+        """Note what the training step handed to `accelerator.backward`."""
         self._given = loss
-        self._backward(loss)
 
     def _judge(self) -> bool:
         if self._returned is None:

@@ -88,7 +88,7 @@ class TrainingRun:
     def _watch_of_division(self, accumulation: int) -> DivisionWatch | None:
         if not may_divide(self._trainer, accumulation):
             return None
-        return DivisionWatch(self._trainer, accumulation, self.backward)
+        return DivisionWatch(self._trainer, accumulation)
 
     def _counts(self) -> Counts:
         trainer = self._trainer
@@ -174,6 +174,8 @@ class TrainingRun:
 
     def backward(self, loss: Any) -> None:
         """What `accelerator.backward` does in this run."""
+        if self._division_watch is not None:
+            self._division_watch.given_to_backward(loss)
         normaliser = self._normaliser
         scaled = normaliser.apply(loss)
         if normaliser.parts:
@@ -273,7 +275,7 @@ class TrainingRun:
         self.updates_done += 1
         state.num_input_tokens_seen += int(portion.tokens)
         state.total_flos += self._flops_per_position * portion.positions
-        self._trainer.accelerator.optimizer_step_was_skipped = not applied
+        self._trainer._loop_engine.step_was_skipped = not applied
         if self._empty_cache_every and state.global_step % self._empty_cache_every == 0:
             self._trainer.accelerator.free_memory()
         if applied:

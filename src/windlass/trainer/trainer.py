@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.engine import TrainerEngine
 from windlass.assemble.batch import UpdateSize, update_size
 from windlass.assemble.build import build
 from windlass.assemble.facts import Facts, Progress
-from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_precision
+from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_parallel, resolve_precision
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
@@ -154,8 +155,16 @@ class Trainer(TrainerParts):
         precision = resolve_precision(self.args)
         check_precision(precision, self._device)
         self._autocast = autocast_context(precision, self._device)
+        self._loop_engine = TrainerEngine(
+            lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
+            lambda: resolve_parallel(self.args, self._world).dist,
+        )
         self.accelerator = Accelerator.of_run(
-            self._gang, self._device, precision, self.args.gradient_accumulation_steps
+            self._gang,
+            self._device,
+            precision,
+            self.args.gradient_accumulation_steps,
+            self._loop_engine,
         )
 
     def _first_model(self, model: nn.Module | None) -> nn.Module:
@@ -302,7 +311,7 @@ class Trainer(TrainerParts):
         finally:
             self._release_folder()
             self.is_in_train = False
-            self.accelerator.bind_backward(None)
+            self._loop_engine.detach()
             self.model_wrapped = self.model
             if self._executor is not None:
                 self._executor.release()
@@ -386,7 +395,7 @@ class Trainer(TrainerParts):
         check_disks(self._output_disks(), self._strategy, self.args.save_on_each_node)
         self._check_saved_model(plan.save)
         self._run = TrainingRun(self, plan, built, source)
-        self.accelerator.bind_backward(self._run.backward, self._strategy)
+        self._loop_engine.attach(self._run.backward, self._strategy)
 
     def _created_optimizer_and_scheduler(self, num_training_steps: int) -> tuple[Any, Any]:
         if self._created_lr_scheduler:

@@ -9,18 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.accelerator.base import Core
+from windlass.accelerator.pace import Pace
 from windlass.accelerator.shares import share_of
 from windlass.core.trees import recursively_apply
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist import operations
+from windlass.dist.gang import Gang
 from windlass.dist.objects import collect
 
 
-class Exchanging(Core):
-    """The part of `Accelerator` that gathers, reduces and pads."""
+class Exchange:
+    """The part of `Accelerator` that gathers, reduces and pads.
 
-    _flag: Tensor | None = None
+    Args:
+        pace: which loader the loop is in.
+    """
+
+    def __init__(self, gang: Gang, pace: Pace) -> None:
+        self._gang, self._pace = gang, pace
+        self._flag: Tensor | None = None
 
     def gather(self, tensor: Any) -> Any:
         """The same nest with every process's tensors joined along the first axis. Sizes along it may differ."""
@@ -36,7 +43,7 @@ class Exchanging(Core):
             input_data: a nest of tensors, or a list of plain values.
             use_gather_object: gather values even where all are tensors.
         """
-        loader = self.gradient_state.active_dataloader
+        loader = self._pace.active_dataloader
         if use_gather_object or not _all_tensors(input_data):
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
             if self._gang.size == 1:

@@ -1,35 +1,99 @@
-"""What scripts ask an accelerator about itself."""
+"""What an accelerator was set up with, as scripts ask it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from windlass.accelerator.base import Core
+import torch
+
+from windlass.accelerator.profiling import profile
+from windlass.accelerator.settings import Settings
+from windlass.config.plan import DistPlan
 from windlass.config.plugin_words import DistributedType, FP8BackendType, distributed_type_of
-from windlass.config.plugins import ParallelismConfig, ProjectConfiguration
+from windlass.config.plugins import AutocastKwargs, ParallelismConfig, ProfileKwargs, ProjectConfiguration
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
+from windlass.precision.autocast import COMPUTE_DTYPES
+from windlass.precision.scaler import Scaler
 
 
-class Properties(Core):
-    """The part of `Accelerator` that tells how it was set up."""
+class Setup:
+    """Settings, device and layout of one accelerator; nothing of it changes but what scripts may set.
+
+    Args:
+        dist: how models are spread over processes.
+        scaler: the loss scaler of the loop's updates.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        gang: Gang,
+        device: torch.device,
+        dist: Callable[[], DistPlan],
+        scaler: Scaler,
+    ) -> None:
+        self._settings, self._gang, self._device, self._dist = settings, gang, device, dist
+        self._scaler = scaler
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._device
+
+    @property
+    def dist(self) -> DistPlan:
+        """How models are spread over processes."""
+        return self._dist()
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "bf16" or "fp16"."""
+        compute = self._settings.precision.compute
+        return "no" if compute == "fp32" else compute
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The mixed-precision context of this loop, for code outside a prepared model's forward.
+
+        Args:
+            autocast_handler: other options than those that the accelerator was made with.
+        """
+        options = autocast_handler or self._settings.handlers.autocast
+        dtype = COMPUTE_DTYPES.get(self._settings.precision.compute)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(
+            self._device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        )
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
+        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
+        return profile(profile_handler or self._settings.handlers.profile, self._gang.rank)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work: not at all, by replicas (named after their devices), or by shards."""
-        if self._settings.dist.strategy == "fsdp":
+        if self.dist.strategy == "fsdp":
             return DistributedType.FSDP
-        return distributed_type_of(self.device.type, self._gang.size)
+        return distributed_type_of(self._device.type, self._gang.size)
 
     @property
     def multi_device(self) -> bool:
         """Several processes, each with an accelerator of its own."""
-        return self._gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
+        return self._gang.size > 1 and self._device.type != "cpu" and not self.is_fsdp2
 
     @property
     def is_fsdp2(self) -> bool:
         """The model is sharded."""
-        return self._settings.dist.strategy == "fsdp"
+        return self.dist.strategy == "fsdp"
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -48,12 +112,12 @@ class Properties(Core):
     @property
     def native_amp(self) -> bool:
         """Forwards run in mixed precision."""
-        return self._precision.compute != "fp32"
+        return self._settings.precision.compute != "fp32"
 
     @property
     def scaler(self) -> Any:
         """The fp16 loss scaler, None without one."""
-        return self._prepared.scaler if self._prepared.scaler.active else None
+        return self._scaler if self._scaler.active else None
 
     @property
     def device_placement(self) -> bool:
@@ -131,8 +195,8 @@ class Properties(Core):
     @property
     def torch_device_mesh(self) -> Any:
         """The mesh of processes over which the model is sharded; None where it is not."""
-        shard = self._settings.dist.shard
-        return data_mesh(self.device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
+        shard = self.dist.shard
+        return data_mesh(self._device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
 
     def _layout(self) -> ParallelismConfig:
         if self.parallelism_config is None:
