@@ -66,6 +66,11 @@ class Prepared:
         """How each known model is spread, those that are updated elsewhere included."""
         return [*self._elsewhere(), *self.strategies]
 
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether a forward of a prepared model waits for other processes, which must make as many."""
+        return any(s.sharded or s.model is not s.module for s in self.strategies)
+
     def strategy_of(self, model: nn.Module) -> Strategy | None:
         """The strategy of a known model, given as the user's module or as what `prepare` returned."""
         for strategy in self.all_strategies:

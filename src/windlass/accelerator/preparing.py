@@ -150,6 +150,11 @@ class Preparer:
         found = [self._prepared.strategy_of(model) for model in models]
         return [strategy.model for strategy in found if strategy is not None]
 
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether a forward of a prepared model waits for other processes, which must make as many."""
+        return self._prepared.forwards_meet
+
     def _check_model(self, model: nn.Module) -> None:
         if self.verify_device_map(model) and (self._gang.size > 1 or self._setup.is_fsdp2):
             raise ModelError(

@@ -152,9 +152,14 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
                 request,
                 weigh=self.count_targets,
                 group=self._eval_group(),
-                in_step=self._strategy.sharded,
+                in_step=self._evaluates_in_step,
                 on_batch=on_batch,
             )
+
+    @property
+    def _evaluates_in_step(self) -> bool:
+        """Whether ranks need equal numbers of batches, because a forward of one waits for the others."""
+        return self._strategy.sharded or self.accelerator.forwards_meet
 
     @contextlib.contextmanager
     def _watched(self, batches: Iterable[Placed]) -> Iterator[Iterable[Placed]]:
@@ -258,10 +263,10 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
         if isinstance(loader, StreamLoader):
             loader.agree(self._gang)
         if isinstance(loader, Loader) and not loader.own_parts:
-            return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
+            return loader.batches_in_step() if self._evaluates_in_step else loader.batches_with_ids()
         reader = Reader("evaluation", self.args.dataloader_start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return in_step(unplaced, self._gang) if self._strategy.sharded else unplaced
+        return in_step(unplaced, self._gang) if self._evaluates_in_step else unplaced
 
     def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:
         batches = math.ceil(samples / (self.args.per_device_eval_batch_size * self._world.size))

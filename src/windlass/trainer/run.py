@@ -411,8 +411,8 @@ class TrainingRun:
             if self._trainer._leaving:
                 raise EvaluationAbandoned
 
-        sharded = self.executor.strategy.sharded
-        return attentive(batches, self._trainer._gang, self._signals, heard, in_step=sharded)
+        in_step = self._trainer._evaluates_in_step
+        return attentive(batches, self._trainer._gang, self._signals, heard, in_step=in_step)
 
     def _states_of_callbacks(self) -> State:
         """As they are now; none where they cannot be copied, and so not be saved either, which a save will say."""
