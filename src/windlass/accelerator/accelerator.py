@@ -121,9 +121,7 @@ class Accelerator(Ranks):
         gang, device = meet(settings, world)
         pace = Pace(settings.accumulation, 1 if settings.loader.split_batches else gang.size)
         prepared = Prepared(_scaler(settings, device), device)
-        self._assemble(
-            gang, device, settings, pace, prepared, OwnLoop(settings.dist, pace, prepared, gang, device)
-        )
+        self._assemble(gang, device, settings, pace, prepared, OwnLoop(settings.dist, pace, prepared, gang))
         self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug)
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:

@@ -11,22 +11,19 @@ from torch import Tensor
 from windlass.accelerator.memory import clear_device_cache
 from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.terms import TermsOfUpdate
 from windlass.config.plan import DistPlan
-from windlass.core.types import LossTerms
 from windlass.dist.beacon import AFTER, beacon
 from windlass.dist.gang import Gang
+from windlass.engine.normalise import LoopNormaliser, MicroBatch
 from windlass.transforms.strategy import Strategy
 
 
 class OwnLoop:
     """Implements `LoopEngine` for a script that calls forward, backward and step itself."""
 
-    def __init__(
-        self, dist: DistPlan, pace: Pace, prepared: Prepared, gang: Gang, device: torch.device
-    ) -> None:
-        self._dist, self._pace, self._prepared, self._gang = dist, pace, prepared, gang
-        self._terms = TermsOfUpdate(prepared, gang, device)
+    def __init__(self, dist: DistPlan, pace: Pace, prepared: Prepared, gang: Gang) -> None:
+        self._dist, self._pace, self._prepared = dist, pace, prepared
+        self._normaliser = LoopNormaliser(gang.size, gang.sum_on_device)
 
     @property
     def dist(self) -> DistPlan:
@@ -45,24 +42,27 @@ class OwnLoop:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         beacon().call("backward")
-        if isinstance(loss, LossTerms):
-            self._terms.backward(loss, self._pace, kwargs)
-        else:
-            self._terms.plain(self._pace.sync_gradients)
-            share: Any = self._prepared.scaler.scale(self._share_of(loss))
-            share.backward(**kwargs)
+        scaled: Any = self._prepared.scaler.scale(self._normaliser.apply(loss, self._micro_batch()))
+        scaled.backward(**kwargs)
+        factor = self._normaliser.correction()
+        if factor is not None:
+            self._correct(factor)
         beacon().call(f"{AFTER}backward")
 
-    def _share_of(self, loss: Tensor) -> Tensor:
-        """This micro-batch's part of the update's loss, times the number of processes, whose mean is taken."""
-        steps = self._pace.num_steps
-        share = loss if steps == 1 else loss / steps
-        loader = self._pace.active_dataloader
-        if loader is None or loader.samples_here * self._gang.size == loader.samples_everywhere:
-            return share
-        if loader.is_filler:  # the mean over nothing may be NaN
-            return torch.nan_to_num(share, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-        return share * (loader.samples_here * self._gang.size / loader.samples_everywhere)
+    def _micro_batch(self) -> MicroBatch:
+        pace, loader = self._pace, self._pace.active_dataloader
+        here = None if loader is None else loader.samples_here
+        everywhere = None if loader is None else loader.samples_everywhere
+        return MicroBatch(pace.num_steps, pace.sync_gradients, here, everywhere, bool(pace.models))
+
+    def _correct(self, factor: Tensor) -> None:
+        """Multiply the gradients of the models that the update accumulated into."""
+        for model in self._pace.models:
+            strategy = self._prepared.strategy_of(model)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            local = gradients if strategy is None else strategy.local(gradients)
+            if local:
+                torch._foreach_mul_(local, factor.to(torch.promote_types(local[0].dtype, torch.float32)))
 
     def free_memory(self) -> None:
         self._prepared.let_go()
