@@ -12,6 +12,7 @@ import torch
 from windlass.accelerator.delegate import attribute_of, method_of, property_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
+from windlass.accelerator.model_files import ModelFiles
 from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
@@ -179,6 +180,7 @@ class Accelerator(Ranks):
         self._stepping = Stepping(gang, pace, prepared, engine, lambda: settings.loader.even_batches)
         self._preparer = Preparer(self._setup, gang, pace, prepared, engine, self._stepping)
         self._saver = Saver(self._setup, gang, pace, prepared, engine)
+        self._files = ModelFiles(gang, prepared)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
         # A copy of a script's configuration must not come with processes and models of its own.
@@ -274,9 +276,9 @@ class Accelerator(Ranks):
     register_for_checkpointing = method_of("_saver", Saver.register_for_checkpointing)
     register_save_state_pre_hook = method_of("_saver", Saver.register_save_state_pre_hook)
     register_load_state_pre_hook = method_of("_saver", Saver.register_load_state_pre_hook)
-    get_state_dict = method_of("_saver", Saver.get_state_dict)
-    save_model = method_of("_saver", Saver.save_model)
-    save = method_of("_saver", Saver.save)
+    get_state_dict = method_of("_files", ModelFiles.get_state_dict)
+    save_model = method_of("_files", ModelFiles.save_model)
+    save = method_of("_files", ModelFiles.save)
 
     # --- trackers -----------------------------------------------------------------------------------------------------
 
@@ -287,6 +289,11 @@ class Accelerator(Ranks):
     get_tracker = method_of("_trackers", Trackers.get_tracker)
     log = method_of("_trackers", Trackers.log)
 
+    def wait_for_everyone(self) -> None:
+        """Return when every process is here, and a save in the background has ended."""
+        self._saver.finish()
+        super().wait_for_everyone()
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
@@ -295,6 +302,7 @@ class Accelerator(Ranks):
         Returns:
             None in the place of each object: assign them, so that nothing else holds what they were.
         """
+        self._saver.release_memory()
         self._engine.free_memory()
         return [None] * len(objects)
 
@@ -303,7 +311,8 @@ class Accelerator(Ranks):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Close the trackers, and part from the other processes."""
+        """Wait for a save in the background, close the trackers, and part from the other processes."""
+        self._saver.finish()
         self._trackers.finish()
         leave()
 

@@ -358,8 +358,7 @@ class SavingMixin(TrainerBase):
         return replace(
             own,
             shared=shared,
-            weights=tensors or None,
-            weights_name=name,
+            weights={name: tensors} if tensors else {},
             files=self._run.companions.files(self._save_companions, self._savable_tokenizer),
         )
 
