@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from windlass.accelerator.delegate import attribute_of, method_of, property_of
+from windlass.accelerator.delegate import method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
 from windlass.accelerator.model_files import ModelFiles
@@ -174,7 +174,7 @@ class Accelerator(Ranks):
         prepared: Prepared,
         engine: LoopEngine,
     ) -> None:
-        self._gang, self.gradient_state, self._engine = gang, pace, engine
+        self._gang, self.gradient_state, self._prepared, self._engine = gang, pace, prepared, engine
         self._setup = Setup(settings, gang, device, lambda: engine.dist, prepared.scaler)
         self._exchange = Exchange(gang, pace)
         self._stepping = Stepping(gang, pace, prepared, engine, lambda: settings.loader.even_batches)
@@ -195,30 +195,40 @@ class Accelerator(Ranks):
 
     # --- how it was set up --------------------------------------------------------------------------------------------
 
-    device = property_of("_setup", Setup.device)
+    device = value_of("_setup.device", "The device of this process.")
     mixed_precision = property_of("_setup", Setup.mixed_precision)
     distributed_type = property_of("_setup", Setup.distributed_type)
     multi_device = property_of("_setup", Setup.multi_device)
     is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
-    is_composable_parallelism_enabled = property_of("_setup", Setup.is_composable_parallelism_enabled)
+    is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
     fp8_backend = property_of("_setup", Setup.fp8_backend)
     deepspeed_plugin = property_of("_setup", Setup.deepspeed_plugin)
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
-    device_placement = property_of("_setup", Setup.device_placement)
-    dataloader_config = property_of("_setup", Setup.dataloader_config)
-    split_batches = property_of("_setup", Setup.split_batches)
-    dispatch_batches = property_of("_setup", Setup.dispatch_batches)
-    even_batches = property_of("_setup", Setup.even_batches)
-    use_seedable_sampler = property_of("_setup", Setup.use_seedable_sampler)
-    non_blocking = property_of("_setup", Setup.non_blocking)
-    use_stateful_dataloader = property_of("_setup", Setup.use_stateful_dataloader)
-    rng_types = property_of("_setup", Setup.rng_types)
+    device_placement = value_of(
+        "_setup.settings.device_placement", "Whether models and batches are moved to `device`."
+    )
     step_scheduler_with_optimizer = property_of("_setup", Setup.step_scheduler_with_optimizer)
-    project_configuration = property_of("_setup", Setup.project_configuration)
-    project_dir = property_of("_setup", Setup.project_dir)
-    save_iteration = property_of("_setup", Setup.save_iteration)
-    parallelism_config = property_of("_setup", Setup.parallelism_config)
+    rng_types = property_of("_setup", Setup.rng_types)
+
+    dataloader_config = value_of("_setup.settings.loader")
+    split_batches = value_of(
+        "_setup.settings.loader.split_batches", "A batch is that of all processes together."
+    )
+    dispatch_batches = value_of("_setup.settings.loader.dispatch_batches", "The main process alone reads.")
+    # Every process gets the same number of batches in any case.
+    even_batches = variable_of("_setup.settings.loader.even_batches", "What the loader configuration says.")
+    use_seedable_sampler = value_of("_setup.settings.loader.use_seedable_sampler")
+    non_blocking = value_of("_setup.settings.loader.non_blocking")
+    use_stateful_dataloader = value_of("_setup.settings.loader.use_stateful_dataloader")
+
+    project_configuration = value_of("_setup.settings.project")
+    project_dir = value_of("_setup.settings.project.project_dir")
+    save_iteration = value_of(
+        "_setup.settings.project.iteration", "Number of the next checkpoint that gets one."
+    )
+
+    parallelism_config = value_of("_setup.settings.parallelism")
     torch_device_mesh = property_of("_setup", Setup.torch_device_mesh)
     data_parallel_rank = property_of("_setup", Setup.data_parallel_rank)
     data_parallel_shard_rank = property_of("_setup", Setup.data_parallel_shard_rank)
@@ -235,7 +245,7 @@ class Accelerator(Ranks):
     prepare_optimizer = method_of("_preparer", Preparer.prepare_optimizer)
     prepare_scheduler = method_of("_preparer", Preparer.prepare_scheduler)
     prepare_data_loader = method_of("_preparer", Preparer.prepare_data_loader)
-    forwards_meet = property_of("_preparer", Preparer.forwards_meet)
+    forwards_meet = property_of("_prepared", Prepared.forwards_meet)
     unwrap_model = method_of("_preparer", Preparer.unwrap_model)
     verify_device_map = method_of("_preparer", Preparer.verify_device_map)
     skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
@@ -243,10 +253,14 @@ class Accelerator(Ranks):
 
     # --- a training step ----------------------------------------------------------------------------------------------
 
-    sync_gradients = property_of("_stepping", Stepping.sync_gradients)
-    gradient_accumulation_steps = property_of("_stepping", Stepping.gradient_accumulation_steps)
-    step = property_of("_stepping", Stepping.step)
-    optimizer_step_was_skipped = property_of("_stepping", Stepping.optimizer_step_was_skipped)
+    sync_gradients = variable_of(
+        "gradient_state.sync_gradients", "Whether the current micro-batch is the last one of its update."
+    )
+    gradient_accumulation_steps = variable_of("gradient_state.num_steps", "Micro-batches of one update.")
+    step = variable_of("gradient_state.step", "Micro-batches since the last loader ended.")
+    optimizer_step_was_skipped = value_of(
+        "_engine.step_was_skipped", "Whether the last update was skipped because fp16 gradients overflowed."
+    )
     accumulate = method_of("_stepping", Stepping.accumulate)
     no_sync = method_of("_stepping", Stepping.no_sync)
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
@@ -265,7 +279,7 @@ class Accelerator(Ranks):
     reduce = method_of("_exchange", Exchange.reduce)
     pad_across_processes = method_of("_exchange", Exchange.pad_across_processes)
     split_between_processes = method_of("_exchange", Exchange.split_between_processes)
-    flag_tensor = property_of("_exchange", Exchange.flag_tensor)
+    flag_tensor = value_of("_exchange.flag", "1 where this process has raised its flag.")
     set_trigger = method_of("_exchange", Exchange.set_trigger)
     check_trigger = method_of("_exchange", Exchange.check_trigger)
 
@@ -282,9 +296,9 @@ class Accelerator(Ranks):
 
     # --- trackers -----------------------------------------------------------------------------------------------------
 
-    log_with = attribute_of("_trackers", "log_with")
-    trackers = attribute_of("_trackers", "trackers")
-    logging_dir = attribute_of("_trackers", "logging_dir")
+    log_with = variable_of("_trackers.log_with")
+    trackers = variable_of("_trackers.trackers")
+    logging_dir = variable_of("_trackers.logging_dir")
     init_trackers = method_of("_trackers", Trackers.init_trackers)
     get_tracker = method_of("_trackers", Trackers.get_tracker)
     log = method_of("_trackers", Trackers.log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,25 +21,21 @@ def method_of(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Callable
     return call  # type: ignore[return-value]
 
 
-def property_of(part: str, attribute: Any) -> Any:
-    """A property of the facade that reads (and sets, if it can be set) the property `attribute` of its `part`."""
-
-    def read(facade: Any) -> Any:
-        return attribute.fget(getattr(facade, part))
-
-    def write(facade: Any, value: Any) -> None:
-        attribute.fset(getattr(facade, part), value)
-
-    return property(read, write if attribute.fset is not None else None, doc=attribute.__doc__)
+def property_of(part: str, attribute: Callable[[Any], _R]) -> _R:
+    """A read-only property of the facade: the property `attribute` of the object in its attribute `part`."""
+    shown: Any = attribute
+    return property(lambda facade: shown.fget(getattr(facade, part)), doc=shown.__doc__)  # type: ignore[return-value]
 
 
-def attribute_of(part: str, name: str) -> Any:
-    """A property of the facade that reads and sets the attribute `name` of its `part`."""
+def value_of(path: str, doc: str | None = None) -> Any:
+    """A read-only property of the facade: what lies at `path`, attributes with dots between them."""
+    return property(operator.attrgetter(path), doc=doc)
 
-    def read(facade: Any) -> Any:
-        return getattr(getattr(facade, part), name)
 
-    def write(facade: Any, value: Any) -> None:
-        setattr(getattr(facade, part), name, value)
-
-    return property(read, write)
+def variable_of(path: str, doc: str | None = None) -> Any:
+    """As `value_of`, and scripts may set it."""
+    owner, _, name = path.rpartition(".")
+    find = operator.attrgetter(owner)
+    return property(
+        operator.attrgetter(path), lambda facade, value: setattr(find(facade), name, value), doc=doc
+    )

@@ -23,11 +23,14 @@ class Exchange:
 
     Args:
         pace: which loader the loop is in.
+
+    Attributes:
+        flag: 1 where this process has raised its flag.
     """
 
     def __init__(self, gang: Gang, pace: Pace) -> None:
         self._gang, self._pace = gang, pace
-        self._flag: Tensor | None = None
+        self.flag: Tensor | None = None
 
     def gather(self, tensor: Any) -> Any:
         """The same nest with every process's tensors joined along the first axis. Sizes along it may differ."""
@@ -75,21 +78,16 @@ class Exchange:
 
     # --- a flag that one process raises for all -----------------------------------------------------------------------
 
-    @property
-    def flag_tensor(self) -> Tensor | None:
-        """1 where this process has raised its flag."""
-        return self._flag
-
     def set_trigger(self) -> None:
         """Raise this process's flag."""
-        self._flag = torch.tensor(1)
+        self.flag = torch.tensor(1)
 
     def check_trigger(self) -> bool:
         """Whether any process has raised its flag; lowers all of them where one has. Collective."""
-        raised = self._gang.sum(torch.tensor(0) if self._flag is None else self._flag.clone())
+        raised = self._gang.sum(torch.tensor(0) if self.flag is None else self.flag.clone())
         if int(raised) == 0:
             return False
-        self._flag = None
+        self.flag = None
         return True
 
 

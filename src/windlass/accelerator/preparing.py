@@ -136,7 +136,7 @@ class Preparer:
         for model in new:
             self._check_model(model)
         placed = {
-            id(m): self._setup.device_placement if p is None else p
+            id(m): self._settings.device_placement if p is None else p
             for m, p in zip(models, placement, strict=True)
         }
 
@@ -149,11 +149,6 @@ class Preparer:
                 bring_state_along(optimizer.optimizer)
         found = [self._prepared.strategy_of(model) for model in models]
         return [strategy.model for strategy in found if strategy is not None]
-
-    @property
-    def forwards_meet(self) -> bool:
-        """Whether a forward of a prepared model waits for other processes, which must make as many."""
-        return self._prepared.forwards_meet
 
     def _check_model(self, model: nn.Module) -> None:
         if self.verify_device_map(model) and (self._gang.size > 1 or self._setup.is_fsdp2):
@@ -289,7 +284,7 @@ class Preparer:
             ConfigError, DataError: it cannot be dealt as the settings ask.
         """
         config = self._settings.loader
-        place = self._setup.device_placement if device_placement is None else device_placement
+        place = self._settings.device_placement if device_placement is None else device_placement
         options = LoaderOptions(
             split_batches=config.split_batches,
             dispatch_batches=config.dispatch_batches,

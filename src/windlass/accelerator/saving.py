@@ -53,8 +53,8 @@ class Saver:
 
     def __init__(self, setup: Setup, gang: Gang, pace: Pace, prepared: Prepared, engine: LoopEngine) -> None:
         self._gang, self._pace, self._prepared, self._engine = gang, pace, prepared, engine
-        self._device, self._project = setup.device, setup.project_configuration
-        self._places = Places(gang, setup.project_configuration)
+        self._device, self._project = setup.device, setup.settings.project
+        self._places = Places(gang, setup.settings.project)
         self._content = LoopContent(gang, setup.device, pace, prepared)
         self._memory = HostMemory(setup.device)
         self._under_way: _UnderWay | None = None

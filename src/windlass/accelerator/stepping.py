@@ -49,28 +49,6 @@ class Stepping:
         """Whether the current micro-batch is the last one of its update."""
         return self._pace.sync_gradients
 
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._pace.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one update."""
-        return self._pace.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self._pace.num_steps = value
-
-    @property
-    def step(self) -> int:
-        """Micro-batches since the last loader ended."""
-        return self._pace.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._pace.step = value
-
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Around one micro-batch: gradients of `models` are reduced over processes, and optimizers step, only in the
@@ -199,11 +177,6 @@ class Stepping:
         if self._prepared.scaler.active:
             raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
         return True, optimizer.optimizer.step(closure)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last update was left out because fp16 gradients overflowed."""
-        return self._engine.step_was_skipped
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
