@@ -7,19 +7,28 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.config.plan import PrecisionPlan
+from windlass.accelerator.engine import TrainerEngine
+from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.schedule import PreparedSchedule
+from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import Gang
+from windlass.transforms.alone import Alone
 
 CPU = torch.device("cpu")
 
 
+def of_run(compute: Any, engine: TrainerEngine) -> Accelerator:
+    return Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute), 4, engine)
+
+
 @pytest.fixture
 def accelerator() -> Accelerator:
-    return Accelerator.of_run(Gang(), CPU, PrecisionPlan("bf16"), 4)
+    return of_run("bf16", TrainerEngine(list, DistPlan))
 
 
 def test_a_world_of_one(accelerator: Accelerator) -> None:
@@ -40,7 +49,7 @@ def test_a_world_of_one(accelerator: Accelerator) -> None:
 
 @pytest.mark.parametrize(("compute", "shown"), [("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_precision_is_named_as_scripts_know_it(compute: str, shown: str) -> None:
-    accelerator = Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute))  # type: ignore[arg-type]
+    accelerator = of_run(compute, TrainerEngine(list, DistPlan))
     assert accelerator.mixed_precision == shown
 
 
@@ -57,22 +66,50 @@ def test_gather_alone_is_the_tensor_itself(shape: tuple[int, ...], accelerator: 
     assert torch.equal(accelerator.gather_for_metrics(tensor), accelerator.gather(tensor))
 
 
-def test_backward_belongs_to_a_run(accelerator: Accelerator) -> None:
+def test_backward_belongs_to_a_run() -> None:
+    engine = TrainerEngine(list, DistPlan)
+    accelerator, module = of_run("fp32", engine), nn.Linear(1, 1)
     with pytest.raises(ModelError, match="outside a training step"):
         accelerator.backward(torch.ones(()))
     seen: list[object] = []
-    accelerator.bind_backward(seen.append)
+    engine.attach(seen.append, Alone(module))
     accelerator.backward("loss")
     assert seen == ["loss"]
-    accelerator.bind_backward(None)
-    with pytest.raises(ModelError):
+    engine.detach()
+    with pytest.raises(ModelError, match="outside a training step"):
         accelerator.backward(torch.ones(()))
 
 
-def test_the_trainer_spreads_its_objects_itself(accelerator: Accelerator) -> None:
-    module = nn.Linear(1, 1)
-    assert accelerator.prepare(module) is module
-    assert accelerator.prepare(module, 3) == (module, 3)
+def test_the_trainer_prepares_its_own_objects_itself() -> None:
+    """Whatever else a script gives to `prepare` is prepared, and no run takes its place."""
+    model, beside = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own = model, optimizer, schedule, DataLoader([1, 2])  # type: ignore[arg-type]
+    engine = TrainerEngine(lambda: [model], DistPlan)
+    accelerator = of_run("bf16", engine)
+    assert accelerator.prepare(model) is model
+    assert all(found is given for found, given in zip(accelerator.prepare(*own), own, strict=True))
+    assert accelerator.prepare_model(model) is model
+    assert model(torch.ones(1, 1)).dtype == torch.float32
+    assert "forward" not in vars(model), "the run chooses its precision itself"
+
+    beside_optimizer = torch.optim.SGD(beside.parameters(), lr=0.1)
+    beside_schedule = torch.optim.lr_scheduler.StepLR(beside_optimizer, 1)
+    given = beside_schedule, beside_optimizer, model, beside
+    after, stepped, same, prepared = accelerator.prepare(*given)
+    assert (same, prepared) == (model, beside)
+    assert isinstance(stepped, PreparedOptimizer)
+    assert isinstance(after, PreparedSchedule)
+    engine.attach(lambda loss: None, Alone(model))
+    before = beside.weight.detach().clone()
+    prepared(torch.ones(1, 1)).sum().backward()
+    stepped.step()
+    assert not torch.equal(beside.weight, before)
+    engine.detach()
+    assert accelerator.get_state_dict(prepared).keys() == {"weight", "bias"}
+    with pytest.raises(ConfigError, match="the Trainer saves its run itself"):
+        accelerator.save_state("state")
 
 
 def test_unwrapping_what_is_not_wrapped(accelerator: Accelerator) -> None:

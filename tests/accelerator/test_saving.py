@@ -238,9 +238,12 @@ def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:
         accelerator.save([1], tmp_path / "a.safetensors")
 
 
-def test_a_remote_folder_is_refused(tmp_path: Path) -> None:
-    """A path would take its scheme for a folder's name, and write it here."""
-    accelerator = Loop().accelerator
-    for call in (accelerator.save_state, accelerator.load_state):
-        with pytest.raises(ConfigError, match=r"folder='s3://bucket/run'.*only the Trainer's output_dir"):
-            call("s3://bucket/run")
+def test_single_files_cannot_be_remote() -> None:
+    """A path would take the scheme for a folder's name, and write it here."""
+    accelerator = make(False)
+    for save in (
+        lambda: accelerator.save_model(tiny(), "s3://bucket/run"),
+        lambda: accelerator.save({"epoch": 1}, "s3://bucket/notes.json"),
+    ):
+        with pytest.raises(ConfigError, match=r"folder='s3://bucket/.*checkpoints alone can be written"):
+            save()

@@ -10,24 +10,19 @@ import torch
 from tests.callbacks.test_tracker_registry import Notes
 from tests.callbacks.tracker_readers import READERS
 
-from windlass.accelerator.tracking import TrackingMixin
+from windlass.accelerator.tracking import Trackers
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.core.errors import ConfigError
 
 
-class Loop(TrackingMixin):
-    """As much of an accelerator as trackers see."""
-
-    def __init__(self, log_with: Any, folder: Path) -> None:
-        self.log_with = filter_trackers(log_with, folder)
-        self.trackers: list[GeneralTracker] = []
-        self.logging_dir = str(folder)
+def trackers(log_with: Any, folder: Path) -> Trackers:
+    return Trackers(filter_trackers(log_with, folder), str(folder))
 
 
 def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
     mine = Notes("run")
-    loop = Loop(mine, tmp_path)
+    loop = trackers(mine, tmp_path)
     loop.init_trackers("project", config={"lr": 0.1})
     loop.log({"loss": torch.tensor(0.5, dtype=torch.float64), "note": "good"}, step=3)
     assert mine.kept == [{"lr": 0.1}, (3, {"loss": 0.5, "note": "good"})]
@@ -37,7 +32,7 @@ def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
 
 def test_keywords_reach_the_tracker_they_name(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    loop = Loop("tensorboard", tmp_path)
+    loop = trackers("tensorboard", tmp_path)
     loop.init_trackers(
         "project", {"lr": 0.1}, init_kwargs={"tensorboard": {"filename_suffix": ".mine"}, "wandb": {}}
     )
@@ -45,7 +40,7 @@ def test_keywords_reach_the_tracker_they_name(tmp_path: Path) -> None:
         {"loss": 0.5, "both": {"a": 1.0, "b": 2.0}}, step=3, log_kwargs={"tensorboard": {"walltime": 7.0}}
     )
     assert list((tmp_path / "project").glob("*.mine"))
-    loop.finish_trackers()
+    loop.finish()
     assert loop.trackers == []
     curves = READERS["tensorboard"](tmp_path)
     assert curves["loss"] == {3: 0.5}
@@ -53,7 +48,7 @@ def test_keywords_reach_the_tracker_they_name(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    loop = Loop(Notes(), tmp_path)
+    loop = trackers(Notes(), tmp_path)
     assert isinstance(loop.get_tracker("notes"), GeneralTracker)  # blank: nothing was opened
     with pytest.raises(ConfigError, match="wanbd"):
         loop.init_trackers("project", init_kwargs={"wanbd": {"tags": ["a"]}})

@@ -15,7 +15,7 @@ from typing import Any
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
-from windlass.accelerator.tracking import TrackingMixin
+from windlass.accelerator.tracking import Trackers
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.callbacks.tracking import TrackingCallback
@@ -51,16 +51,11 @@ def train(name: str, steps: int, resume: str | None = None) -> GeneralTracker:
 def log_by_hand(name: str) -> None:
     """What `Accelerator(log_with=name)` does, without the rest of it."""
 
-    class Loop(TrackingMixin):
-        log_with = filter_trackers(name, "loop")
-        trackers: list[Any] = []
-        logging_dir = "loop"
-
-    loop = Loop()
+    loop = Trackers(filter_trackers(name, "loop"), "loop")
     loop.init_trackers("tests", config={"lr": 0.1, "name": "small", "deep": True})
     for step, values in OWN.items():
         loop.log(values, step=step)
-    loop.finish_trackers()
+    loop.finish()
 
 
 def main(name: str) -> None:

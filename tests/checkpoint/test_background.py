@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ def nothing() -> None: ...
 def content(step: int) -> Content:
     state = state_of(step)
     return Content(
-        {"optimizer": state}, {"rng": state}, weights={"layer.weight": torch.full((3, 2), float(step))}
+        {"optimizer": state},
+        {"rng": state},
+        weights={"model.safetensors": {"layer.weight": torch.full((3, 2), float(step))}},
     )
 
 
@@ -261,3 +264,34 @@ def test_ranks_that_all_leave_with_an_error_leave_a_checkpoint_behind(
 
     ranks.run(body)
     assert newest(fast_disk) == (1 if victim is None else None)
+
+
+def test_the_keeper_commits_when_it_sees_that_all_have_written(tmp_path: Path) -> None:
+    saver, release = saver_of(tmp_path), threading.Event()
+    saver.commit_when_seen()  # nothing is under way
+    begin(saver, 1, arrived=lambda: bool(release.wait(60)))
+    saver.commit_when_seen()
+    assert newest(tmp_path) is None
+    release.set()
+    end = time.monotonic() + 60
+    while newest(tmp_path) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert saver.busy, "the ranks have not met"
+    assert saver.finish() == Outcome(1, tmp_path / "checkpoint-1")
+    begin(saver, 2)
+    saver.commit_when_seen()
+    saver.leave()
+    assert assert_whole(tmp_path / "checkpoint-2") == 2, "whoever commits, it is waited for"
+
+
+def test_what_failed_is_not_committed_by_sight(tmp_path: Path) -> None:
+    saver = saver_of(tmp_path)
+
+    def fail() -> None:
+        raise OSError(5, "the disk is gone")
+
+    begin(saver, 1, arrived=fail)
+    saver.commit_when_seen()
+    assert saver.finish() == Outcome(1, None)
+    assert newest(tmp_path) is None

@@ -12,6 +12,7 @@ from windlass.checkpoint.weights import split_aliases
 from windlass.core.errors import CheckpointError
 
 CPU = torch.device("cpu")
+FILE = "model.safetensors"
 
 
 def content(value: float, size: int = 5) -> Content:
@@ -19,7 +20,7 @@ def content(value: float, size: int = 5) -> Content:
     return Content(
         shared={"optimizer": {"state": {"w": {"exp_avg": tensor, "step": 3}}, "betas": (0.9, 0.99)}},
         per_rank={"rng": {"state": tensor.clone()}},
-        weights={"embed": tensor, "head": tensor, "norm": tensor.clone()},
+        weights={FILE: {"embed": tensor, "head": tensor, "norm": tensor.clone()}},
         parts=[RankParts("model", 0, {"rows": tensor.clone()}, None)],
         files={"config.json": b"{}"},
     )
@@ -28,11 +29,10 @@ def content(value: float, size: int = 5) -> Content:
 def tensors(found: Content) -> dict[str, Tensor]:
     assert isinstance(found.shared["optimizer"], Encoded)
     assert isinstance(found.per_rank, Encoded)
-    assert found.weights is not None
     return {
         **found.shared["optimizer"].tensors,
         **found.per_rank.tensors,
-        **found.weights,
+        **found.weights[FILE],
         **{f"part {name}": tensor for name, tensor in found.parts[0].tensors.items()},
     }
 
@@ -43,8 +43,7 @@ def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
     arrived()
     for tensor in tensors(HostMemory(CPU).snapshot(live)[0]).values():
         tensor.zero_()  # copies of another memory are others
-    assert live.weights is not None
-    live.weights["embed"].fill_(7)
+    live.weights[FILE]["embed"].fill_(7)
     live.parts[0].tensors["rows"].fill_(7)
     live.per_rank["rng"]["state"].fill_(7)
     live.shared["optimizer"]["state"]["w"]["step"] = 8
@@ -65,9 +64,8 @@ def test_the_second_snapshot_lies_where_the_first_lay() -> None:
 
 def test_tied_weights_are_copied_once_and_stay_tied() -> None:
     taken, _ = HostMemory(CPU).snapshot(content(1.0))
-    assert taken.weights is not None
-    assert list(taken.weights) == ["embed", "head", "norm"]
-    stored, aliases = split_aliases(taken.weights)
+    assert list(taken.weights[FILE]) == ["embed", "head", "norm"]
+    stored, aliases = split_aliases(taken.weights[FILE])
     assert list(stored) == ["embed", "norm"]
     assert aliases == {"head": "embed"}
 
@@ -84,11 +82,10 @@ def test_what_is_no_longer_there_or_has_another_shape_holds_no_memory() -> None:
 def test_any_strides_and_dtypes_are_copied_as_they_are() -> None:
     matrix = torch.arange(12.0, dtype=torch.float64).reshape(3, 4).T
     flags = torch.tensor([True, False])
-    taken, _ = HostMemory(CPU).snapshot(Content(weights={"m": matrix, "f": flags}))
-    assert taken.weights is not None
-    assert torch.equal(taken.weights["m"], matrix)
-    assert torch.equal(taken.weights["f"], flags)
-    assert taken.weights["m"].is_contiguous()
+    taken, _ = HostMemory(CPU).snapshot(Content(weights={FILE: {"m": matrix, "f": flags}}))
+    assert torch.equal(taken.weights[FILE]["m"], matrix)
+    assert torch.equal(taken.weights[FILE]["f"], flags)
+    assert taken.weights[FILE]["m"].is_contiguous()
 
 
 def test_what_cannot_be_saved_is_found_when_it_is_copied() -> None:
@@ -103,7 +100,7 @@ def test_copies_are_waited_for_wherever_they_come_from(place: str) -> None:
     content = Content(
         shared={"optimizer": Encoded({}, away if place == "shared" else {})},
         per_rank=Encoded({}, away if place == "per_rank" else {}),
-        weights={"w": torch.ones(2), **(away if place == "weights" else {})},
+        weights={FILE: {"w": torch.ones(2), **(away if place == "weights" else {})}},
         parts=[RankParts("model", 0, away if place == "parts" else {}, None)],
     )
     assert devices_of(content) == {torch.device("meta")}
@@ -115,9 +112,8 @@ def test_copies_from_a_device_come_before_what_is_launched_after_them() -> None:
     live = torch.full((1 << 24,), 1.0, device="cuda")
     memory = HostMemory(torch.device("cuda"))
     for _ in range(3):
-        taken, arrived = memory.snapshot(Content(weights={"w": live.fill_(1.0)}))
+        taken, arrived = memory.snapshot(Content(weights={FILE: {"w": live.fill_(1.0)}}))
         live.fill_(2.0)
         arrived()
-        assert taken.weights is not None
-        assert taken.weights["w"].is_pinned()
-        assert bool((taken.weights["w"] == 1).all())
+        assert taken.weights[FILE]["w"].is_pinned()
+        assert bool((taken.weights[FILE]["w"] == 1).all())

@@ -26,6 +26,7 @@ from windlass.checkpoint.optimizer_state import save_optimizer_state
 from windlass.checkpoint.sharded import rank_file
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.tensor_file import CODES, TensorFile, write_tensors
+from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.cli.main import main
 from windlass.dist.sharded import Part
 
@@ -66,7 +67,7 @@ class Run:
         content = Content(
             shared=shared,
             per_rank={"rng": torch.ones(3)},
-            weights=self.model.state_dict(),
+            weights={WEIGHTS_NAME: self.model.state_dict()},
             files=self.files,
         )
         path = self.manager.save(step, content, meta=meta)
@@ -463,9 +464,8 @@ def test_damaged_ones_neither_count_nor_go(run: Run, say: Say) -> None:
 
 def test_the_model_that_a_resumed_run_looks_for_stays(run: Run, say: Say) -> None:
     trainer_state = {"global_step": 5, "best_model_checkpoint": "/elsewhere/run/checkpoint-1"}
-    content = Content(
-        shared={"trainer_state": trainer_state}, weights=run.model.state_dict(), files=run.files
-    )
+    weights = {WEIGHTS_NAME: run.model.state_dict()}
+    content = Content(shared={"trainer_state": trainer_state}, weights=weights, files=run.files)
     run.manager.save(5, content, meta={})
     assert say("prune", run.root, "--keep-last", 1)[0] == 0
     assert steps_in(run.root) == {1, 5}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.engine import TrainerEngine
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import world_from_environment
@@ -54,7 +55,7 @@ def exchanges(gang: Gang) -> None:
 
 
 def accelerators(gang: Gang) -> None:
-    accelerator = Accelerator.of_run(gang, CPU, PrecisionPlan(), 1)
+    accelerator = Accelerator.of_run(gang, CPU, PrecisionPlan(), 1, TrainerEngine(list, DistPlan))
     rows = torch.full((RANK + 1, 2), float(RANK))
     expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])
     assert torch.equal(accelerator.gather(rows), expected), "sizes may differ"

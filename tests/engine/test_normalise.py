@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
-from windlass.engine.normalise import Meaning, Normaliser, _weigh
+from windlass.engine.normalise import LoopNormaliser, Meaning, MicroBatch, Normaliser, _weigh
 
 losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
 # The losses of each target, for each micro-batch of each rank: some micro-batches have none.
@@ -147,3 +147,53 @@ def test_parts_do_not_leak_into_the_next_update() -> None:
         normaliser.apply(LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)}))
         assert float(normaliser.parts["aux"]) == 3.0
         assert float(normaliser.weight) == 2.0  # type: ignore[arg-type]
+
+
+# --- a loop of the user's own -----------------------------------------------------------------------------------------
+
+
+@given(updates=st.lists(st.lists(losses.filter(bool), min_size=2, max_size=2), min_size=1, max_size=4))
+def test_terms_of_a_loop_are_corrected_to_the_weight_of_their_update(
+    updates: list[list[list[float]]],
+) -> None:
+    """The first update guesses from its first micro-batch, the others from the update before."""
+    normaliser = LoopNormaliser(1, lambda value: value)
+    for update in updates:
+        gradient = torch.zeros((), dtype=torch.float64)
+        for index, micro in enumerate(update):
+            total = torch.tensor(micro, dtype=torch.float64).sum()
+            place = MicroBatch(2, last=index == 1, accumulates=True)
+            gradient = gradient + normaliser.apply(LossTerms(total, len(micro)), place)
+            factor = normaliser.correction()
+            assert (factor is None) == (index == 0)
+            gradient = gradient if factor is None else gradient * factor
+        everything = [value for micro in update for value in micro]
+        expected = math.fsum(everything) / len(everything)
+        assert float(gradient) == pytest.approx(expected, rel=1e-12, abs=1e-9)
+
+
+@given(samples=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), steps=st.integers(1, 3))
+def test_plain_losses_of_a_loop_count_by_their_samples(samples: list[int], steps: int) -> None:
+    """Each rank's mean is of its own samples; strategies average over ranks. The mean over nothing is NaN."""
+    world, everywhere = len(samples), sum(samples)
+    handed = 0.0
+    for rank, count in enumerate(samples):
+        normaliser = LoopNormaliser(world, lambda value: value)
+        mean = torch.full((count,), float(rank), dtype=torch.float64).mean()
+        handed += float(normaliser.apply(mean, MicroBatch(steps, True, count, everywhere))) / world
+    expected = sum(rank * count for rank, count in enumerate(samples)) / everywhere / steps
+    assert handed == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_a_loop_must_not_mix() -> None:
+    terms, plain = LossTerms(torch.ones(()), 1.0), torch.ones(())
+    first, last = MicroBatch(2, False, accumulates=True), MicroBatch(2, True, accumulates=True)
+    for one, other in ((terms, plain), (plain, terms)):
+        normaliser = LoopNormaliser(1, lambda value: value)
+        normaliser.apply(one, first)
+        with pytest.raises(ModelError, match="one update was given LossTerms"):
+            normaliser.apply(other, last)
+    with pytest.raises(ModelError, match="put auxiliary terms into the sum"):
+        LoopNormaliser(1, lambda value: value).apply(LossTerms(plain, 1.0, {"aux": plain}), last)
+    with pytest.raises(ModelError, match="within `with accelerator"):
+        LoopNormaliser(1, lambda value: value).apply(terms, MicroBatch(2, False))

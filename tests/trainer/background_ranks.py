@@ -14,6 +14,7 @@ import torch
 from tests.trainer.background_cases import SlowDisk, Weights, trainer_of
 
 from windlass import Trainer, TrainerCallback
+from windlass.checkpoint import host_memory
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
@@ -149,21 +150,21 @@ def refused_in_evaluation(folder: Path) -> str:
 
 def shared_memory(folder: Path) -> list[int]:
     """The processes of a machine take their copies out of the same memory: each has room for its own alone."""
-    whole = run_saver.available_memory
+    whole = host_memory.available_memory
     needed: list[int] = []
     trainer = trainer_of(folder, max_steps=4, fsdp="full_shard")
     fits = run_saver.RunSaver._fits
 
     def noting(saver: Any, more: int) -> bool:
         needed.append(more)
-        run_saver.available_memory = lambda: int(more * 1.9)
+        host_memory.available_memory = lambda: int(more * 1.9)
         needed.append(int(fits(saver, more)))
-        run_saver.available_memory = lambda: int(more * 2.9)
+        host_memory.available_memory = lambda: int(more * 2.9)
         return fits(saver, more)
 
     run_saver.RunSaver._fits = noting  # type: ignore[method-assign]
     trainer.train()
-    run_saver.available_memory, run_saver.RunSaver._fits = whole, fits  # type: ignore[method-assign]
+    host_memory.available_memory, run_saver.RunSaver._fits = whole, fits  # type: ignore[method-assign]
     return [*needed[1::2], *(learned - step for step, learned, _ in trainer.notes[:1])]
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
-from collections import OrderedDict
 from typing import Any
 
 import torch
 
-from windlass.accelerator.base import meet
-from windlass.accelerator.exchanging import Exchanging
-from windlass.accelerator.memory import clear_device_cache
-from windlass.accelerator.preparing import Preparing
-from windlass.accelerator.profiling import profile
+from windlass.accelerator.delegate import method_of, property_of, value_of, variable_of
+from windlass.accelerator.engine import LoopEngine
+from windlass.accelerator.exchange import Exchange
+from windlass.accelerator.model_files import ModelFiles
+from windlass.accelerator.own_loop import OwnLoop
+from windlass.accelerator.pace import Pace
+from windlass.accelerator.prepared import Prepared
+from windlass.accelerator.preparing import Preparer
 from windlass.accelerator.ranks import Ranks
 from windlass.accelerator.rng import synchronize_rng_states
-from windlass.accelerator.saving import Saving
+from windlass.accelerator.saving import Saver
 from windlass.accelerator.settings import Handlers, Request, Settings, resolve_settings
+from windlass.accelerator.setup import Setup
 from windlass.accelerator.state import AcceleratorState, remember
-from windlass.accelerator.terms import TermsOfUpdate
-from windlass.accelerator.tracking import TrackingMixin
+from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
+from windlass.accelerator.tracking import Trackers
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import (
@@ -29,17 +33,19 @@ from windlass.config.plugins import (
     GradientAccumulationPlugin,
     KwargsHandler,
     ParallelismConfig,
-    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
-from windlass.core.world import world_from_environment
-from windlass.dist.gang import Gang, leave
+from windlass.core.device import choose_device
+from windlass.core.world import World, world_from_environment
+from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations
+from windlass.precision.check import apply_tf32, check_precision
+from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
 
-class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
+class Accelerator(Ranks):
     """Where a loop runs, and what makes it run there.
 
     The same script trains in one process, in many, and on sharded models: build everything as for one process, pass it
@@ -114,16 +120,17 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
         # Before the other processes are met: a tracker that cannot be had must not leave them waiting.
         trackers = filter_trackers(log_with, settings.project.logging_dir)
         gang, device = meet(settings, world)
-        self._begin(gang, device, settings, of_run=False)
-        self._init_loop()
-        self.log_with = trackers
+        pace = Pace(settings.accumulation, 1 if settings.loader.split_batches else gang.size)
+        prepared = Prepared(_scaler(settings, device), device)
+        self._assemble(gang, device, settings, pace, prepared, OwnLoop(settings.dist, pace, prepared, gang))
+        self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug)
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
-            self.gradient_state.at_begin = functools.partial(synchronize_rng_states, shared)
+            pace.at_begin = functools.partial(synchronize_rng_states, shared)
         remember(
             gang,
             device,
-            self.gradient_state,
+            pace,
             mixed_precision=self.mixed_precision,
             sharded=self.is_fsdp2,
             fsdp_plugin=fsdp_plugin,
@@ -133,9 +140,14 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
 
     @classmethod
     def of_run(
-        cls, gang: Gang, device: torch.device, precision: PrecisionPlan, accumulation: int = 1
+        cls,
+        gang: Gang,
+        device: torch.device,
+        precision: PrecisionPlan,
+        accumulation: int,
+        engine: LoopEngine,
     ) -> Accelerator:
-        """The accelerator of a Trainer's run, which has met its world and resolved its settings already."""
+        """The accelerator of a Trainer, which has met its world and resolved its settings already."""
         settings = Settings(
             dist=DistPlan(),
             precision=precision,
@@ -145,15 +157,30 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
             handlers=Handlers(),
         )
         accelerator = cls.__new__(cls)
-        accelerator._begin(gang, device, settings, of_run=True)
-        accelerator._init_loop()
+        # Losses of models beside the trained one do not pass through the run's loss scale.
+        prepared = Prepared(UnitScaler(device), device, lambda: engine.strategies)
+        accelerator._assemble(
+            gang, device, settings, Pace(settings.accumulation, gang.size), prepared, engine
+        )
+        accelerator._trackers = Trackers([], None)
         return accelerator
 
-    def _init_loop(self) -> None:
-        self._terms = TermsOfUpdate(self._prepared, self._gang, self.device)
-        self._guards, self._save_hooks, self._load_hooks = [], OrderedDict(), OrderedDict()
-        self.log_with, self.trackers = [], []
-        self.logging_dir = self._settings.project.logging_dir
+    def _assemble(
+        self,
+        gang: Gang,
+        device: torch.device,
+        settings: Settings,
+        pace: Pace,
+        prepared: Prepared,
+        engine: LoopEngine,
+    ) -> None:
+        self._gang, self.gradient_state, self._prepared, self._engine = gang, pace, prepared, engine
+        self._setup = Setup(settings, gang, device, lambda: engine.dist, prepared.scaler)
+        self._exchange = Exchange(gang, pace)
+        self._stepping = Stepping(gang, pace, prepared, engine, lambda: settings.loader.even_batches)
+        self._preparer = Preparer(self._setup, gang, pace, prepared, engine, self._stepping)
+        self._saver = Saver(self._setup, gang, pace, prepared, engine)
+        self._files = ModelFiles(gang, prepared)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
         # A copy of a script's configuration must not come with processes and models of its own.
@@ -164,9 +191,123 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
         """The state of this process, as scripts ask it."""
         return AcceleratorState()
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
-        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
-        return profile(profile_handler or self._settings.handlers.profile, self.process_index)
+    # mypy takes a method with free keywords for one that may be called with `self=`: hence the ignores below.
+
+    # --- how it was set up --------------------------------------------------------------------------------------------
+
+    device = value_of("_setup.device", "The device of this process.")
+    mixed_precision = property_of("_setup", Setup.mixed_precision)
+    distributed_type = property_of("_setup", Setup.distributed_type)
+    multi_device = property_of("_setup", Setup.multi_device)
+    is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
+    is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
+    fp8_backend = property_of("_setup", Setup.fp8_backend)
+    deepspeed_plugin = property_of("_setup", Setup.deepspeed_plugin)
+    native_amp = property_of("_setup", Setup.native_amp)
+    scaler = property_of("_setup", Setup.scaler)
+    device_placement = value_of(
+        "_setup.settings.device_placement", "Whether models and batches are moved to `device`."
+    )
+    step_scheduler_with_optimizer = property_of("_setup", Setup.step_scheduler_with_optimizer)
+    rng_types = property_of("_setup", Setup.rng_types)
+
+    dataloader_config = value_of("_setup.settings.loader")
+    split_batches = value_of(
+        "_setup.settings.loader.split_batches", "A batch is that of all processes together."
+    )
+    dispatch_batches = value_of("_setup.settings.loader.dispatch_batches", "The main process alone reads.")
+    # Every process gets the same number of batches in any case.
+    even_batches = variable_of("_setup.settings.loader.even_batches", "What the loader configuration says.")
+    use_seedable_sampler = value_of("_setup.settings.loader.use_seedable_sampler")
+    non_blocking = value_of("_setup.settings.loader.non_blocking")
+    use_stateful_dataloader = value_of("_setup.settings.loader.use_stateful_dataloader")
+
+    project_configuration = value_of("_setup.settings.project")
+    project_dir = value_of("_setup.settings.project.project_dir")
+    save_iteration = value_of(
+        "_setup.settings.project.iteration", "Number of the next checkpoint that gets one."
+    )
+
+    parallelism_config = value_of("_setup.settings.parallelism")
+    torch_device_mesh = property_of("_setup", Setup.torch_device_mesh)
+    data_parallel_rank = property_of("_setup", Setup.data_parallel_rank)
+    data_parallel_shard_rank = property_of("_setup", Setup.data_parallel_shard_rank)
+    tensor_parallel_rank = property_of("_setup", Setup.tensor_parallel_rank)
+    context_parallel_rank = property_of("_setup", Setup.context_parallel_rank)
+    pipeline_parallel_rank = property_of("_setup", Setup.pipeline_parallel_rank)
+    autocast = method_of("_setup", Setup.autocast)
+    profile = method_of("_setup", Setup.profile)
+
+    # --- from a script's objects to those it trains with --------------------------------------------------------------
+
+    prepare = method_of("_preparer", Preparer.prepare)
+    prepare_model = method_of("_preparer", Preparer.prepare_model)
+    prepare_optimizer = method_of("_preparer", Preparer.prepare_optimizer)
+    prepare_scheduler = method_of("_preparer", Preparer.prepare_scheduler)
+    prepare_data_loader = method_of("_preparer", Preparer.prepare_data_loader)
+    forwards_meet = property_of("_prepared", Prepared.forwards_meet)
+    unwrap_model = method_of("_preparer", Preparer.unwrap_model)
+    verify_device_map = method_of("_preparer", Preparer.verify_device_map)
+    skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
+    deepspeed_ulysses_dl_adapter = method_of("_preparer", Preparer.deepspeed_ulysses_dl_adapter)
+
+    # --- a training step ----------------------------------------------------------------------------------------------
+
+    sync_gradients = variable_of(
+        "gradient_state.sync_gradients", "Whether the current micro-batch is the last one of its update."
+    )
+    gradient_accumulation_steps = variable_of("gradient_state.num_steps", "Micro-batches of one update.")
+    step = variable_of("gradient_state.step", "Micro-batches since the last loader ended.")
+    optimizer_step_was_skipped = value_of(
+        "_engine.step_was_skipped", "Whether the last update was skipped because fp16 gradients overflowed."
+    )
+    accumulate = method_of("_stepping", Stepping.accumulate)
+    no_sync = method_of("_stepping", Stepping.no_sync)
+    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
+    join_uneven_inputs = method_of("_stepping", Stepping.join_uneven_inputs)
+    backward = method_of("_stepping", Stepping.backward)  # type: ignore[arg-type]
+    lomo_backward = method_of("_stepping", Stepping.lomo_backward)
+    unscale_gradients = method_of("_stepping", Stepping.unscale_gradients)
+    clip_grad_norm_ = method_of("_stepping", Stepping.clip_grad_norm_)
+    clip_grad_value_ = method_of("_stepping", Stepping.clip_grad_value_)
+    maybe_context_parallel = method_of("_stepping", Stepping.maybe_context_parallel)
+
+    # --- between processes --------------------------------------------------------------------------------------------
+
+    gather = method_of("_exchange", Exchange.gather)
+    gather_for_metrics = method_of("_exchange", Exchange.gather_for_metrics)
+    reduce = method_of("_exchange", Exchange.reduce)
+    pad_across_processes = method_of("_exchange", Exchange.pad_across_processes)
+    split_between_processes = method_of("_exchange", Exchange.split_between_processes)
+    flag_tensor = value_of("_exchange.flag", "1 where this process has raised its flag.")
+    set_trigger = method_of("_exchange", Exchange.set_trigger)
+    check_trigger = method_of("_exchange", Exchange.check_trigger)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    save_state = method_of("_saver", Saver.save_state)  # type: ignore[arg-type]
+    load_state = method_of("_saver", Saver.load_state)  # type: ignore[arg-type]
+    register_for_checkpointing = method_of("_saver", Saver.register_for_checkpointing)
+    registered_objects = property_of("_saver", Saver.registered_objects)
+    register_save_state_pre_hook = method_of("_saver", Saver.register_save_state_pre_hook)
+    register_load_state_pre_hook = method_of("_saver", Saver.register_load_state_pre_hook)
+    get_state_dict = method_of("_files", ModelFiles.get_state_dict)
+    save_model = method_of("_files", ModelFiles.save_model)
+    save = method_of("_files", ModelFiles.save)
+
+    # --- trackers -----------------------------------------------------------------------------------------------------
+
+    log_with = variable_of("_trackers.log_with")
+    trackers = variable_of("_trackers.trackers")
+    logging_dir = variable_of("_trackers.logging_dir")
+    init_trackers = method_of("_trackers", Trackers.init_trackers)
+    get_tracker = method_of("_trackers", Trackers.get_tracker)
+    log = method_of("_trackers", Trackers.log)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process is here, and a save in the background has ended."""
+        self._saver.finish()
+        super().wait_for_everyone()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -176,14 +317,8 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
         Returns:
             None in the place of each object: assign them, so that nothing else holds what they were.
         """
-        if not self._of_run:
-            for lift in self._guards:
-                lift()
-            self._guards = []
-            self._prepared.let_go()
-            self.gradient_state.reset()
-        # A run of the Trainer asks for this between updates, where collecting garbage would cost more than it gives.
-        clear_device_cache(garbage_collection=not self._of_run)
+        self._saver.release_memory()
+        self._engine.free_memory()
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> Any:
@@ -191,6 +326,32 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Close the trackers, and part from the other processes."""
-        self.finish_trackers()
+        """Wait for a save in the background, close the trackers, and part from the other processes."""
+        self._saver.finish()
+        self._trackers.finish()
         leave()
+
+
+def meet(settings: Settings, world: World) -> tuple[Gang, torch.device]:
+    """Choose this process's device, and meet the other processes of the job."""
+    device = choose_device(settings.cpu, world.local_rank)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index or 0)
+    check_precision(settings.precision, device)
+    apply_tf32(settings.precision)
+    init = settings.handlers.init
+    timeout = settings.dist.timeout_seconds
+    if init is not None and isinstance(init.timeout, datetime.timedelta):
+        timeout = int(init.timeout.total_seconds())
+    # "nccl" is the word's default, which means whatever fits the device.
+    backend = None if init is None or init.backend == "nccl" else init.backend
+    return join(world, device, timeout, backend, None if init is None else init.init_method), device
+
+
+def _scaler(settings: Settings, device: torch.device) -> Scaler:
+    options = settings.handlers.scaler
+    if settings.precision.compute != "fp16" or not options.enabled:
+        return UnitScaler(device)
+    return LossScaler(
+        device, options.init_scale, options.growth_factor, options.backoff_factor, options.growth_interval
+    )

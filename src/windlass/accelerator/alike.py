@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.settings import Settings
+from windlass.config.plan import DistPlan
 from windlass.dist.alike import check_alike, model_facts, optimizer_facts
 from windlass.dist.gang import Gang
 
 
-def check_prepared_alike(objects: Sequence[Any], settings: Settings, gang: Gang) -> None:
+def check_prepared_alike(objects: Sequence[Any], settings: Settings, dist: DistPlan, gang: Gang) -> None:
     """Raise on all ranks if the settings of the loop, or what it prepares, differ between them.
 
     Collective: one exchange of a hash for each `prepare`; none in a world of one.
@@ -25,12 +26,12 @@ def check_prepared_alike(objects: Sequence[Any], settings: Settings, gang: Gang)
         RankMismatchError: names what differs, with values and ranks.
     """
     if gang.size > 1:
-        check_alike({**_settings(settings), **dict(_described(objects, settings))}, gang)
+        check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, gang)
 
 
-def _settings(settings: Settings) -> dict[str, Any]:
+def _settings(settings: Settings, plan: DistPlan) -> dict[str, Any]:
     accumulation, loader = settings.accumulation, settings.loader
-    dist = dataclasses.asdict(settings.dist)
+    dist = dataclasses.asdict(plan)
     del dist["timeout_seconds"]  # how long this process waits
     return {
         "gradient_accumulation_steps": accumulation.num_steps,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from windlass.config.plugins import GradientAccumulationPlugin
 from windlass.data.prepared_loader import PreparedLoader
 
@@ -18,11 +20,13 @@ class Pace:
         plugin: how micro-batches are gathered into updates.
         at_begin: called when a pass over a loader begins.
         stride: batches of a loader as it was before it was prepared that a whole prepared batch stands for.
+        models: those that the current micro-batch accumulates into.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, stride: int = 1) -> None:
         self.plugin = plugin
         self.stride = stride
+        self.models: tuple[nn.Module, ...] = ()
         self._covered: int | None = None
         self.sync_gradients = True
         self.step = 0

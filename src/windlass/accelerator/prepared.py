@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +29,30 @@ class Prepared:
     Every optimizer has an executor of its own, over the models whose parameters it updates; all of them share one loss
     scale, because one backward may reach the parameters of several.
 
+    Args:
+        scaler: the loss scale of all optimizers.
+        elsewhere: the models that somebody else has spread and updates (those of a Trainer's run).
+
     Attributes:
         strategies: how each model is spread, in the order in which they were prepared.
         custom: what `register_for_checkpointing` was given.
+        guards: what keeps scripts from using models past their wrappers; each lifts itself when it is called.
     """
 
-    def __init__(self, scaler: Scaler, device: torch.device) -> None:
+    def __init__(
+        self,
+        scaler: Scaler,
+        device: torch.device,
+        elsewhere: Callable[[], Sequence[Strategy]] = tuple,
+    ) -> None:
         self.strategies: list[Strategy] = []
         self.optimizers: list[PreparedOptimizer] = []
         self.schedules: list[PreparedSchedule] = []
         self.loaders: list[PreparedLoader] = []
         self.custom: list[Stateful] = []
+        self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
-        self._device = device
+        self._device, self._elsewhere = device, elsewhere
         self._restorable: list[Strategy] = []  # whose models were found to load what they save
         # By optimizer: how many parameters it had, and the executor over them.
         self._executors: dict[int, tuple[int, NativeExecutor]] = {}
@@ -50,9 +61,19 @@ class Prepared:
 
     # --- models -------------------------------------------------------------------------------------------------------
 
+    @property
+    def all_strategies(self) -> list[Strategy]:
+        """How each known model is spread, those that are updated elsewhere included."""
+        return [*self._elsewhere(), *self.strategies]
+
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether a forward of a prepared model waits for other processes, which must make as many."""
+        return any(s.sharded or s.model is not s.module for s in self.strategies)
+
     def strategy_of(self, model: nn.Module) -> Strategy | None:
-        """The strategy of a model that was prepared, given as the user's module or as what `prepare` returned."""
-        for strategy in self.strategies:
+        """The strategy of a known model, given as the user's module or as what `prepare` returned."""
+        for strategy in self.all_strategies:
             if model is strategy.model or model is strategy.module:
                 return strategy
         return None
@@ -99,6 +120,12 @@ class Prepared:
         if before:
             rebind(optimizer, before, self.everything)
 
+    def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
+        """Whether `optimizer` updates a parameter of a model that was prepared, or of one of `modules`."""
+        known = {id(p) for module in (self.everything, *modules) for p in module.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return any(id(p) in known or self._was_replaced(p) for p in held)
+
     def _was_replaced(self, parameter: Tensor) -> bool:
         name, reference = self._before.get(id(parameter), ("", None))
         return bool(name) and reference is not None and reference() is parameter
@@ -141,9 +168,7 @@ class Prepared:
         return self.everything
 
     def executors_over(self, parameters: Iterable[Tensor]) -> list[NativeExecutor]:
-        """The executors that update any of `parameters`; the only one there is, without looking."""
-        if len(self.optimizers) == 1:
-            return [self.executor_of(self.optimizers[0])]
+        """The executors that update any of `parameters`."""
         wanted = {id(p) for p in parameters}
         return [
             self.executor_of(optimizer)
@@ -170,9 +195,12 @@ class Prepared:
 
     def let_go(self) -> None:
         """Forget everything, and leave the user's objects as they can be used by themselves."""
+        for lift in self.guards:
+            lift()
         for optimizer in self.optimizers:
             optimizer.let_go()
         for strategy in self.strategies:
             strategy.release()
         self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []
+        self.guards = []
         self._executors, self._before = {}, {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from windlass.accelerator.alike import check_prepared_alike
-from windlass.accelerator.base import Core
+from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import mix_precision, refuse_raw_forward
-from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.properties import Properties
+from windlass.accelerator.optimizer import PreparedOptimizer, Stepper
+from windlass.accelerator.pace import Pace
+from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.schedule import PreparedSchedule
-from windlass.accelerator.stepping import Stepping
+from windlass.accelerator.setup import Setup
 from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -27,6 +27,7 @@ from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepared import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
+from windlass.dist.gang import Gang
 from windlass.precision.check import check_precision
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
@@ -38,11 +39,26 @@ from windlass.transforms.strategy import Strategy, device_of
 _log = get_logger(__name__)
 
 
-class Preparing(Properties, Stepping, Core):
-    """The part of `Accelerator` that takes a script's objects and gives back what stands for them."""
+class Preparer:
+    """The part of `Accelerator` that takes a script's objects and gives back what stands for them.
 
-    _unit_was_said = False
-    _guards: list[Callable[[], None]]
+    Args:
+        stepper: what prepared optimizers ask whether, and how, they step.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        gang: Gang,
+        pace: Pace,
+        prepared: Prepared,
+        engine: LoopEngine,
+        stepper: Stepper,
+    ) -> None:
+        self._setup, self._gang, self._pace = setup, gang, pace
+        self._prepared, self._engine, self._stepper = prepared, engine, stepper
+        self._settings = setup.settings
+        self._unit_was_said = False
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """What stands for each of the objects from here on, in the order in which they were given.
@@ -63,30 +79,37 @@ class Preparing(Properties, Stepping, Core):
         if len(placement) != len(args):
             fix = f"needs one entry for each of the {len(args)} objects"
             raise ConfigError(Problem("device_placement", device_placement, fix))
-        if self._of_run:
+        new = self._not_kept(args)
+        if len(new) < len(args):
             warn_once(
-                _log, "The Trainer spreads its objects itself: trainer.accelerator.prepare gives them back."
+                _log,
+                "The Trainer prepares its own model, optimizer, schedule and loaders: trainer.accelerator.prepare "
+                "returns them unchanged.",
             )
-            return args if len(args) != 1 else args[0]
-        check_prepared_alike(args, self._settings, self._gang)
+        if new:
+            objects = [args[index] for index in new]
+            check_prepared_alike(objects, self._settings, self._setup.dist, self._gang)
         results = list(args)
         # Optimizers first, so that they follow their models; schedules last, because they follow optimizers.
-        for index, item in enumerate(args):
-            if isinstance(item, torch.optim.Optimizer):
-                results[index] = self.prepare_optimizer(item, placement[index])
-        models = [index for index, item in enumerate(args) if isinstance(item, nn.Module)]
-        for index, model in zip(
-            models,
-            self._prepare_models([args[i] for i in models], [placement[i] for i in models]),
-            strict=True,
-        ):
+        for index in new:
+            if isinstance(args[index], torch.optim.Optimizer):
+                results[index] = self.prepare_optimizer(args[index], placement[index])
+        models = [index for index in new if isinstance(args[index], nn.Module)]
+        spread_models = self._prepare_models([args[i] for i in models], [placement[i] for i in models])
+        for index, model in zip(models, spread_models, strict=True):
             results[index] = model
-        for index, item in enumerate(args):
-            if isinstance(item, DataLoader):
-                results[index] = self.prepare_data_loader(item, placement[index])
-            elif isinstance(item, LRScheduler | PreparedSchedule):
-                results[index] = self.prepare_scheduler(item)
+        for index in new:
+            if isinstance(args[index], DataLoader):
+                results[index] = self.prepare_data_loader(args[index], placement[index])
+            elif isinstance(args[index], LRScheduler | PreparedSchedule):
+                results[index] = self.prepare_scheduler(args[index])
         return tuple(results) if len(results) != 1 else results[0]
+
+    def _not_kept(self, args: Sequence[Any]) -> list[int]:
+        """The places of those that are prepared here, and not by the engine itself."""
+        keeps, updates = self._engine.keeps, self._prepared.updates
+        modules = [item for item in args if isinstance(item, nn.Module) and not keeps(item, updates)]
+        return [i for i, item in enumerate(args) if not keeps(item, lambda o: updates(o, modules))]
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +125,8 @@ class Preparing(Properties, Stepping, Core):
         Raises:
             ConfigError, ModelError: it cannot be spread as the settings ask.
         """
+        if not self._not_kept([model]):
+            return model
         return self._prepare_models([model], [device_placement], evaluation_mode)[0]
 
     def _prepare_models(
@@ -111,7 +136,8 @@ class Preparing(Properties, Stepping, Core):
         for model in new:
             self._check_model(model)
         placed = {
-            id(m): self.device_placement if p is None else p for m, p in zip(models, placement, strict=True)
+            id(m): self._settings.device_placement if p is None else p
+            for m, p in zip(models, placement, strict=True)
         }
 
         def build(model: nn.Module) -> Strategy:
@@ -125,34 +151,34 @@ class Preparing(Properties, Stepping, Core):
         return [strategy.model for strategy in found if strategy is not None]
 
     def _check_model(self, model: nn.Module) -> None:
-        if self.verify_device_map(model) and (self._gang.size > 1 or self._settings.dist.strategy == "fsdp"):
+        if self.verify_device_map(model) and (self._gang.size > 1 or self._setup.is_fsdp2):
             raise ModelError(
                 "a model that was spread over devices with a device_map cannot be spread over processes too: load it "
                 "without device_map, or run one process"
             )
-        check_precision(self._precision, self.device, model)
+        check_precision(self._settings.precision, self._setup.device, model)
 
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
         sharding = plan.strategy == "fsdp" and not evaluation_mode
         offloaded = any(map(has_offloaded_params, model.modules()))
         if place and not sharding and not offloaded and not self.verify_device_map(model):
-            model.to(self.device)
-        if self._precision.compute != "fp32":
-            mix_precision(model, functools.partial(self.autocast))
+            model.to(self._setup.device)
+        if self._settings.precision.compute != "fp32":
+            mix_precision(model, self._setup.autocast)
         if self._settings.compile_backend is not None:
             apply_compile(model, self._settings.compile_backend, self._settings.compile_mode)
         trained = any(p.requires_grad for p in model.parameters())
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
-        strategy = spread(model, plan, self._gang, self.device if place else device_of(model))
+        strategy = spread(model, plan, self._gang, self._setup.device if place else device_of(model))
         if isinstance(strategy.model, Replicated):
-            self._guards.append(refuse_raw_forward(model, strategy.model))
+            self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
         return strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
         """The plan, with modules that the plugin holds as objects to be left whole in it by name."""
-        plan, plugin = self._settings.dist, self._settings.fsdp
+        plan, plugin = self._setup.dist, self._settings.fsdp
         names = () if plugin is None else plugin.ignored_names(model.named_modules())
         if not names or plan.shard is None:
             return plan
@@ -198,7 +224,7 @@ class Preparing(Properties, Stepping, Core):
             )
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)
-        prepared = PreparedOptimizer(optimizer, self)
+        prepared = PreparedOptimizer(optimizer, self._stepper)
         self._prepared.optimizers.append(prepared)
         return prepared
 
@@ -211,11 +237,11 @@ class Preparing(Properties, Stepping, Core):
         everyone = self._prepared.optimizers
         own = [o for o in everyone if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
-        self._say_unit(self.gradient_state.stride)
+        self._say_unit(self._pace.stride)
         prepared = PreparedSchedule(
             scheduler,
             own or everyone,
-            self.gradient_state,
+            self._pace,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,
         )
@@ -258,7 +284,7 @@ class Preparing(Properties, Stepping, Core):
             ConfigError, DataError: it cannot be dealt as the settings ask.
         """
         config = self._settings.loader
-        place = self.device_placement if device_placement is None else device_placement
+        place = self._settings.device_placement if device_placement is None else device_placement
         options = LoaderOptions(
             split_batches=config.split_batches,
             dispatch_batches=config.dispatch_batches,
@@ -274,11 +300,11 @@ class Preparing(Properties, Stepping, Core):
             data_loader,
             world=self._gang.size,
             rank=self._gang.rank,
-            device=self.device if place else None,
+            device=self._setup.device if place else None,
             options=options,
             gang=self._gang,
         )
-        loader.follower = self.gradient_state
+        loader.follower = self._pace
         if not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader

@@ -239,7 +239,7 @@ def _project(request: Request) -> ProjectConfiguration:
 
 def _project_problems(project: ProjectConfiguration) -> Iterator[Problem]:
     if project.save_on_each_node:
-        fix = "is not built: a checkpoint is one folder that all machines share"
+        fix = "is not needed: save_state finds out which machines share a folder, and each disk gets its own files"
         yield Problem("ProjectConfiguration.save_on_each_node", True, fix)
 
 

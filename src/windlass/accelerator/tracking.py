@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.callbacks.tracker import GeneralTracker
@@ -14,18 +14,20 @@ from windlass.core.redact import redact_value, redacted_argv
 Options = Mapping[str, Mapping[str, Any]]
 
 
-class TrackingMixin:
+class Trackers:
     """What an accelerator does with `log_with`.
 
-    Attributes:
+    Args:
         log_with: names and trackers, as `filter_trackers` gives them.
-        trackers: those that `init_trackers` opened.
         logging_dir: the folder for trackers that write files.
+
+    Attributes:
+        trackers: those that `init_trackers` opened.
     """
 
-    log_with: list[str | GeneralTracker]
-    trackers: list[GeneralTracker]
-    logging_dir: str | None
+    def __init__(self, log_with: Sequence[str | GeneralTracker], logging_dir: str | None) -> None:
+        self.log_with, self.logging_dir = list(log_with), logging_dir
+        self.trackers: list[GeneralTracker] = []
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Options | None = None
@@ -47,7 +49,7 @@ class TrackingMixin:
         for tracker in opened:
             with redacted_argv():
                 tracker.start()
-        self.trackers = [*self.trackers, *opened]
+        self.trackers += opened
         if config is not None:
             for tracker in opened:
                 tracker.store_init_configuration(redact_value("config", config))
@@ -93,7 +95,7 @@ class TrackingMixin:
         for tracker in self.trackers:
             tracker.log(plain, step=step, **options.get(tracker.name, {}))
 
-    def finish_trackers(self) -> None:
+    def finish(self) -> None:
         """Close every run that `init_trackers` opened."""
         for tracker in self.trackers:
             tracker.finish()

@@ -33,6 +33,11 @@ _CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def base_part(name: str) -> str:
+    """The shared part that holds the fingerprint of the model `name`, and its buffers."""
+    return BASE_STATE if name == "model" else f"{BASE_STATE}_{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """The one adapter that a model trains.
@@ -120,6 +125,39 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             buffers = dict(model.named_buffers(remove_duplicate=False)).keys() & state.keys()
             return Adapter(model, name, names, frozenset(buffers - names.keys()))
     return None
+
+
+class KnownAdapter:
+    """The adapter of one model, and the fingerprint of the weights beneath it.
+
+    Both take a while to find, so they are looked for again only after they may have changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained: list[int] | None = None
+        self._adapter: Adapter | None = None
+        self._frozen: list[tuple[int, int, int]] | None = None
+        self._fingerprint: dict[str, list[Any]] = {}
+
+    def find(self) -> Adapter | None:
+        """See `find_adapter`: peft may look a configuration up over the network."""
+        trained = [id(p) for p in self._model.parameters() if p.requires_grad]
+        if self._trained != trained:
+            self._trained, self._frozen = trained, None
+            self._adapter = find_adapter(self._model)
+        return self._adapter
+
+    def fingerprint(self) -> dict[str, list[Any]]:
+        """See `Adapter.fingerprint`. Ranks whose weights were changed in different places must not call it."""
+        assert self._adapter is not None
+        # What changes a weight in place raises its version; another weight has another address.
+        frozen = [
+            (id(p), local(p).data_ptr(), p._version) for p in self._model.parameters() if not p.requires_grad
+        ]
+        if self._frozen != frozen:
+            self._frozen, self._fingerprint = frozen, self._adapter.fingerprint()
+        return self._fingerprint
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:

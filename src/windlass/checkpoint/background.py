@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +58,19 @@ class _Flight:
 
     Attributes:
         writing: of this rank's files.
-        agreed: whether all ranks have written theirs, so that it may be committed.
+        agreed: whether all ranks know that all have written theirs, so that it may be committed.
+        seen: whether the keeper has seen that, without talking to the others.
         commit: by the keeper.
+        ended: set once the save has ended.
     """
 
     step: int
     draft: Draft
     writing: BackgroundCall
     agreed: bool = False
+    seen: bool = False
     commit: BackgroundCall | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def error(self) -> Exception | None:
@@ -162,6 +166,26 @@ class BackgroundSaver:
         flight.writing.start()
         return True
 
+    def commit_when_seen(self) -> None:
+        """Let the keeper commit the save under way as soon as it sees that all ranks of its disk have written, for a
+        loop whose ranks do not exchange counters. Where there are several disks, that is for `finish` to find out.
+        """
+        flight, store = self._flight, self._store
+        if flight is None or flight.commit is None or store.disks.nodes > 1:
+            return
+        commit = flight.commit
+
+        def watch() -> None:
+            flight.writing.wait()
+            while flight.writing.succeeded and not flight.ended.is_set():
+                if flight.draft.is_sealed_by_others():
+                    flight.seen = True
+                    commit.start()
+                    return
+                flight.ended.wait(_WAIT)
+
+        BackgroundCall(f"windlass-watch-{flight.step}", watch).start()
+
     def agreed(self, sums: Sequence[float]) -> Outcome | None:
         """Go on with the save under way as far as all ranks have come; gives how it ended, once.
 
@@ -217,7 +241,7 @@ class BackgroundSaver:
         flight.writing.wait()
         if not flight.agreed:
             sees_all = store.keeps and store.disks.nodes == 1 and flight.error is None
-            if not (sees_all and _is_sealed_in_time(flight.draft)):
+            if not (sees_all and _is_sealed_in_time(flight)):
                 return
             flight.start_commit()
         flight.wait_for_commit()
@@ -226,6 +250,7 @@ class BackgroundSaver:
 
     def _end(self, flight: _Flight, dropped: bool) -> Outcome:
         self._flight = None
+        flight.ended.set()
         if not dropped:
             return Outcome(flight.step, self._store.path_for(flight.step))
         error = flight.error or SaveDropped(
@@ -246,10 +271,10 @@ class BackgroundSaver:
         self._manager.warn(step, error)
 
 
-def _is_sealed_in_time(draft: Draft) -> bool:
+def _is_sealed_in_time(flight: _Flight) -> bool:
     """Whether the others of this disk have sealed the draft, or do so shortly."""
     until = time.monotonic() + _PATIENCE
-    while not draft.is_sealed_by_others():
+    while not (flight.seen or flight.draft.is_sealed_by_others()):
         if time.monotonic() > until:
             return False
         time.sleep(_WAIT)

@@ -13,7 +13,7 @@ from windlass.checkpoint.history import History
 from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
 from windlass.checkpoint.tensor_file import nbytes
-from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
+from windlass.checkpoint.weights import save_weights, weights_bytes
 from windlass.core.types import State
 
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
@@ -26,8 +26,7 @@ class Content:
     Attributes:
         shared: parts of all ranks, by name; the keeper of the folder writes them, other ranks' are ignored.
         per_rank: this rank's own parts.
-        weights: whole weights by name; the keeper writes them. None where there are none.
-        weights_name: the file that they go to.
+        weights: whole weights by name, for each file that they go to; the keeper writes them.
         parts: this rank's parts of sharded tensors.
         files: further plain files (configuration, tokenizer) by relative name; the keeper writes them.
         write_model: the keeper calls it with the folder; it may put any plain files there. A script's own way to
@@ -38,8 +37,7 @@ class Content:
 
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
     per_rank: State | Encoded = field(default_factory=dict)
-    weights: Mapping[str, Any] | None = None
-    weights_name: str = WEIGHTS_NAME
+    weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parts: Sequence[RankParts] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     write_model: Callable[[Path], None] | None = None
@@ -53,7 +51,7 @@ class Content:
             CheckpointError: a state holds a type that cannot be saved.
         """
         shared = {name: encoded(state) for name, state in self.shared.items()}
-        weights = None if self.weights is None else as_tensors(self.weights)
+        weights = {file: as_tensors(tensors) for file, tensors in self.weights.items()}
         return replace(self, shared=shared, per_rank=encoded(self.per_rank), weights=weights)
 
     def tensor_bytes(self) -> int:
@@ -63,7 +61,7 @@ class Content:
         return (
             sum(map(_state_bytes, states))
             + sum(map(nbytes, tensors))
-            + (0 if self.weights is None else weights_bytes(self.weights))
+            + sum(map(weights_bytes, self.weights.values()))
         )
 
     def disk_bytes(self, writers: int) -> int:
@@ -83,7 +81,7 @@ class Content:
             names |= part.names()
         if keeps:
             names |= set(self.files).union(*(state_files(name, state) for name, state in self.shared.items()))
-            names |= set() if self.weights is None else {self.weights_name}
+            names |= set(self.weights)
             names |= set() if self.history is None else {segment.name for segment in self.history.segments}
         return names
 
@@ -100,9 +98,10 @@ class Content:
             draft.write_state(name, state)
         if self.history is not None:
             draft.add(self.history.write(draft.folder, draft.files))
-        if self.weights is not None:
-            entry = save_weights(draft.folder, self.weights, name=self.weights_name, files=draft.files)
-            draft.add({self.weights_name: entry})
+        for name, tensors in self.weights.items():
+            path = draft.folder / name
+            draft.files.ensure_folder(path.parent)
+            draft.add({name: save_weights(path.parent, tensors, name=path.name, files=draft.files)})
         for name, data in self.files.items():
             draft.write_file(name, data)
         if self.write_model is not None:

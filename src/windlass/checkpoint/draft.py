@@ -207,6 +207,11 @@ class Draft:
                 self.files.remove_tree(self.folder)
 
 
+def folder_pattern(name: str) -> str:
+    """A regular expression for what `Store(name=...)` calls its folders; its group, if it has one, is the step."""
+    return re.escape(name).replace(re.escape("{step}"), r"(\d{1,18})")
+
+
 def set_aside(target: Path, files: Files) -> Path | None:
     """Move what already lies at `target` out of the way of a rename; gives its new place, or None where there
     was nothing.

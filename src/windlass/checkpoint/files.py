@@ -15,7 +15,8 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -27,6 +28,7 @@ if sys.platform == "linux":
 
 CHUNK = 1 << 24  # bytes that are read at a time
 PIECE = 1 << 22  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
+_LARGEST_SMALL = 1 << 30  # bytes: no configuration or vocabulary is larger
 _CHECKS = 10  # times that a file is hashed while its inode changes
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
@@ -310,3 +312,15 @@ def _use_page_cache(descriptor: int, wanted: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def written_by(save: Callable[[Path], None]) -> dict[str, bytes]:
+    """The small files (configurations, vocabularies) that `save` writes into a folder, by relative name."""
+    with tempfile.TemporaryDirectory(prefix="windlass-") as name:
+        folder, files = Path(name), Files()
+        save(folder)
+        return {
+            path.relative_to(folder).as_posix(): files.read(path, _LARGEST_SMALL)
+            for path in sorted(folder.rglob("*"))
+            if not path.is_dir()
+        }

@@ -15,7 +15,12 @@ from torch import Tensor
 from windlass.checkpoint.codec import Encoded, encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.weights import split_aliases
+from windlass.core.memory import available_memory
 from windlass.core.types import State
+from windlass.dist.gang import Gang
+
+# Of the memory that the host has left, copies take at most this share: training needs some too.
+_SHARE = 0.8
 
 
 class HostMemory:
@@ -48,7 +53,7 @@ class HostMemory:
             content,
             shared={name: self._state(name, state) for name, state in content.shared.items()},
             per_rank=self._state("", content.per_rank),
-            weights=None if content.weights is None else self._weights(content.weights),
+            weights={file: self._weights(file, tensors) for file, tensors in content.weights.items()},
             parts=[replace(part, tensors=self._all(part.stem, part.tensors)) for part in content.parts],
         )
         for name in self._blocks.keys() - self._taken:
@@ -60,10 +65,10 @@ class HostMemory:
         split = encoded(state)
         return Encoded(split.tree, self._all(f"state {name}", split.tensors))
 
-    def _weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _weights(self, file: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tied tensors become one copy under several names: what is written tells them by their memory."""
         stored, aliases = split_aliases(weights)
-        copies = self._all("weights", stored)
+        copies = self._all(file, stored)
         return {name: copies[aliases.get(name, name)] for name in weights}
 
     def _all(self, owner: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,6 +82,17 @@ class HostMemory:
             self._blocks[name] = block
         self._taken.add(name)
         return block.copy_(tensor, non_blocking=True)
+
+
+def room_on_machine(more: int, gang: Gang) -> tuple[int, int | None]:
+    """The bytes that all ranks of this machine need, each `more` beyond what it holds, and those they may take of what
+    is free there, if that is known. Collective.
+    """
+    told, world = gang.gather_objects([more, available_memory()]), gang.world
+    first = world.rank - world.local_rank
+    here = told[first : first + world.local_size] or told
+    left = min((free for _, free in here if free is not None), default=None)
+    return sum(needed for needed, _ in here), None if left is None else int(left * _SHARE)
 
 
 def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
@@ -95,7 +111,7 @@ def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 def devices_of(content: Content) -> set[torch.device]:
     """The accelerators on which tensors of `content` lie, whose states are split already."""
-    groups = [content.weights or {}, *(part.tensors for part in content.parts)]
+    groups = [*content.weights.values(), *(part.tensors for part in content.parts)]
     states = [*content.shared.values(), content.per_rank]
     groups += [state.tensors for state in states if isinstance(state, Encoded)]
     return {tensor.device for group in groups for tensor in group.values() if not tensor.is_cpu}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint import codec
-from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, base_part, load_adapter
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.draft import rank_stem
 from windlass.checkpoint.files import FileEntry, Files, is_disk_failure, is_full_disk
@@ -109,11 +109,12 @@ class Checkpoint:
         if self.has_parts(name):
             load_parts(self.folder, model, stem=name, files=self._files)
             return
-        if name == "model" and ADAPTER_WEIGHTS in self.info.files:
-            base = self.shared(BASE_STATE) if self.has(BASE_STATE) else None
-            load_adapter(self.folder, model, base, files=self._files)
+        adapter = weights_file(name, ADAPTER_WEIGHTS)
+        if adapter in self.info.files:
+            base = self.shared(base_part(name)) if self.has(base_part(name)) else None
+            load_adapter((self.folder / adapter).parent, model, base, files=self._files)
             return
-        path = WEIGHTS_NAME if name == "model" else f"{name}/{WEIGHTS_NAME}"
+        path = weights_file(name)
         if path not in self.info.files:
             raise CheckpointError(f"{self.folder} has no weights ({path} is not in its manifest)")
         load_weights(self.folder / path, model, files=self._files)
@@ -170,6 +171,11 @@ class Checkpoint:
         return codec.load_state(self.folder / stem, self._files)
 
 
+def weights_file(name: str, file: str = WEIGHTS_NAME) -> str:
+    """Where the weights of the model `name` lie in a checkpoint, in which "model" has no folder of its own."""
+    return file if name == "model" else f"{name}/{file}"
+
+
 def costs_one_save(error: Exception) -> bool:
     """Whether an error costs the save it happened in, and not the run: the system refused something, here or on another
     rank. Whether it passes is found out by trying again (`trainer/save_retry.py`).
@@ -202,20 +208,30 @@ class CheckpointManager:
         Raises:
             CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the disk).
         """
-        store = self.store
         try:
-            store.write(
-                step,
-                meta,
-                lambda draft: content.write(draft, store.keeps),
-                names=content.names(store.rank, store.keeps),
-                needed=content.disk_bytes(store.writers),
-            )
+            return self.write(step, content, meta=meta, protected=protected)
         except Exception as error:
             if not costs_one_save(error):
                 raise
             self.warn(step, error)
             return None
+
+    def write(
+        self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
+    ) -> Path:
+        """`save`, which raises whatever the system refused.
+
+        Raises:
+            CheckpointError, OSError: the checkpoint was not saved; earlier ones stand.
+        """
+        store = self.store
+        store.write(
+            step,
+            meta,
+            lambda draft: content.write(draft, store.keeps),
+            names=content.names(store.rank, store.keeps),
+            needed=content.disk_bytes(store.writers),
+        )
         path = store.path_for(step)
         self.retain([path, *protected])
         return path

@@ -14,9 +14,20 @@ from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.dist.gang import Gang
 
+_OF_A_RUN = "checkpoint-{step}"
 
-def open_store(output_dir: str, gang: Gang | None = None, disks: Disks | None = None) -> Store:
+
+def open_store(
+    output_dir: str,
+    gang: Gang | None = None,
+    disks: Disks | None = None,
+    name: str = _OF_A_RUN,
+) -> Store:
     """The checkpoints in `output_dir` as this rank of `gang` sees them. Nothing is read or written yet.
+
+    Args:
+        name: what the folder of a checkpoint is called (see `Store`). Files beside checkpoints are uploaded only under
+            the name that a run of the Trainer gives them.
 
     Raises:
         ConfigError: a URL that cannot be opened.
@@ -30,18 +41,20 @@ def open_store(output_dir: str, gang: Gang | None = None, disks: Disks | None = 
         "barrier": gang.barrier,
         "gather": gang.gather_objects,
         "disks": disks,
+        "name": name,
     }
     folder = local_folder(output_dir)
     if not is_url(output_dir):
         return Store(folder, **options)
-    return MirroredStore(_mirror(output_dir, folder, disks), **options)
+    return MirroredStore(_mirror(output_dir, folder, disks, name), **options)
 
 
-def _mirror(url: str, folder: Path, disks: Disks) -> Mirror:
+def _mirror(url: str, folder: Path, disks: Disks, name: str = _OF_A_RUN) -> Mirror:
     """Machines with staging folders of their own upload into folders of their own."""
     remote = RemoteFolder(url)
     own = remote if disks.nodes == 1 else remote.child(f"node-{disks.node:05d}")
-    return Mirror(folder, own, loose=remote if disks.node == 0 else None)
+    uploads_more = disks.node == 0 and name == _OF_A_RUN
+    return Mirror(folder, own, loose=remote if uploads_more else None, name=name)
 
 
 def store_of_checkpoint(url: str, gang: Gang, disks: Disks) -> tuple[Store, str]:

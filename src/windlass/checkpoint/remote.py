@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.draft import set_aside
+from windlass.checkpoint.draft import folder_pattern, set_aside
 from windlass.checkpoint.files import CHUNK, Files
 from windlass.checkpoint.history import is_segment
 from windlass.checkpoint.manifest import (
@@ -33,7 +33,6 @@ from windlass.core.optional import require
 from windlass.core.redact import redact_text
 
 _logger = get_logger(__name__)
-_CHECKPOINT = re.compile(r"(checkpoint-\d{1,18})(?:-again-\d{1,9})?")
 # What lies in a run's folder and is uploaded as a checkpoint or not at all.
 _NOT_LOOSE = re.compile(r"(?:tmp-|replaced-)?checkpoint-\d+.*|tmp-.*|\.windlass-.*")
 _NODE = re.compile(r"node-\d{5,}")
@@ -198,9 +197,19 @@ class Mirror:
         root: the folder of this machine that it mirrors.
         remote: where the checkpoints lie.
         loose: where other files of the run go; None where another process uploads them.
+        name: what the folder of a checkpoint is called (see `Store`).
     """
 
-    def __init__(self, root: Path, remote: RemoteFolder, loose: RemoteFolder | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        remote: RemoteFolder,
+        loose: RemoteFolder | None = None,
+        name: str = "checkpoint-{step}",
+    ) -> None:
+        self._pattern = re.compile(rf"({folder_pattern(name)})(?:-again-\d{{1,9}})?")
+        # A folder of a name that the user chose may be another program's: without a manifest it is left alone.
+        self._users = name if "{step}" not in name else None
         self.root, self.remote, self._loose = root, remote, loose
         self._known: dict[str, CheckpointInfo] = {}
         self._sent: dict[str, tuple[int, int]] = {}
@@ -219,13 +228,13 @@ class Mirror:
         return sorted(found, key=lambda one: one.info.order)
 
     def _names(self) -> Sequence[str]:
-        return [name for name in self.remote.names() if _CHECKPOINT.fullmatch(name)]
+        return [name for name in self.remote.names() if self._pattern.fullmatch(name)]
 
     def _info(self, name: str) -> CheckpointInfo | None:
         if name not in self._known:
             if not self.remote.has(f"{name}/{MANIFEST_NAME}"):
                 return None
-            match = _CHECKPOINT.fullmatch(name)
+            match = self._pattern.fullmatch(name)
             assert match is not None
             try:
                 data = self.remote.read(f"{name}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
@@ -282,8 +291,12 @@ class Mirror:
         """Remove what cut-off uploads and removals left. It matters to nobody, so a failure is no failure."""
         with contextlib.suppress(OSError):
             for name in self._names():
-                if name not in self._known and not self.remote.has(f"{name}/{MANIFEST_NAME}"):
+                if name not in self._known and self._is_cut_off(name):
                     self._remove(name)
+
+    def _is_cut_off(self, name: str) -> bool:
+        """Whether a cut-off upload or removal left this folder."""
+        return name != self._users and not self.remote.has(f"{name}/{MANIFEST_NAME}")
 
     def _free_name(self, stem: str) -> str:
         """A name under which nothing stands; what a cut-off upload left there is removed."""
@@ -292,7 +305,7 @@ class Mirror:
             name = f"{stem}-again-{number}" if number else stem
             if name not in taken:
                 return name
-            if not self.remote.has(f"{name}/{MANIFEST_NAME}"):
+            if self._is_cut_off(name):
                 self._remove(name)
                 return name
         raise AssertionError("as many names as there are folders, and one more")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from windlass.checkpoint.draft import Draft
+from windlass.checkpoint.draft import Draft, folder_pattern
 from windlass.checkpoint.files import Files, is_unreachable
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -89,7 +89,7 @@ class Store:
     ) -> None:
         self.root = Path(root)
         self._name = name
-        stem = re.escape(name).replace(re.escape("{step}"), r"(\d{1,18})")
+        stem = folder_pattern(name)
         self._folder = re.compile(rf"(?:replaced-)?{stem}")
         self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
         self.rank, self.world = rank, world

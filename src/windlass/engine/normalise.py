@@ -2,6 +2,10 @@
 
 Every strategy averages gradients over ranks, so the loss handed to `Executor.backward` is this rank's share times the
 number of ranks. Everything else in Windlass speaks of shares.
+
+There are two normalisers, because a run of the Trainer has counted the whole update before its first backward, and a
+loop of the user's own learns of each micro-batch when it comes (`LoopNormaliser`). What a filler weighs, how the weight
+of `LossTerms` is summed and what stands for it until it is known is the same for both.
 """
 
 from __future__ import annotations
@@ -27,6 +31,41 @@ class Meaning(Enum):
     SCALED = "a share, already multiplied by the number of ranks: no further factor"
 
 
+class TermsWeight:
+    """The weight of one update's `LossTerms`, which is complete only with its last micro-batch.
+
+    Args:
+        sum_on_device: sums a tensor over ranks, in place.
+
+    Attributes:
+        here: this rank's, of the micro-batches so far; None if there was none.
+    """
+
+    def __init__(self, sum_on_device: Callable[[Tensor], Tensor]) -> None:
+        self.here: Tensor | None = None
+        self._sum_on_device = sum_on_device
+
+    def add(self, terms: LossTerms, filler: bool) -> None:
+        """A micro-batch brings its weight; a filler's counts nothing. Never waits for the device."""
+        device = terms.sum.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(terms.weight, Tensor):
+            weight = terms.weight.detach().to(device, dtype)
+        else:  # written by the device itself: a copy from the host may wait
+            weight = torch.full((), float(terms.weight), dtype=dtype, device=device)
+        weight = weight * 0.0 if filler else weight
+        self.here = weight if self.here is None else self.here + weight
+
+    def over_ranks(self, micro_batches: int = 1, otherwise: float = 1.0) -> Tensor:
+        """The sum over ranks, times `micro_batches`; `otherwise` if nothing weighs, so that it can be divided by.
+        Collective.
+        """
+        assert self.here is not None
+        total = self._sum_on_device(self.here.clone())
+        total = total if micro_batches == 1 else total * micro_batches
+        return torch.where(total > 0, total, torch.full_like(total, otherwise))
+
+
 @dataclass(slots=True)
 class Normaliser:
     """Turns the losses of one update's micro-batches into what goes to backward, and keeps the account.
@@ -42,7 +81,6 @@ class Normaliser:
     calls: int = 0
     loss: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
-    weight: Tensor | None = None
     filler: bool = False
     sum_on_device: Callable[[Tensor], Tensor] = lambda value: value
     last: bool = True
@@ -50,11 +88,20 @@ class Normaliser:
     apart: Tensor | None = None
     _waiting: Tensor | None = None
     _total: Tensor | None = None
+    _terms_weight: TermsWeight = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._terms_weight = TermsWeight(self.sum_on_device)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight of the `LossTerms` so far on this rank; None if there were none."""
+        return self._terms_weight.here
 
     def begin(self, denominator: float, filler: bool) -> None:
         """Start an update: `denominator` is its weight over all ranks; a `filler` weighs nothing."""
         self.denominator, self.filler = max(denominator, 1e-30), filler
-        self.weight = self.apart = self._waiting = self._total = None
+        self.apart = self._waiting = self._total = self._terms_weight.here = None
         if self.parts:
             self.parts = {}
 
@@ -74,7 +121,7 @@ class Normaliser:
         if self.judge is not None:  # the first loss of a script's own function tells what it means
             self.judge(loss)
         if isinstance(loss, LossTerms):
-            scaled = self._terms(loss)
+            scaled = self._scaled_terms(loss)
         elif self.filler:
             scaled = _weigh(loss, 0.0)
         elif self.meaning is Meaning.MICRO_MEAN:
@@ -89,19 +136,14 @@ class Normaliser:
         self.loss = share if self.loss is None else self.loss + share
         return scaled
 
-    def _terms(self, terms: LossTerms) -> Tensor:
-        factor = 0.0 if self.filler else self.world / self.denominator
-        total = _weigh(terms.sum, factor)
-        weight = torch.as_tensor(
-            terms.weight, dtype=torch.float64 if terms.sum.device.type != "mps" else None
-        )
-        weight = weight.detach().to(terms.sum.device) * (0.0 if self.filler else 1.0)
+    def _scaled_terms(self, terms: LossTerms) -> Tensor:
         if self._total is not None:
             raise ModelError(
                 "a training step handed LossTerms to `self.accelerator.backward` again after auxiliary terms: add the "
                 "sums, the weights and the terms up, and hand them over once"
             )
-        self.weight = weight if self.weight is None else self.weight + weight
+        total = _weigh(terms.sum, 0.0 if self.filler else self.world / self.denominator)
+        self._terms_weight.add(terms, self.filler)
         return total + self._auxiliary(terms.aux) if terms.aux else total
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
@@ -134,9 +176,8 @@ class Normaliser:
     def total(self) -> Tensor | None:
         """The weight of all `LossTerms` of the update over all ranks, None where there are none. Collective."""
         if self._total is None and self.weight is not None:
-            total = self.sum_on_device(self.weight.clone())
             # Without any weight there is nothing to correct.
-            self._total = torch.where(total > 0, total, torch.full_like(total, self.denominator))
+            self._total = self._terms_weight.over_ranks(otherwise=self.denominator)
         return self._total
 
     @property
@@ -159,6 +200,115 @@ class Normaliser:
                 "call `super().training_step(...)`"
             )
         return self.loss
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a loop of the user's own knows of the micro-batch whose loss it hands to backward.
+
+    Attributes:
+        of_update: micro-batches of an update.
+        last: it completes its update.
+        here, everywhere: its samples on this rank and over all ranks; None where that is not known.
+        accumulates: the loop said which models it accumulates into.
+    """
+
+    of_update: int
+    last: bool
+    here: int | None = None
+    everywhere: int | None = None
+    accumulates: bool = False
+
+    @property
+    def filler(self) -> bool:
+        """It only runs along with other ranks' batches, and weighs nothing."""
+        return self.here == 0
+
+
+class LoopNormaliser:
+    """Turns the losses of a loop that the user owns into what goes to backward.
+
+    A plain loss is the mean over its batch's samples: it is divided by the micro-batches of an update and weighted by
+    this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known at its last
+    micro-batch only: until then a guess stands for it (that of the update before), and the gradients are corrected
+    once, after they were reduced. Nothing of it waits for the device.
+    """
+
+    def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
+        self._world = world
+        self._weight = TermsWeight(sum_on_device)
+        self._guess: Tensor | None = None
+        self._correction: Tensor | None = None
+        self._plain_seen = False
+
+    def apply(self, loss: Tensor | LossTerms, micro: MicroBatch) -> Tensor:
+        """The scalar to run backward on: this rank's share times the number of ranks.
+
+        Raises:
+            ModelError: `LossTerms` and a plain loss in one update, auxiliary terms, or accumulation outside
+                `accumulate`.
+        """
+        return self._terms(loss, micro) if isinstance(loss, LossTerms) else self._plain(loss, micro)
+
+    def correction(self) -> Tensor | None:
+        """The factor that makes the gradients those of the true weight, once they are complete; None if they are.
+
+        Called after every backward.
+        """
+        factor, self._correction = self._correction, None
+        return factor
+
+    def _plain(self, loss: Tensor, micro: MicroBatch) -> Tensor:
+        if self._weight.here is not None:
+            raise ModelError(_MIXED)
+        self._plain_seen = not micro.last
+        share = loss if micro.of_update == 1 else loss / micro.of_update
+        if micro.filler:
+            return _weigh(share, 0.0)
+        if micro.here is None or micro.everywhere is None or micro.here * self._world == micro.everywhere:
+            return share
+        return share * (micro.here * self._world / micro.everywhere)
+
+    def _terms(self, terms: LossTerms, micro: MicroBatch) -> Tensor:
+        self._check(terms, micro)
+        accumulates = self._weight.here is not None or not micro.last
+        self._weight.add(terms, micro.filler)
+        guess = self._divisor(micro.of_update if accumulates else 1)
+        total = _weigh(terms.sum, 0.0) if micro.filler else terms.sum
+        total = total.float() if total.dtype in _NARROW else total
+        if micro.last:
+            self._settle(guess, accumulates)
+        return total * (self._world / guess).to(total.dtype)
+
+    def _check(self, terms: LossTerms, micro: MicroBatch) -> None:
+        if terms.aux:
+            raise ModelError(
+                "LossTerms(aux=...) is for the Trainer: in a loop of your own, put auxiliary terms into the sum, "
+                "times the weight they are to have"
+            )
+        if self._plain_seen:
+            raise ModelError(_MIXED)
+        if micro.of_update > 1 and not micro.accumulates:
+            raise ModelError("LossTerms are accumulated within `with accelerator.accumulate(model):` only")
+
+    def _divisor(self, micro_batches: int) -> Tensor:
+        """What this micro-batch's sum is divided by for now; the same on every rank and in the whole update."""
+        if micro_batches == 1 or self._guess is None:
+            self._guess = self._weight.over_ranks(micro_batches)
+        return self._guess
+
+    def _settle(self, guess: Tensor, accumulated: bool) -> None:
+        """The weight of the update is complete."""
+        if accumulated:
+            true = self._weight.over_ranks()
+            self._guess, self._correction = true, guess / true
+        self._weight.here = None
+
+
+_MIXED = (
+    "one update was given LossTerms in one micro-batch and a plain loss in another: they are divided by different "
+    "things. Use one of the two"
+)
 
 
 def _account(scaled: Tensor, world: int) -> Tensor:

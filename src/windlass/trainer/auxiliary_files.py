@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.files import Files
-
-_LARGEST = 1 << 30  # no configuration or vocabulary is larger
+from windlass.checkpoint.files import written_by
 
 
 class AuxiliaryFiles:
@@ -30,26 +27,14 @@ class AuxiliaryFiles:
             save_small: writes configurations and arguments into a folder.
             tokenizer: whatever has `save_pretrained`; None where there is nothing.
         """
-        taken = _taken(save_small)
+        taken = written_by(save_small)
         if not hasattr(tokenizer, "save_pretrained"):
             return taken
         marks = _marks_of(tokenizer)
         if marks is None or marks != self._marks:
-            self._of_tokenizer = _taken(lambda folder: tokenizer.save_pretrained(str(folder)))
+            self._of_tokenizer = written_by(lambda folder: tokenizer.save_pretrained(str(folder)))
             self._marks = marks
         return {**taken, **self._of_tokenizer}
-
-
-def _taken(save: Callable[[Path], None]) -> dict[str, bytes]:
-    """The files that `save` writes into a folder."""
-    with tempfile.TemporaryDirectory(prefix="windlass-") as name:
-        folder, files = Path(name), Files()
-        save(folder)
-        return {
-            path.relative_to(folder).as_posix(): files.read(path, _LARGEST)
-            for path in sorted(folder.rglob("*"))
-            if not path.is_dir()
-        }
 
 
 def _marks_of(tokenizer: Any) -> Any:

@@ -28,7 +28,7 @@ from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
 from windlass.trainer.auxiliary_files import AuxiliaryFiles
 from windlass.trainer.best_tracker import BestTracker
-from windlass.trainer.model_files import ModelFiles
+from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.resuming import CheckpointSource, saved_state
 from windlass.trainer.run_events import Events
 from windlass.trainer.run_folder import RunFolder
@@ -63,7 +63,7 @@ class Checkpointer:
         plan: SavePlan,
         folder: RunFolder,
         source: CheckpointSource,
-        files: ModelFiles,
+        files: ModelWriter,
         optimizer: torch.optim.Optimizer,
         best: BestTracker,
         parts: Callable[[], SavedParts],
@@ -233,8 +233,7 @@ class Checkpointer:
         return replace(
             own,
             shared=shared,
-            weights=tensors or None,
-            weights_name=name,
+            weights={name: tensors} if tensors else {},
             files=self._auxiliary.files(files.write_small, files.tokenizer),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from windlass.config.plan import RunPlan
@@ -36,18 +36,18 @@ class DueWork:
     resumed run makes up.
 
     Args:
-        sharded: every forward needs all ranks.
+        in_step: returns whether a forward of one rank waits for the others.
     """
 
     def __init__(
         self, gang: Gang, events: Events, hooks: TrainHooks, plan: RunPlan, evaluator: Evaluator,
         interruption: Interruption, agreement: Agreement, checkpointer: Checkpointer, saver: RunSaver,
-        best: BestTracker, reports: RunReports, schedule: Schedule, loop: Loop, sharded: bool,
+        best: BestTracker, reports: RunReports, schedule: Schedule, loop: Loop, in_step: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._gang, self._events, self._hooks, self._plan = gang, events, hooks, plan
         self._evaluator, self._interruption, self._agreement = evaluator, interruption, agreement
         self._checkpointer, self._saver, self._best, self._reports = checkpointer, saver, best, reports
-        self._schedule, self._loop, self._sharded = schedule, loop, sharded
+        self._schedule, self._loop, self._in_step = schedule, loop, in_step
         self._beacon = beacon()
         self._started = Moment()
         self._saved_step = 0
@@ -130,7 +130,7 @@ class DueWork:
             if self._interruption.preempted:
                 raise EvaluationAbandoned
 
-        return attentive(batches, self._gang, self._agreement.own, agreed, in_step=self._sharded)
+        return attentive(batches, self._gang, self._agreement.own, agreed, in_step=self._in_step())
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class EvalHooks:
 
     Attributes:
         model, strategy: the bare model, and how it is spread over ranks.
+        in_step: a forward of one rank waits for the others, so they need equal numbers of batches.
         predict: `prediction_step` on one batch: (batch, loss_only) -> (loss, logits, labels).
         count_targets: the weight of a batch's mean loss.
         label_names: which entries of a batch are labels.
@@ -51,6 +52,7 @@ class EvalHooks:
 
     model: nn.Module
     strategy: Strategy
+    in_step: bool
     predict: Callable[[Any, bool], tuple[Any, Any, Any]]
     count_targets: Callable[[Any], float]
     label_names: list[str]
@@ -190,7 +192,7 @@ class Evaluator:
                 request,
                 weigh=hooks.count_targets,
                 group=self._group(),
-                in_step=hooks.strategy.sharded,
+                in_step=hooks.in_step,
                 on_batch=on_batch,
             )
 
@@ -211,14 +213,13 @@ class Evaluator:
 
         If every forward needs all ranks, equally many on each.
         """
-        sharded = hooks.strategy.sharded
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.gang)
         if isinstance(loader, Loader) and not loader.own_parts:
-            return loader.batches_in_step() if sharded else loader.batches_with_ids()
+            return loader.batches_in_step() if hooks.in_step else loader.batches_with_ids()
         reader = Reader("evaluation", plan.start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return in_step(unplaced, self._session.gang) if sharded else unplaced
+        return in_step(unplaced, self._session.gang) if hooks.in_step else unplaced
 
     def _measured(self, batches: Iterable[Placed], hooks: EvalHooks) -> Iterator[Placed]:
         """The batches; the first shows which labels are targets, if training has not shown it. Collective."""

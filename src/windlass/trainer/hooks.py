@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from windlass.accelerator.accelerator import Accelerator
 from windlass.assemble.resolve import NEVER_CALLED, resolve_evaluation
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
@@ -31,6 +32,7 @@ class Overridable(Protocol):
     args: TrainingArguments
     model: nn.Module
     model_wrapped: nn.Module
+    accelerator: Accelerator
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     eval_dataset: Any
@@ -269,9 +271,10 @@ def eval_hooks(trainer: Overridable, strategy: Strategy, ignore_keys: list[str] 
     def predict(batch: Any, loss_only: bool) -> tuple[Any, Any, Any]:
         return trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys=ignore_keys)
 
+    in_step = strategy.sharded or trainer.accelerator.forwards_meet
     return EvalHooks(
-        trainer.model, strategy, predict, trainer.count_targets, trainer.label_names, trainer.compute_metrics,
-        trainer.preprocess_logits_for_metrics,
+        trainer.model, strategy, in_step, predict, trainer.count_targets, trainer.label_names,
+        trainer.compute_metrics, trainer.preprocess_logits_for_metrics,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from windlass.trainer.defaults import (
 from windlass.trainer.hooks import WATCHED, Overridable, TrainHooks, loss_hooks, overrides
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.memory_note import MemoryNote
-from windlass.trainer.model_files import ModelFiles
+from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.planning import plan_run
 from windlass.trainer.resuming import CheckpointSource, warn_of_changed_arguments
 from windlass.trainer.run import Run
@@ -52,7 +52,7 @@ class PreparedRun:
     """
 
     run: Run
-    files: ModelFiles
+    files: ModelWriter
     checkpoint: Checkpoint | None
     place: ForeignPlace | None
 
@@ -87,7 +87,7 @@ def begin_call(trainer: Trained, owner: type, services: Services, call: str, res
 
 def prepare_run(
     args: Any, services: Services, hooks: TrainHooks, interruption: Interruption, folder: RunFolder, resume: Any, *,
-    optimizer: torch.optim.Optimizer | None, tokenizer: Any, new_files: Callable[[Strategy], ModelFiles],
+    optimizer: torch.optim.Optimizer | None, tokenizer: Any, new_files: Callable[[Strategy], ModelWriter],
 ) -> PreparedRun:  # fmt: skip
     """Choose the checkpoint, resolve the plan, and build everything. Nothing is trained or loaded yet. Collective.
 
@@ -132,7 +132,7 @@ def prepare_run(
     except BaseException:
         built.executor.release()
         raise
-    services.accelerator.bind_backward(run.backward, built.executor.strategy)
+    services.engine.attach(run.backward, built.executor.strategy)
     events.show(
         model=hooks.model, optimizer=created[0], lr_scheduler=created[1], train_dataloader=loader,
         processing_class=tokenizer,
@@ -144,7 +144,7 @@ def prepare_run(
 
 
 def _check_built(
-    built: Built, plan: RunPlan, hooks: TrainHooks, folder: RunFolder, files: ModelFiles, services: Services
+    built: Built, plan: RunPlan, hooks: TrainHooks, folder: RunFolder, files: ModelWriter, services: Services
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
     gang = services.session.gang

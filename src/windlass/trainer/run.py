@@ -38,7 +38,7 @@ from windlass.trainer.due_work import DueWork, follows_metric
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
-from windlass.trainer.model_files import ModelFiles
+from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
@@ -68,11 +68,12 @@ class Run:
 
     def __init__(
         self, services: Services, interruption: Interruption, hooks: TrainHooks, plan: RunPlan, size: UpdateSize,
-        source: GroupSource, built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelFiles,
+        source: GroupSource, built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelWriter,
         registered: Sequence[Stateful], pad_token: int | None,
     ) -> None:  # fmt: skip
         self._session, self._events, self._evaluator = services.session, services.events, services.evaluator
-        self._accelerator, self._gang, self._loss = services.accelerator, services.session.gang, services.loss
+        self._accelerator, self._engine = services.accelerator, services.engine
+        self._gang, self._loss = services.session.gang, services.loss
         self._interruption, self._hooks, self._plan = interruption, hooks, plan
         self._folder, self._files, self._registered = folder, files, registered
         self.executor, self.schedule = built.executor, built.schedule
@@ -106,7 +107,7 @@ class Run:
         self._due = DueWork(
             self._gang, self._events, hooks, plan, services.evaluator, interruption, self._agreement,
             self.checkpointer, self.saver, self.best, self._reports, built.schedule, self.loop,
-            built.executor.strategy.sharded,
+            lambda: built.executor.strategy.sharded or self._accelerator.forwards_meet,
         )  # fmt: skip
         self._continued: Checkpoint | None = None
         self.first_tokens = 0
@@ -389,7 +390,7 @@ class Run:
     def update_applied(self, portion: Portion, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
         self._reports.update_applied(portion)
-        self._accelerator.optimizer_step_was_skipped = not applied
+        self._engine.step_was_skipped = not applied
         every = self._plan.reports.empty_cache_every
         if every and self._events.state.global_step % every == 0:
             self._accelerator.free_memory()

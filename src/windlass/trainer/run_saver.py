@@ -12,17 +12,14 @@ import torch
 from windlass.checkpoint.background import BackgroundSaver, Counters, Outcome
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.history import HistoryKeeper
-from windlass.checkpoint.host_memory import HostMemory
+from windlass.checkpoint.host_memory import HostMemory, room_on_machine
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.config.plan import SavePlan
 from windlass.core.logs import get_logger
-from windlass.core.memory import available_memory
 from windlass.dist.gang import Gang
 from windlass.trainer.save_retry import SaveRetry
 
 logger = get_logger(__name__)
-# Of the memory that the host has left, copies take at most this share: training needs some too.
-_SHARE = 0.8
 
 Ended = Callable[[Path | None], None]
 
@@ -163,7 +160,7 @@ class RunSaver:
         """Whether there is memory for copies of so many bytes. Collective."""
         room = self._plan.host_memory
         if room is None:
-            needed, room = self._of_machine(max(needed - self._memory.nbytes, 0))
+            needed, room = room_on_machine(max(needed - self._memory.nbytes, 0), self._gang)
         if room is None or needed <= room:
             return True
         if not self._said_too_large:
@@ -173,13 +170,3 @@ class RunSaver:
                 "training waits while it is written", f"{needed:,}", f"{room:,}"
             )  # fmt: skip
         return False
-
-    def _of_machine(self, more: int) -> tuple[int, int | None]:
-        """The bytes that all ranks of this machine need beyond what they hold, and those they may take of what is free
-        there, where that is known. Collective.
-        """
-        told, world = self._gang.gather_objects([more, available_memory()]), self._gang.world
-        first = world.rank - world.local_rank
-        here = told[first : first + world.local_size] or told
-        left = min((free for _, free in here if free is not None), default=None)
-        return sum(needed for needed, _ in here), None if left is None else int(left * _SHARE)

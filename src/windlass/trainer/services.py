@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.engine import TrainerEngine
 from windlass.callbacks.handler import CallbackHandler
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
@@ -21,6 +22,7 @@ class Services:
 
     session: Session
     accelerator: Accelerator
+    engine: TrainerEngine
     events: Events
     loss: LossPolicy
     fitter: BatchFitter
@@ -28,7 +30,12 @@ class Services:
 
     @classmethod
     def open(
-        cls, session: Session, accelerator: Accelerator, args: Callable[[], Any], handler: CallbackHandler
+        cls,
+        session: Session,
+        accelerator: Accelerator,
+        engine: TrainerEngine,
+        args: Callable[[], Any],
+        handler: CallbackHandler,
     ) -> Services:
         """Make them.
 
@@ -37,4 +44,6 @@ class Services:
         """
         events = Events(args, session, handler)
         loss, fitter = LossPolicy(session, accelerator), BatchFitter(session)
-        return cls(session, accelerator, events, loss, fitter, Evaluator(session, events, loss, fitter))
+        return cls(
+            session, accelerator, engine, events, loss, fitter, Evaluator(session, events, loss, fitter)
+        )

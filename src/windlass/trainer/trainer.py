@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.assemble.resolve import resolve_evaluation, resolve_precision, resolve_preemption
+from windlass.accelerator.engine import TrainerEngine
+from windlass.assemble.resolve import (
+    resolve_evaluation,
+    resolve_parallel,
+    resolve_precision,
+    resolve_preemption,
+)
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
@@ -38,7 +44,7 @@ from windlass.trainer.evaluator import asks_for_loss, has_labels, output_has_los
 from windlass.trainer.hooks import TrainHooks, eval_hooks, loss_hooks, overrides
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
-from windlass.trainer.model_files import ModelFiles, save_final
+from windlass.trainer.model_writer import ModelWriter, save_final
 from windlass.trainer.optimization import new_optimizer, new_scheduler
 from windlass.trainer.preparation import begin_call, prepare_run
 from windlass.trainer.reports import complete_logs, evaluation_speed
@@ -120,7 +126,9 @@ class Trainer(TrainerNames):
             [*default_callbacks(self.args, self.output_folder), *callbacks],
             self.model, self.processing_class, self.optimizer, self.lr_scheduler,
         )  # fmt: skip
-        self._services = Services.open(self._session, self.accelerator, lambda: self.args, handler)
+        self._services = Services.open(
+            self._session, self.accelerator, self._engine, lambda: self.args, handler
+        )
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(loss_hooks(self, Trainer))
         self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
@@ -132,8 +140,13 @@ class Trainer(TrainerNames):
         """Make `self.accelerator`: device, ranks and precision of this run."""
         precision = resolve_precision(self.args)
         check_precision(precision, self._session.device)
+        session, accumulation = self._session, self.args.gradient_accumulation_steps
+        self._engine = TrainerEngine(
+            lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
+            lambda: resolve_parallel(self.args, session.world).dist,
+        )
         self.accelerator = Accelerator.of_run(
-            self._session.gang, self._session.device, precision, self.args.gradient_accumulation_steps
+            session.gang, session.device, precision, accumulation, self._engine
         )
 
     def _take_model(self, model: nn.Module) -> None:
@@ -149,8 +162,8 @@ class Trainer(TrainerNames):
         self.can_return_loss = loading.returns_loss_by_default(model)
         self._signature_columns: list[str] | None = None
 
-    def _new_files(self, strategy: Any) -> ModelFiles:
-        return ModelFiles(
+    def _new_files(self, strategy: Any) -> ModelWriter:
+        return ModelWriter(
             self.model,
             strategy,
             lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
@@ -158,7 +171,7 @@ class Trainer(TrainerNames):
         )
 
     @property
-    def _model_files(self) -> ModelFiles:
+    def _model_writer(self) -> ModelWriter:
         if self._files.model is not self.model:  # a script may assign another one
             self._files = self._new_files(Alone(self.model))
         return self._files
@@ -218,7 +231,7 @@ class Trainer(TrainerNames):
         finally:
             self.is_in_train, self.model_wrapped = False, self.model
             self._folder.release(None if self._run is None else self._run.saver)
-            self.accelerator.bind_backward(None)
+            self._engine.detach()
             self._services.events.close_displays()
             if self._run is not None:
                 self._run.release()
@@ -432,7 +445,7 @@ class Trainer(TrainerNames):
             prediction_loss_only: keep nothing but the loss; None: as the arguments say.
         """
         return self._services.evaluator.run(
-            dataloader, eval_hooks(self, self._model_files.strategy, ignore_keys), resolve_evaluation(self.args),
+            dataloader, eval_hooks(self, self._model_writer.strategy, ignore_keys), resolve_evaluation(self.args),
             loss_only=prediction_loss_only, prefix=metric_key_prefix, predicting=description == "Prediction",
         )  # fmt: skip
 
@@ -483,7 +496,7 @@ class Trainer(TrainerNames):
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
             writes = gang.rank == (self._folder or RunFolder.of(self.args, gang)).disks.keeper
-        save_final(place, self._model_files, self._save, gang, writes)
+        save_final(place, self._model_writer, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
@@ -491,7 +504,7 @@ class Trainer(TrainerNames):
         Args:
             state_dict: the weights to write instead of the model's own; an empty one writes none.
         """
-        self._model_files.write(Path(output_dir or self.output_folder), state_dict)
+        self._model_writer.write(Path(output_dir or self.output_folder), state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Save a checkpoint of the run as it is. Every rank calls it; see `Checkpointer.save`."""

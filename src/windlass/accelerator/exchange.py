@@ -9,18 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.accelerator.base import Core
+from windlass.accelerator.pace import Pace
 from windlass.accelerator.shares import share_of
 from windlass.core.trees import recursively_apply
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist import operations
+from windlass.dist.gang import Gang
 from windlass.dist.objects import collect
 
 
-class Exchanging(Core):
-    """The part of `Accelerator` that gathers, reduces and pads."""
+class Exchange:
+    """The part of `Accelerator` that gathers, reduces and pads.
 
-    _flag: Tensor | None = None
+    Args:
+        pace: which loader the loop is in.
+
+    Attributes:
+        flag: 1 where this process has raised its flag.
+    """
+
+    def __init__(self, gang: Gang, pace: Pace) -> None:
+        self._gang, self._pace = gang, pace
+        self.flag: Tensor | None = None
 
     def gather(self, tensor: Any) -> Any:
         """The same nest with every process's tensors joined along the first axis. Sizes along it may differ."""
@@ -36,7 +46,7 @@ class Exchanging(Core):
             input_data: a nest of tensors, or a list of plain values.
             use_gather_object: gather values even where all are tensors.
         """
-        loader = self.gradient_state.active_dataloader
+        loader = self._pace.active_dataloader
         if use_gather_object or not _all_tensors(input_data):
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
             if self._gang.size == 1:
@@ -68,21 +78,16 @@ class Exchanging(Core):
 
     # --- a flag that one process raises for all -----------------------------------------------------------------------
 
-    @property
-    def flag_tensor(self) -> Tensor | None:
-        """1 where this process has raised its flag."""
-        return self._flag
-
     def set_trigger(self) -> None:
         """Raise this process's flag."""
-        self._flag = torch.tensor(1)
+        self.flag = torch.tensor(1)
 
     def check_trigger(self) -> bool:
         """Whether any process has raised its flag; lowers all of them where one has. Collective."""
-        raised = self._gang.sum(torch.tensor(0) if self._flag is None else self._flag.clone())
+        raised = self._gang.sum(torch.tensor(0) if self.flag is None else self.flag.clone())
         if int(raised) == 0:
             return False
-        self._flag = None
+        self.flag = None
         return True
 
 

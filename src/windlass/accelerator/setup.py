@@ -1,23 +1,81 @@
-"""What scripts ask an accelerator about itself."""
+"""What an accelerator was set up with, as scripts ask it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from windlass.accelerator.base import Core
+import torch
+
+from windlass.accelerator.profiling import profile
+from windlass.accelerator.settings import Settings
+from windlass.config.plan import DistPlan
 from windlass.config.plugin_words import DistributedType, FP8BackendType, distributed_type_of
-from windlass.config.plugins import ParallelismConfig, ProjectConfiguration
+from windlass.config.plugins import AutocastKwargs, ParallelismConfig, ProfileKwargs
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
+from windlass.precision.autocast import COMPUTE_DTYPES
+from windlass.precision.scaler import Scaler
 
 
-class Properties(Core):
-    """The part of `Accelerator` that tells how it was set up."""
+class Setup:
+    """Settings, device and layout of one accelerator; nothing of it changes but what scripts may set.
+
+    Args:
+        dist: how models are spread over processes.
+        scaler: the loss scaler of the loop's updates.
+
+    Attributes:
+        device: the device of this process.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        gang: Gang,
+        device: torch.device,
+        dist: Callable[[], DistPlan],
+        scaler: Scaler,
+    ) -> None:
+        self.settings, self.device, self._gang, self._dist = settings, device, gang, dist
+        self._scaler = scaler
+
+    @property
+    def dist(self) -> DistPlan:
+        """How models are spread over processes."""
+        return self._dist()
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "bf16" or "fp16"."""
+        compute = self.settings.precision.compute
+        return "no" if compute == "fp32" else compute
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The mixed-precision context of this loop, for code outside a prepared model's forward.
+
+        Args:
+            autocast_handler: other options than those that the accelerator was made with.
+        """
+        options = autocast_handler or self.settings.handlers.autocast
+        dtype = COMPUTE_DTYPES.get(self.settings.precision.compute)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(
+            self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        )
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
+        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
+        return profile(profile_handler or self.settings.handlers.profile, self._gang.rank)
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes share the work: not at all, by replicas (named after their devices), or by shards."""
-        if self._settings.dist.strategy == "fsdp":
+        if self.dist.strategy == "fsdp":
             return DistributedType.FSDP
         return distributed_type_of(self.device.type, self._gang.size)
 
@@ -29,11 +87,7 @@ class Properties(Core):
     @property
     def is_fsdp2(self) -> bool:
         """The model is sharded."""
-        return self._settings.dist.strategy == "fsdp"
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        return self.is_fsdp2
+        return self.dist.strategy == "fsdp"
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -48,97 +102,36 @@ class Properties(Core):
     @property
     def native_amp(self) -> bool:
         """Forwards run in mixed precision."""
-        return self._precision.compute != "fp32"
+        return self.settings.precision.compute != "fp32"
 
     @property
     def scaler(self) -> Any:
         """The fp16 loss scaler, None without one."""
-        return self._prepared.scaler if self._prepared.scaler.active else None
-
-    @property
-    def device_placement(self) -> bool:
-        """Whether models and batches are moved to this process's device."""
-        return self._settings.device_placement
-
-    # --- data ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def dataloader_config(self) -> Any:
-        return self._settings.loader
-
-    @property
-    def split_batches(self) -> bool:
-        """A loader's batch is that of all processes together."""
-        return self._settings.loader.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """The main process alone reads."""
-        return self._settings.loader.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """What the loader configuration says; every process gets the same number of batches in any case."""
-        return self._settings.loader.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._settings.loader.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self._settings.loader.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self._settings.loader.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self._settings.loader.use_stateful_dataloader
+        return self._scaler if self._scaler.active else None
 
     @property
     def rng_types(self) -> list[str]:
         """Which generators all processes share at the beginning of a pass."""
-        return list(self._settings.rng_types)
+        return list(self.settings.rng_types)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Prepared schedules advance with updates, rather than at every call."""
-        return self._settings.schedule_unit is not None
-
-    # --- folders ------------------------------------------------------------------------------------------------------
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        return self._settings.project
-
-    @property
-    def project_dir(self) -> str | None:
-        return self._settings.project.project_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint that is named automatically."""
-        return self._settings.project.iteration
+        return self.settings.schedule_unit is not None
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
     @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        return self._settings.parallelism
-
-    @property
     def torch_device_mesh(self) -> Any:
         """The mesh of processes over which the model is sharded; None where it is not."""
-        shard = self._settings.dist.shard
+        shard = self.dist.shard
         return data_mesh(self.device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
 
     def _layout(self) -> ParallelismConfig:
-        if self.parallelism_config is None:
+        if self.settings.parallelism is None:
             fix = "is needed to ask for a rank in it: Accelerator(parallelism_config=ParallelismConfig(...))"
             raise ConfigError(Problem("parallelism_config", None, fix))
-        return self.parallelism_config
+        return self.settings.parallelism
 
     @property
     def data_parallel_rank(self) -> int:

@@ -18,7 +18,7 @@ from windlass.dist.gang import Gang
 from windlass.transforms.strategy import Strategy
 
 
-class ModelFiles:
+class ModelWriter:
     """Writes a model so that `from_pretrained` reads it; only the adapter if that is all that is trained.
 
     Attributes:
@@ -109,7 +109,7 @@ class ModelFiles:
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
 
 
-def save_final(place: str, files: ModelFiles, save: Callable[..., None], gang: Gang, writes: bool) -> None:
+def save_final(place: str, files: ModelWriter, save: Callable[..., None], gang: Gang, writes: bool) -> None:
     """Write a model to a folder or a URL. Collective.
 
     Args:

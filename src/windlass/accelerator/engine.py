@@ -1,0 +1,125 @@
+"""Who makes the updates of an `Accelerator`: a loop of the user's own (`own_loop.py`), or a run of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from windlass.accelerator.memory import clear_device_cache
+from windlass.accelerator.schedule import PreparedSchedule
+from windlass.config.plan import DistPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.transforms.strategy import Strategy
+
+
+class LoopEngine(Protocol):
+    """What an `Accelerator` asks of whoever makes the updates."""
+
+    @property
+    def dist(self) -> DistPlan:
+        """How models are spread over processes."""
+        ...
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        """The models that the engine has spread itself, beside those that were prepared."""
+        ...
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update was skipped because fp16 gradients overflowed."""
+        ...
+
+    def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        """Whether the engine prepares `item` itself, so that `prepare` returns it unchanged.
+
+        Args:
+            prepares: whether an optimizer updates a model that was, or is now, prepared by a script.
+        """
+        ...
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Gradients of a micro-batch's loss, divided as the engine divides losses."""
+        ...
+
+    def free_memory(self) -> None:
+        """Give cached device memory back to the system, and forget what a loop of the user's own has prepared."""
+        ...
+
+    def check_may_save(self) -> None:
+        """
+        Raises:
+            ConfigError: the engine saves its state itself.
+        """
+        ...
+
+
+class TrainerEngine:
+    """Implements `LoopEngine` for a Trainer, whose runs attach to it one after the other.
+
+    Models that a script prepares beside the trained one belong to the accelerator: runs leave them alone.
+
+    Args:
+        owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
+        dist: how the Trainer spreads models, from its arguments at this moment.
+
+    Attributes:
+        step_was_skipped: set by the run after each update.
+    """
+
+    def __init__(self, owned: Callable[[], Iterable[Any]], dist: Callable[[], DistPlan]) -> None:
+        self.step_was_skipped = False
+        self._owned, self._dist = owned, dist
+        self._backward: Callable[[Any], None] = _outside
+        self._strategies: tuple[Strategy, ...] = ()
+
+    def attach(self, backward: Callable[[Any], None], strategy: Strategy) -> None:
+        """A run starts.
+
+        Args:
+            backward: what the run does with a loss.
+            strategy: how its model is spread; `get_state_dict` and others use it after the run, too.
+        """
+        self._backward, self._strategies = backward, (strategy,)
+
+    def detach(self) -> None:
+        """The run is over."""
+        self._backward = _outside
+
+    @property
+    def dist(self) -> DistPlan:
+        return self._dist()
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return self._strategies
+
+    def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        if isinstance(item, nn.Module):
+            return any(item is own for own in self._owned())
+        if isinstance(item, torch.optim.Optimizer):
+            return not prepares(item)
+        if isinstance(item, LRScheduler | PreparedSchedule):
+            return self.keeps(item.optimizer, prepares)
+        # The Trainer deals the loaders of its `get_*_dataloader` methods to the processes.
+        return isinstance(item, DataLoader)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        self._backward(loss)
+
+    def free_memory(self) -> None:
+        # A run calls this between updates: collecting garbage would take longer than it is worth.
+        clear_device_cache()
+
+    def check_may_save(self) -> None:
+        fix = "the Trainer saves its run itself: save_strategy, save_steps, trainer.save_model()"
+        raise ConfigError(Problem("accelerator", "trainer.accelerator", fix))
+
+
+def _outside(loss: Any) -> None:
+    raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")

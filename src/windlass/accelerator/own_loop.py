@@ -1,0 +1,73 @@
+"""The engine of a loop that the user owns: it divides losses; the prepared optimizers make the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.accelerator.memory import clear_device_cache
+from windlass.accelerator.pace import Pace
+from windlass.accelerator.prepared import Prepared
+from windlass.config.plan import DistPlan
+from windlass.dist.beacon import AFTER, beacon
+from windlass.dist.gang import Gang
+from windlass.engine.normalise import LoopNormaliser, MicroBatch
+from windlass.transforms.strategy import Strategy
+
+
+class OwnLoop:
+    """Implements `LoopEngine` for a script that calls forward, backward and step itself."""
+
+    def __init__(self, dist: DistPlan, pace: Pace, prepared: Prepared, gang: Gang) -> None:
+        self._dist, self._pace, self._prepared = dist, pace, prepared
+        self._normaliser = LoopNormaliser(gang.size, gang.sum_on_device)
+
+    @property
+    def dist(self) -> DistPlan:
+        return self._dist
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return ()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        return False
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        beacon().call("backward")
+        scaled: Any = self._prepared.scaler.scale(self._normaliser.apply(loss, self._micro_batch()))
+        scaled.backward(**kwargs)
+        factor = self._normaliser.correction()
+        if factor is not None:
+            self._correct(factor)
+        beacon().call(f"{AFTER}backward")
+
+    def _micro_batch(self) -> MicroBatch:
+        pace, loader = self._pace, self._pace.active_dataloader
+        here = None if loader is None else loader.samples_here
+        everywhere = None if loader is None else loader.samples_everywhere
+        return MicroBatch(pace.num_steps, pace.sync_gradients, here, everywhere, bool(pace.models))
+
+    def _correct(self, factor: Tensor) -> None:
+        """Multiply the gradients of the models that the update accumulated into."""
+        for model in self._pace.models:
+            strategy = self._prepared.strategy_of(model)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            local = gradients if strategy is None else strategy.local(gradients)
+            if local:
+                torch._foreach_mul_(local, factor.to(torch.promote_types(local[0].dtype, torch.float32)))
+
+    def free_memory(self) -> None:
+        self._prepared.let_go()
+        self._pace.reset()
+        clear_device_cache(garbage_collection=True)
+
+    def check_may_save(self) -> None:
+        """A loop of the user's own saves where it wants to."""

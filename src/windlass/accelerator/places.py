@@ -1,0 +1,156 @@
+"""Where a loop of the user's own saves: a folder of this machine or a URL, on one disk or on several."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.meeting import choose_on_all
+from windlass.checkpoint.nodes import Disks, find_disks
+from windlass.checkpoint.opening import open_store
+from windlass.checkpoint.retention import Retention
+from windlass.checkpoint.run_lock import RunLock
+from windlass.checkpoint.store import Store
+from windlass.config.plugins import ProjectConfiguration
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.locations import is_url, local_folder, parent_of
+from windlass.dist.gang import Gang
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder in which checkpoints lie, and what each is called there.
+
+    Attributes:
+        parent: a path or a URL.
+        name: with `{step}` where each has a number.
+    """
+
+    parent: str
+    name: str
+
+    def shown(self, step: int) -> str:
+        """The checkpoint as a script names it."""
+        name = self.name.replace("{step}", str(step))
+        return f"{self.parent}/{name}" if is_url(self.parent) else str(Path(self.parent, name))
+
+
+class Places:
+    """Opens the folders that a script names, or that its project has."""
+
+    def __init__(self, gang: Gang, project: ProjectConfiguration) -> None:
+        self._gang, self._project = gang, project
+        self._disks: dict[Path, Disks] = {}
+
+    def find(self, folder: str | os.PathLike[str] | None, argument: str) -> Place:
+        """
+        Args:
+            folder: the checkpoint; None: the project's numbered ones.
+            argument: what the script calls it.
+
+        Raises:
+            ConfigError: no folder is known.
+        """
+        if folder is None:
+            return self._of_project(argument)
+        if not is_url(folder):
+            path = Path(folder).expanduser().absolute()
+            return Place(str(path.parent), path.name)
+        parent, name = parent_of(os.fspath(folder))
+        if not is_url(parent):
+            raise ConfigError(Problem(argument, os.fspath(folder), "name a folder in it for the checkpoint"))
+        return Place(parent, name)
+
+    def _of_project(self, argument: str) -> Place:
+        project = self._project
+        if not project.automatic_checkpoint_naming:
+            fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            raise ConfigError(Problem(argument, None, fix))
+        if project.project_dir is None:
+            fix = "automatic_checkpoint_naming needs a folder: Accelerator(project_dir=...)"
+            raise ConfigError(Problem("project_dir", None, fix))
+        folder = project.project_dir
+        root = folder if is_url(folder) else str(Path(folder).expanduser().absolute())
+        return Place(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
+
+    def to_write(self, place: Place) -> CheckpointManager:
+        """The manager of the checkpoints there. Collective: which ranks share the disk is found out, once.
+
+        Raises:
+            ConfigError: a machine cannot write there.
+        """
+        return self._manager(place, self._disks_of(local_folder(place.parent)))
+
+    def _manager(self, place: Place, disks: Disks) -> CheckpointManager:
+        store = open_store(place.parent, self._gang, disks, place.name)
+        return CheckpointManager(store, Retention(self._project.total_limit))
+
+    def _disks_of(self, root: Path) -> Disks:
+        if root not in self._disks:
+            self._disks[root] = find_disks(self._gang, root)
+        return self._disks[root]
+
+    def open(self, place: Place, folder: str | os.PathLike[str] | None) -> Checkpoint:
+        """The checkpoint `folder`, or the newest that verifies. The main process verifies for all, so that nothing is
+        hashed twice; where machines have disks of their own, one process of each does. Collective.
+
+        Raises:
+            CheckpointError: there is none that is whole.
+        """
+        manager = self._manager(place, Disks.shared(self._gang.size))
+        which: Literal[True] | str = True if folder is None else str(manager.store.path_for(0))
+        divided = self._gang.rank == 0 and _is_divided(manager.store, newest=folder is None)
+        if self._gang.broadcast_object(divided or is_url(place.parent)):
+            manager = self.to_write(place)
+        if manager.store.disks.nodes > 1:
+            return manager.receive(choose_on_all(manager.store, which))
+        chosen, problem = None, None
+        if self._gang.rank == 0:
+            try:
+                chosen = manager.choose(which)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        chosen, problem = self._gang.broadcast_object([chosen, problem])
+        if problem is not None:
+            raise CheckpointError(problem)
+        return manager.receive(chosen)
+
+
+def _is_divided(store: Store, newest: bool) -> bool:
+    """Whether a checkpoint lies here of which other machines have the rest. Folders that are only read need not be
+    writable, so the ranks look for who shares the disk only then.
+    """
+    try:
+        here = store.list()
+    except OSError:
+        return False
+    chosen = here[-1:] if newest else [info for info in here if info.path == store.path_for(0)]
+    return any(not info.complete for info in chosen)
+
+
+class SaveLock:
+    """Lets two loops that save into one folder do so one after the other."""
+
+    def __init__(self, store: Store, step: int) -> None:
+        self._store, self._step = store, step
+        self._lock = RunLock(store.root, f".windlass-{store.path_for(step).name}.lock")
+
+    def take(self) -> None:
+        """Collective.
+
+        Raises:
+            FolderInUse: another loop is saving there, and does not end within a few seconds.
+        """
+
+        def take() -> None:
+            if self._store.keeps:
+                self._store.root.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+
+        self._store.agree(self._step, take)
+
+    def release(self) -> None:
+        self._lock.release()
