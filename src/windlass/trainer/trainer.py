@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.accelerator import Accelerator
-from windlass.accelerator.engine import TrainerEngine
 from windlass.assemble.resolve import (
     resolve_evaluation,
-    resolve_parallel,
-    resolve_precision,
     resolve_preemption,
 )
 from windlass.callbacks.handler import CallbackHandler
@@ -28,7 +24,6 @@ from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, Tra
 from windlass.data.columns import signature_columns
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.nested import nested_detach
-from windlass.precision.check import check_precision
 from windlass.trainer import inputs as loading
 from windlass.trainer.defaults import (
     check_given,
@@ -50,7 +45,7 @@ from windlass.trainer.preparation import begin_call, prepare_run
 from windlass.trainer.reports import complete_logs, evaluation_speed
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.services import Services
+from windlass.trainer.services import Services, open_accelerator
 from windlass.trainer.session import Session
 from windlass.trainer.trainer_names import TrainerNames
 from windlass.trainer.wrappers import innermost
@@ -138,15 +133,10 @@ class Trainer(TrainerNames):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `self.accelerator`: device, ranks and precision of this run."""
-        precision = resolve_precision(self.args)
-        check_precision(precision, self._session.device)
-        session, accumulation = self._session, self.args.gradient_accumulation_steps
-        self._engine = TrainerEngine(
+        self._engine, self.accelerator = open_accelerator(
+            self._session,
+            lambda: self.args,
             lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
-            lambda: resolve_parallel(self.args, session.world).dist,
-        )
-        self.accelerator = Accelerator.of_run(
-            session.gang, session.device, precision, accumulation, self._engine
         )
 
     def _take_model(self, model: nn.Module) -> None:
