@@ -18,13 +18,13 @@ from windlass.config.plan import DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
 from windlass.data.agreed_stream import AgreedStream
+from windlass.data.checksum import checksum
 from windlass.data.collate_default import plain_collate
 from windlass.data.counted import Counted
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch
 from windlass.data.fetch_item import FetchItem
 from windlass.data.map_reader import MapReader
-from windlass.data.nested import checksum
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
 from windlass.data.own_iteration import OwnIteration
 from windlass.data.portion import Reader

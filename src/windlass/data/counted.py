@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from windlass.core.errors import DataError
+from windlass.core.trees import batch_size_of
 from windlass.data.bookmark import Bookmark
-from windlass.data.nested import batch_size_of
 from windlass.data.portion import Portion, Reader
 from windlass.dist.gang import Gang, Pending
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from windlass.core.errors import DataError
+from windlass.core.trees import batch_size_of, map_leaves, tensors_in
 from windlass.data.bookmark import Bookmark
 from windlass.data.cut import share
-from windlass.data.nested import batch_size_of, tensors_of
 from windlass.data.parcel import pack, unpack
 from windlass.data.portion import Portion, Reader, shares_of
 from windlass.dist.gang import Gang
@@ -169,17 +170,15 @@ def _portion(batch: Any, notes: dict[str, Any]) -> Portion:
 
 
 def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
-    """This part of every tensor's first axis, and of lists with an entry for each sample; the rest goes to all."""
-    return _cut_nest(batch, part, batch_size_of(batch))
+    """This part of the first axis of every tensor and array, and of lists with one entry for each sample.
 
+    The rest goes to all.
+    """
+    count = batch_size_of(batch)
 
-def _cut_nest(batch: Any, part: slice, count: int | None) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[part] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        return {name: _cut_nest(value, part, count) for name, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == count and next(tensors_of(batch), None) is None:
-        return batch[part]
-    if type(batch) in (list, tuple):
-        return type(batch)(_cut_nest(value, part, count) for value in batch)
-    return batch
+    def has_rows(piece: Any) -> bool:
+        if isinstance(piece, torch.Tensor | np.ndarray):
+            return piece.ndim > 0
+        return isinstance(piece, list) and len(piece) == count and next(tensors_in(piece), None) is None
+
+    return map_leaves(lambda piece: piece[part], batch, has_rows)

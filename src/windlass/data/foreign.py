@@ -10,10 +10,11 @@ from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
+from windlass.core.trees import tensors_in
 from windlass.core.types import State
 from windlass.data.bookmark import plain_copy
+from windlass.data.checksum import checksum
 from windlass.data.group import Group
-from windlass.data.nested import checksum, tensors_of
 from windlass.data.seeding import Sandbox, first_seed, rewind
 from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
@@ -311,4 +312,4 @@ def _generator(part: Any) -> Any:
 
 def _mark(batch: Any) -> int | None:
     """A checksum; None for a batch on an accelerator, whose queue must not be waited for."""
-    return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_of(batch)) else None
+    return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_in(batch)) else None

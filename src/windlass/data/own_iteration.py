@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
 from windlass.data.bookmark import Bookmark
 from windlass.data.foreign import loader_length
-from windlass.data.nested import batch_size_of
 from windlass.data.portion import Portion
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 

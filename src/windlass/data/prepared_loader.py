@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from windlass.core.logs import get_logger
+from windlass.core.trees import send_to_device
 from windlass.core.types import State
 from windlass.data.bookmark import Bookmark
-from windlass.data.nested import move
 from windlass.data.portion import Portion, Reader
 from windlass.dist.beacon import AFTER, beacon
 
@@ -169,7 +169,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _moved(self, batch: Any) -> Any:
         assert self.device is not None
-        return move(batch, self.device, self._non_blocking)
+        return send_to_device(batch, self.device, self._non_blocking)
 
     def _start(self) -> int:
         start, self._place.resume = self._place.resume, 0

@@ -17,11 +17,11 @@ import torch
 
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
 from windlass.metrics.gather import EvalGroup, SoloGroup, agree, telling_others
-from windlass.metrics.nested import batch_size_of
 from windlass.metrics.rows import OrderLog, RowStore
 
 logger = get_logger(__name__)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.core.trees import Spec, map_leaves, unflatten
 from windlass.core.types import EvalPrediction
 from windlass.metrics.evaluation import checked_metrics
 from windlass.metrics.gather import EvalGroup, agree
-from windlass.metrics.nested import Spec, flatten, map_tensors, pad_concat, unflatten
+from windlass.metrics.joining import pad_concat, take_apart
 
 Fields = dict[str, Any]
 
@@ -57,7 +58,7 @@ class BatchMetrics:
         """Take this rank's next batch."""
         if self._waiting is not None:
             self._round(more=True)
-        self._waiting = {name: map_tensors(tree, _kept) for name, tree in fields.items()}
+        self._waiting = {name: map_leaves(_kept, tree) for name, tree in fields.items()}
 
     def finish(self) -> dict[str, Any]:
         """Take part in rounds until every rank has run out; the metrics of the last one."""
@@ -68,7 +69,7 @@ class BatchMetrics:
     def _round(self, *, more: bool) -> bool:
         """One round over all ranks. Returns whether any rank has a further batch."""
         fields, self._waiting = self._waiting, None
-        spec, leaves = flatten(fields)
+        spec, leaves = take_apart(fields)
         messages = agree(self._group, {"spec": spec, "more": more})
         others_more = any(message["more"] for message in messages)
         joined = self._joined([message["spec"] for message in messages], leaves)

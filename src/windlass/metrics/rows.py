@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.core.trees import Spec, unflatten
 from windlass.metrics.gather import EvalGroup, agree
-from windlass.metrics.nested import (
-    Shape,
-    Spec,
-    as_rows,
-    blank,
-    flatten,
-    numpy_dtype,
-    place,
-    to_numpy,
-    unflatten,
-)
+from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ class RowStore:
         Raises:
             ModelError: batches are to be joined, and this one is built differently from the first.
         """
-        spec, leaves = flatten(tree)
+        spec, leaves = take_apart(tree)
         if self._concat and self._specs and spec != self._specs[0]:
             raise ModelError(_different(self.name, len(self._specs), self._specs[0], spec))
         self._specs.append(spec if not self._specs or spec != self._specs[0] else self._specs[0])
@@ -206,7 +197,7 @@ def _trees(specs: list[Spec], leaves: list[Any]) -> list[Any]:
 
 
 def _count_leaves(spec: Spec) -> int:
-    if spec is None or spec == "tensor":
+    if spec is None or spec == "leaf":
         return 0 if spec is None else 1
     kind, children = spec
     return sum(_count_leaves(child[1] if kind == "dict" else child) for child in children)
@@ -233,8 +224,8 @@ def _different(name: str, batch: int, first: Spec, other: Spec) -> str:
 
 def describe(spec: Spec) -> str:
     """A spec in words for an error message, such as `(tensor, {'mask': tensor})`."""
-    if spec is None or spec == "tensor":
-        return str(spec)
+    if spec is None or spec == "leaf":
+        return "tensor" if spec else "None"
     kind, children = spec
     if kind == "dict":
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"

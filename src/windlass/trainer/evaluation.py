@@ -17,6 +17,7 @@ from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
+from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
 from windlass.data.loader import Loader
 from windlass.data.stream_loader import StreamLoader
@@ -25,7 +26,6 @@ from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluatio
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
-from windlass.metrics.nested import nested_detach
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.alike import AlikeMixin
 from windlass.trainer.inputs import InputsMixin
@@ -196,7 +196,7 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
         inputs = self._prepare_inputs(inputs)
         keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
         labels = (
-            nested_detach(labels_of(inputs, self.label_names))
+            detach(labels_of(inputs, self.label_names))
             if isinstance(inputs, Mapping) and has_labels
             else None
         )
@@ -208,7 +208,7 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
             else:
                 loss, outputs = None, call_model(model, inputs)
                 _, logits = split_outputs(outputs, has_loss=False, ignore_keys=keys)
-        return (loss, None, None) if prediction_loss_only else (loss, nested_detach(logits), labels)
+        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
 
     def _own_randomness(self) -> contextlib.AbstractContextManager[None]:
         """In the course of training, an evaluation draws nothing from the run's generators, overrides included."""
