@@ -15,9 +15,9 @@ from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of, map_leaves, tensors_in
 from windlass.data.bookmark import Bookmark
 from windlass.data.cut import share
-from windlass.data.parcel import pack, unpack
 from windlass.data.portion import Portion, Reader, shares_of
 from windlass.dist.gang import Gang
+from windlass.dist.wire import pack, unpack
 
 Pieces = list[Any]
 _MAIN = 0
@@ -113,7 +113,10 @@ class Dispatched:
             return [pack(None, {"shares": []})] * self._gang.size
         pieces, shares = self._cut(row[0]) if self._split else self._deal(row)
         notes = {"shares": shares, "end": row[-1].end, "last": last}
-        return [pack(piece, notes) for piece in pieces]
+        try:
+            return [pack(piece, notes, "batch") for piece in pieces]
+        except DataError as error:
+            raise DataError(f"{error}, or let every rank read for itself: dispatch_batches=False") from None
 
     def _deal(self, row: list[Portion]) -> tuple[Pieces, list[int]]:
         idle = self._gang.size - len(row)

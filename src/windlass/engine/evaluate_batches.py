@@ -11,8 +11,9 @@ from torch import Tensor
 from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, map_leaves, unflatten
 from windlass.core.types import EvalPrediction
+from windlass.dist.gang import Gang
 from windlass.metrics.evaluation import checked_metrics
-from windlass.metrics.gather import EvalGroup, agree
+from windlass.metrics.gather import agree
 from windlass.metrics.joining import pad_concat, take_apart
 
 Fields = dict[str, Any]
@@ -41,15 +42,15 @@ class BatchMetrics:
     Args:
         compute_metrics: the user's function.
         measurable: whether a round's fields can be measured; raises where they should be and cannot.
-        group: the ranks.
+        gang: the ranks.
     """
 
     def __init__(
-        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], group: EvalGroup
+        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], gang: Gang
     ) -> None:
         self._compute = compute_metrics
         self._measurable = measurable
-        self._group = group
+        self._gang = gang
         self._waiting: Fields | None = None
         self._device = torch.device("cpu")
         self._result: dict[str, Any] = {}
@@ -70,7 +71,7 @@ class BatchMetrics:
         """One round over all ranks. Returns whether any rank has a further batch."""
         fields, self._waiting = self._waiting, None
         spec, leaves = take_apart(fields)
-        messages = agree(self._group, {"spec": spec, "more": more})
+        messages = agree(self._gang, {"spec": spec, "more": more})
         others_more = any(message["more"] for message in messages)
         joined = self._joined([message["spec"] for message in messages], leaves)
         if joined is not None and self._measurable(joined):
@@ -91,7 +92,7 @@ class BatchMetrics:
         if leaves:
             self._device = leaves[0].device
         parts: dict[int, list[Tensor]] = {}
-        for _, index, tensor in self._group.stream(leaves):
+        for _, index, tensor in self._gang.stream(leaves):
             parts.setdefault(index, []).append(tensor.to(self._device))
         tree = unflatten(seen[0], [pad_concat(parts[index]) for index in sorted(parts)])
         assert isinstance(tree, dict)

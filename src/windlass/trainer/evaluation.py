@@ -25,7 +25,6 @@ from windlass.data.workers import Reader, read_batches
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
 from windlass.engine.in_step import Placed, in_step
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
-from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.alike import AlikeMixin
 from windlass.trainer.inputs import InputsMixin
@@ -151,7 +150,7 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
                 step,
                 request,
                 weigh=self.count_targets,
-                group=self._eval_group(),
+                gang=self._gang,
                 in_step=self._strategy.sharded,
                 on_batch=on_batch,
             )
@@ -246,9 +245,6 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
             main_input=getattr(self.model, "main_input_name", "input_ids"),
             predicting=predicting,
         )
-
-    def _eval_group(self) -> EvalGroup:
-        return SoloGroup() if self._gang.host_group is None else ProcessGroupGather(self._gang.host_group)
 
     def _with_ids(self, loader: Any) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
