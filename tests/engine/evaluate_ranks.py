@@ -22,9 +22,9 @@ from tests.engine.evaluate_cases import (
 from windlass.core.errors import DataError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
+from windlass.dist.lockstep import PeerError
 from windlass.dist.wire import stream
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
-from windlass.metrics.gather import PeerError
 
 
 def exact(model: TinyTagger, gang: Gang) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.data.bookmark import Bookmark
-from windlass.data.counted import Counted
+from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.portion import Portion, Reader
 from windlass.data.same_stream import begin_together
 from windlass.data.shared_stream import SharedStream
@@ -31,8 +31,8 @@ class AgreedStream:
         self, common: SharedStream, part: SharedStream, gang: Gang, *, rank: int, counted: bool
     ) -> None:
         self._common, self._part, self._gang, self._counted = common, part, gang, counted
-        self._shared: Reader = Counted(common, rank, gang) if counted else common
-        self._own: Reader = Counted(part, 0, gang, own_parts=True)
+        self._shared: Reader = LockstepReader(common, rank, gang) if counted else common
+        self._own: Reader = LockstepReader(part, 0, gang, own_parts=True)
         self._reader: Reader = self._shared
         self._agreed = False
 

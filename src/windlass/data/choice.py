@@ -20,10 +20,10 @@ from windlass.core.logs import get_logger
 from windlass.data.agreed_stream import AgreedStream
 from windlass.data.checksum import checksum
 from windlass.data.collate_default import plain_collate
-from windlass.data.counted import Counted
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch
 from windlass.data.fetch_item import FetchItem
+from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
 from windlass.data.own_iteration import OwnIteration
@@ -101,7 +101,7 @@ class Choice:
         if many:
             return MapReader(self._batch_rows(loader.sampler, world), source, rank)
         rows = SampleRows(self._order(loader.sampler), world, world, drop_last=False)
-        return Counted(MapReader(rows, source, rank), rank, self._gang)
+        return LockstepReader(MapReader(rows, source, rank), rank, self._gang)
 
     def _rows(self, world: int) -> Rows:
         sampler = self._loader.batch_sampler
@@ -148,7 +148,7 @@ class Choice:
         common = self._shared(row, world, rank)
         if world > 1 and self._gang.size > 1:
             return AgreedStream(common, self._part(world), self._gang, rank=rank, counted=counted)
-        return Counted(common, rank, self._gang) if counted else common
+        return LockstepReader(common, rank, self._gang) if counted else common
 
     def _shared(self, row: int, world: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
@@ -165,7 +165,7 @@ class Choice:
     def _own_stream(self, world: int) -> Reader:
         name = type(self._dataset).__name__
         logger.info(f"{name} was split by node before: every rank reads its own part, in an order of its own")
-        return Counted(self._part(world), 0, self._gang)
+        return LockstepReader(self._part(world), 0, self._gang)
 
     def _own_iteration(self, world: int) -> Reader:
         if world > 1:

@@ -20,9 +20,9 @@ from windlass.core.logs import get_logger
 from windlass.core.trees import batch_size_of
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree, telling_others
 from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
-from windlass.metrics.gather import agree, telling_others
 from windlass.metrics.rows import OrderLog, RowStore
 
 logger = get_logger(__name__)

@@ -12,8 +12,8 @@ from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, map_leaves, unflatten
 from windlass.core.types import EvalPrediction
 from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree
 from windlass.metrics.evaluation import checked_metrics
-from windlass.metrics.gather import agree
 from windlass.metrics.joining import pad_concat, take_apart
 
 Fields = dict[str, Any]

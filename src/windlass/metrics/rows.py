@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, unflatten
 from windlass.dist.gang import Gang
-from windlass.metrics.gather import agree
+from windlass.dist.lockstep import agree
 from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
 
 

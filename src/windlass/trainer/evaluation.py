@@ -23,7 +23,7 @@ from windlass.data.loader import Loader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.workers import Reader, read_batches
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
-from windlass.engine.in_step import Placed, in_step
+from windlass.engine.uneven_batches import Placed, pad_uneven_batches
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.alike import AlikeMixin
@@ -257,7 +257,7 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
             return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
         reader = Reader("evaluation", self.args.dataloader_start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return in_step(unplaced, self._gang) if self._strategy.sharded else unplaced
+        return pad_uneven_batches(unplaced, self._gang) if self._strategy.sharded else unplaced
 
     def _speed(self, prefix: str, started: float, samples: int) -> dict[str, float]:
         batches = math.ceil(samples / (self.args.per_device_eval_batch_size * self._world.size))

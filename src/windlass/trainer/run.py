@@ -22,10 +22,10 @@ from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
-from windlass.engine.attentive import EvaluationAbandoned, attentive
 from windlass.engine.executor import StepRequest, StepResult
 from windlass.engine.feed import Counts, Feed, GroupSource, Portion
 from windlass.engine.loop import Loop, LoopOptions, Suspect
+from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.metrics.tokens import InputCounter
 from windlass.trainer.agreement import Signals
@@ -410,7 +410,7 @@ class TrainingRun:
                 raise EvaluationAbandoned
 
         sharded = self.executor.strategy.sharded
-        return attentive(batches, self._trainer._gang, self._signals, heard, in_step=sharded)
+        return interruptible_batches(batches, self._trainer._gang, self._signals, heard, in_step=sharded)
 
     def _states_of_callbacks(self) -> State:
         """As they are now; none where they cannot be copied, and so not be saved either, which a save will say."""

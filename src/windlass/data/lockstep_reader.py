@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of
 from windlass.data.bookmark import Bookmark
 from windlass.data.portion import Portion, Reader
-from windlass.dist.gang import Gang, Pending
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import Lockstep, Round
 
 # Batches read before the one that is handed out: one shows whether another follows, and by the time its sizes are
 # needed, they have been under way for a whole step.
 _AHEAD = 2
 
 
-class _Sent(NamedTuple):
+class _Read(NamedTuple):
+    """What came of reading one batch."""
+
     portion: Portion | None
     error: Exception | None
-    told: Pending
 
 
 # What a rank tells of a batch, besides its size.
 _HAS, _HAS_NONE, _FAILED = 0.0, 1.0, 2.0
 
 
-class Counted:
+class LockstepReader:
     """Makes ranks with their own streams, or with batches of unknown size, go in step.
 
     Ranks may end at different batches; those that end first get fillers until the last one is done. What is exchanged
@@ -62,24 +64,23 @@ class Counted:
 
     def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
         mine = self._reader.portions(epoch, self._reader.position(epoch, start), bookmark)
-        under_way = deque(self._send(mine) for _ in range(_AHEAD))
+        rounds = Lockstep[_Read](self._gang)
+        for _ in range(_AHEAD):
+            self._begin(rounds, mine)
         done, stand_in = start, None
         try:
-            shares = self._shares(under_way[0])
-            if not start:
-                self._refuse_rank_without_any(under_way[0], shares)
-            while sum(shares):
-                current = under_way.popleft()
-                portion = current.portion or stand_in or self._any(epoch, shares)
-                following = self._shares(under_way[0])
-                under_way.append(self._send(mine))
-                done, stand_in = done + 1, portion
-                last = not sum(following)
-                yield Portion(portion.batch, shares, done, last, portion.bookmark)
-                shares = following
+            current = self._checked(rounds)
+            if current.going_on and not start:
+                self._refuse_rank_without_any(current)
+            while current.going_on:
+                following = self._checked(rounds)
+                self._begin(rounds, mine)
+                done, stand_in = done + 1, current.item.portion or stand_in or self._any(epoch)
+                shares = tuple(map(int, current.sums[: self._gang.size]))
+                yield replace(stand_in, shares=shares, end=done, last=not following.going_on)
+                current = following
         finally:
-            for sent in under_way:  # every rank has begun these exchanges, so every rank can end them
-                sent.told.wait()
+            rounds.close()  # every rank has begun these, so every rank can end them
 
     def batches(self, epoch: int) -> int | None:
         return self._reader.batches(epoch)
@@ -90,50 +91,47 @@ class Counted:
     def reseed(self, seed: int) -> None:
         self._reader.reseed(seed)
 
-    def _send(self, mine: Iterator[Portion]) -> _Sent:
-        portion, error = None, None
+    def _begin(self, rounds: Lockstep[_Read], mine: Iterator[Portion]) -> None:
+        """Read a batch, and tell the others of it; an error is raised when they come to this batch too."""
+        read = _Read(None, None)
         try:
-            portion = next(mine, None)
-        except (
-            Exception
-        ) as failure:  # raised when the others come to this batch too, or they would wait for this rank
-            error = failure
-        size, state = 0.0, _FAILED if error else _HAS_NONE if portion is None else _HAS
-        if portion is not None and portion.shares[self._rank]:
-            size = float(batch_size_of(portion.batch) or 1)
-        return _Sent(portion, error, self._gang.start_sum([*self._placed(size), *self._placed(state)]))
+            read = _Read(next(mine, None), None)
+        except Exception as failure:
+            read = _Read(None, failure)
+        size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.portion is None else _HAS
+        if read.portion is not None and read.portion.shares[self._rank]:
+            size = float(batch_size_of(read.portion.batch) or 1)
+        rounds.begin(read, read.portion is not None, [*self._placed(size), *self._placed(state)])
 
     def _placed(self, value: float) -> list[float]:
         """Zeros but for this rank's value: their sum is the list of all ranks' values."""
         return [value if rank == self._gang.rank else 0.0 for rank in range(self._gang.size)]
 
-    def _shares(self, sent: _Sent) -> tuple[int, ...]:
-        sizes, states = self._told(sent)
-        if sent.error is not None:
-            raise sent.error
-        failed = [rank for rank, state in enumerate(states) if state == _FAILED]
+    def _checked(self, rounds: Lockstep[_Read]) -> Round[_Read]:
+        """The next round, in which no rank failed."""
+        told = rounds.end()
+        if told.item.error is not None:
+            raise told.item.error
+        failed = self._ranks_in(_FAILED, told)
         if failed:
             raise DataError(f"ranks {failed} failed while reading this batch; their own errors say why.")
-        return tuple(map(int, sizes))
+        return told
 
-    def _told(self, sent: _Sent) -> tuple[list[float], list[float]]:
-        told, world = sent.told.wait(), self._gang.size
-        return told[:world], told[world:]
+    def _ranks_in(self, state: float, told: Round[_Read]) -> list[int]:
+        return [rank for rank, value in enumerate(told.sums[self._gang.size :]) if value == state]
 
-    def _refuse_rank_without_any(self, first: _Sent, shares: tuple[int, ...]) -> None:
+    def _refuse_rank_without_any(self, first: Round[_Read]) -> None:
         """On all ranks alike: one that has nothing to run along with would leave the others waiting."""
-        idle = [rank for rank, state in enumerate(self._told(first)[1]) if state == _HAS_NONE]
-        if sum(shares) and idle:
+        idle = self._ranks_in(_HAS_NONE, first)
+        if idle:
             raise DataError(
                 f"ranks {idle} have no batch at all, while the others have: the data was split into fewer parts than "
                 "there are processes. Split it further, or set dispatch_batches=True."
             )
 
-    def _any(self, epoch: int, shares: tuple[int, ...]) -> Portion:
-        """Some batch of this rank's to run along with, where it has none left after a resume."""
+    def _any(self, epoch: int) -> Portion:
+        """Some batch of this rank's to run along with, if it has none left after a resume."""
         portion = next(self._reader.portions(epoch, 0), None)
         if portion is None:
-            raise DataError(
-                f"rank {self._gang.rank} has no batch to read, while others have: {list(shares)} samples."
-            )
+            raise DataError(f"rank {self._gang.rank} has no batch to read, while others have some.")
         return portion
