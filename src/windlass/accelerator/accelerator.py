@@ -140,7 +140,7 @@ class Accelerator(Ranks, Exchanging, Preparing, Saving, TrackingMixin):
             dist=DistPlan(),
             precision=precision,
             accumulation=GradientAccumulationPlugin(num_steps=accumulation),
-            loader=DataLoaderConfiguration(),
+            loader=DataLoaderConfiguration(use_stateful_dataloader=True),
             project=ProjectConfiguration(),
             handlers=Handlers(),
         )

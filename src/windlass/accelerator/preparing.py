@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
+from windlass.data.loader import Loader
 from windlass.data.prepared import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
@@ -64,10 +66,7 @@ class Preparing(Properties, Stepping, Core):
             fix = f"needs one entry for each of the {len(args)} objects"
             raise ConfigError(Problem("device_placement", device_placement, fix))
         if self._of_run:
-            warn_once(
-                _log, "The Trainer spreads its objects itself: trainer.accelerator.prepare gives them back."
-            )
-            return args if len(args) != 1 else args[0]
+            return self._prepare_for_run(args, placement)
         check_prepared_alike(args, self._settings, self._gang)
         results = list(args)
         # Optimizers first, so that they follow their models; schedules last, because they follow optimizers.
@@ -86,6 +85,23 @@ class Preparing(Properties, Stepping, Core):
                 results[index] = self.prepare_data_loader(item, placement[index])
             elif isinstance(item, LRScheduler | PreparedSchedule):
                 results[index] = self.prepare_scheduler(item)
+        return tuple(results) if len(results) != 1 else results[0]
+
+    def _prepare_for_run(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> Any:
+        """Deal loaders to the ranks, unless the Trainer has done so; the rest is the Trainer's to spread."""
+        new = [isinstance(item, DataLoader) and not isinstance(item, Loader) for item in objects]
+        if not all(isinstance(item, DataLoader) for item in objects):
+            warn_once(
+                _log,
+                "The Trainer spreads its objects itself: trainer.accelerator.prepare deals loaders, and gives other "
+                "objects back.",
+            )
+        if any(new):
+            check_prepared_alike(list(itertools.compress(objects, new)), self._settings, self._gang)
+        results = [
+            self.prepare_data_loader(item, place) if deal else item
+            for item, place, deal in zip(objects, placement, new, strict=True)
+        ]
         return tuple(results) if len(results) != 1 else results[0]
 
     # --- models -------------------------------------------------------------------------------------------------------
@@ -279,7 +295,7 @@ class Preparing(Properties, Stepping, Core):
             gang=self._gang,
         )
         loader.follower = self.gradient_state
-        if not any(loader is known for known in self._prepared.loaders):
+        if not self._of_run and not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader
 

@@ -77,7 +77,7 @@ class LockstepReader:
                 self._begin(rounds, mine)
                 done, stand_in = done + 1, current.item.portion or stand_in or self._any(epoch)
                 shares = tuple(map(int, current.sums[: self._gang.size]))
-                yield replace(stand_in, shares=shares, end=done, last=not following.going_on)
+                yield replace(stand_in, shares=shares, end=done, last=not following.going_on, ids=[])
                 current = following
         finally:
             rounds.close()  # every rank has begun these, so every rank can end them

@@ -13,6 +13,7 @@ from windlass.data.source import Source
 
 class _Task(NamedTuple):
     batches: list[list[int]]
+    ids: list[int]
     shares: tuple[int, ...]
     end: int
     last: bool
@@ -36,7 +37,7 @@ class MapReader:
         self._passes += 1
         try:
             for task, (batch,) in self._source.batches(epoch, tasks, private):
-                yield Portion(batch, task.shares, task.end, task.last)
+                yield Portion(batch, task.shares, task.end, task.last, task.ids)
         finally:
             self._passes -= 1
 
@@ -55,6 +56,5 @@ class MapReader:
 
     def _task(self, row: Row) -> _Task:
         own = row.parts[self._rank]
-        if not own:  # a filler
-            own = next(part for part in row.parts if part)[:1]
-        return _Task([own], tuple(map(len, row.parts)), row.end, row.last)
+        filler = next(part for part in row.parts if part)[:1]
+        return _Task([own or filler], own, tuple(map(len, row.parts)), row.end, row.last)

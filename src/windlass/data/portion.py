@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from windlass.data.bookmark import Bookmark
@@ -20,7 +20,8 @@ class Portion:
         shares: samples of each rank in this batch, in rank order.
         end: position of the pass once this batch is done, in the reader's unit.
         last: no batch follows in this pass, on any rank.
-        bookmark: by which a later pass can begin at `end` without reading what lies before; None where none is needed,
+        ids: positions of this rank's samples in the dataset; empty if unknown, and in a filler.
+        bookmark: by which a later pass can begin at `end` without reading what lies before; None if none is needed,
             or none is to be had.
     """
 
@@ -28,6 +29,7 @@ class Portion:
     shares: tuple[int, ...]
     end: int
     last: bool
+    ids: list[int] = field(default_factory=list)
     bookmark: Bookmark | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,11 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.trees import send_to_device
 from windlass.core.types import State
 from windlass.data.bookmark import Bookmark
+from windlass.data.group import Group
 from windlass.data.portion import Portion, Reader
+from windlass.data.seeding import Sandbox
 from windlass.dist.beacon import AFTER, beacon
 
 logger = get_logger(__name__)
@@ -58,7 +62,7 @@ class _Place:
 
 class PreparedLoader(DataLoader[Any]):
     """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
-    same number of batches.
+    same number of batches. Iterated, it gives them to a loop of the user's; a Trainer takes them as groups (`groups`).
 
     The tail of a pass is shared out evenly. A rank for which no sample is left gets a *filler*: a batch to run along
     with, so that collectives meet, and which must weigh nothing.
@@ -180,6 +184,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _enter(self) -> None:
         self.end_of_dataloader = False
+        self._ids: list[int] = []
         self.shares: tuple[int, ...] = (0,) * self._world
         self.remainder = self._known_remainder()
 
@@ -189,12 +194,93 @@ class PreparedLoader(DataLoader[Any]):
         return self.total_dataset_length % self.total_batch_size
 
     def _take(self, portion: Portion, epoch: int) -> None:
-        self.shares, self.end_of_dataloader = portion.shares, portion.last
+        self.shares, self.end_of_dataloader, self._ids = portion.shares, portion.last, portion.ids
         place = self._place
         place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
         place.bookmark = portion.bookmark
         if portion.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
+
+    # --- for a Trainer ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the dataset; None for a stream."""
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    @property
+    def own_parts(self) -> bool:
+        """False: positions of samples are those in the whole dataset, or not given."""
+        return False
+
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        """The groups from the current position to the end of its pass, in host memory; the next call goes on with the
+        next pass. The default generators are as they were after it.
+
+        Raises:
+            DataError: there is no batch.
+        """
+        place, sandbox, held = self._place, Sandbox(), list[Portion]()
+        epoch, start = place.epoch, place.consumed
+        portions = self._reader.portions(epoch, start, place.bookmark)
+        while True:
+            with sandbox:
+                portion = next(portions, None)
+            if portion is None:
+                break
+            held.append(portion)
+            if len(held) == accumulation or portion.last:
+                self._take(portion, epoch)
+                yield self._group(held, epoch)
+                held = []
+        if place.epoch == epoch:
+            raise DataError(
+                f"the prepared loader of {type(self.dataset).__name__} gave no batch (epoch {epoch}, from "
+                f"{self._reader.unit} {place.consumed} on): it is empty, drop_last drops all of it, or the data has "
+                "become shorter since the checkpoint was written."
+            )
+
+    def _group(self, portions: list[Portion], epoch: int) -> Group:
+        own = [portion for portion in portions if portion.shares[self._rank]]
+        return Group(
+            batches=[portion.batch for portion in own or portions[:1]],
+            ids=[portion.ids for portion in own or portions[:1]],
+            samples=sum(sum(portion.shares) for portion in portions),
+            epoch=epoch,
+            last_in_epoch=portions[-1].last,
+            filler=not own,
+            position=self.state_dict(),
+        )
+
+    def groups_per_epoch(self, accumulation: int) -> int | None:
+        """Updates of a pass; None for a stream without a length."""
+        count = self._reader.batches(self._place.epoch)
+        return None if count is None else -(-count // accumulation)
+
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` (a `state_dict`) to the end of its pass."""
+        epoch, consumed = int(position["epoch"]), self._position_in(position)
+        count = self._reader.batches(epoch)
+        if count is None:
+            return None
+        done = bisect_left(range(count), consumed, key=lambda batches: self._reader.position(epoch, batches))
+        return -(-(count - done) // accumulation)
+
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """A `state_dict` as of so many updates of `epoch`."""
+        consumed = self._reader.position(epoch, updates * accumulation)
+        return {**self.state_dict(), "epoch": epoch, "consumed": consumed, "bookmark": None}
+
+    def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
+        """The batches of a pass with the positions of their samples in the dataset; None marks a filler."""
+        for batch in self:
+            yield None if self.is_filler else self._ids, batch
+
+    def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
+        """The same without fillers."""
+        return ((ids, batch) for ids, batch in self.batches_in_step() if ids is not None)
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the coming pass; a no-op where it is that already, so that a restored position is kept."""
@@ -221,27 +307,29 @@ class PreparedLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: State) -> None:
         """Go back to where `state` was taken: to the position itself, or else to the start of its pass."""
-        place, consumed = self._place, int(state["consumed"])
+        place = self._place
         if int(state["seed"]) != place.seed:
             place.seed = int(state["seed"])
             self._reader.reseed(place.seed)
         place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
-        place.resume = place.consumed = self._position_to_resume(consumed, state["unit"])
+        place.resume = place.consumed = self._position_in(state)
+        if place.consumed != state.get("consumed", place.consumed):
+            reason = (
+                f"positions are counted in {self._reader.unit} here"
+                if self._restores_position
+                else "set use_stateful_dataloader=True to continue there, or call skip_first_batches"
+            )
+            logger.warning(
+                f"the state was taken {state['consumed']} {state.get('unit', 'samples')} into a pass, and the loader "
+                f"begins that pass anew: {reason}"
+            )
 
-    def _position_to_resume(self, consumed: int, unit: str) -> int:
-        if not consumed:
-            return 0
-        if self._restores_position and self._reader.accepts(unit):
-            return consumed
-        reason = (
-            f"positions are counted in {self._reader.unit} here"
-            if self._restores_position
-            else "set use_stateful_dataloader=True to continue there, or call skip_first_batches"
-        )
-        logger.warning(
-            f"the state was taken {consumed} {unit} into a pass, and the loader begins that pass anew: {reason}"
-        )
-        return 0
+    def _position_in(self, state: State) -> int:
+        """Where `state` was taken, in this reader's unit; the start of the pass if it cannot be continued there."""
+        if "batches" in state:  # of a Trainer that read the loader batch by batch, as it was
+            return self._reader.position(int(state["epoch"]), int(state["batches"]))
+        enterable = self._restores_position and self._reader.accepts(state.get("unit", "samples"))
+        return int(state["consumed"]) if enterable else 0
 
 
 def _options(loader: DataLoader[Any], reader: Reader, world: int) -> dict[str, Any]:

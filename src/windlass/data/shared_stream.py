@@ -54,7 +54,7 @@ class SharedStream:
             for row in rows:
                 self._had_samples = True
                 shares = shares_of(row.end - before, self._world)
-                yield Portion(row.batch, shares, row.end, row.last, row.bookmark)
+                yield Portion(row.batch, shares, row.end, row.last, row.ids, row.bookmark)
                 before = row.end
             if before == 0 and self._had_samples:
                 raise DataError(can_be_read_once(type(self.dataset).__name__, epoch))

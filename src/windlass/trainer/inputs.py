@@ -16,6 +16,7 @@ from windlass.data.columns import ColumnCollator, select_columns, signature_colu
 from windlass.data.foreign import ForeignLoader, loader_length
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
+from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.stream_loader import StreamLoader
 from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
@@ -131,7 +132,7 @@ class InputsMixin(TrainerBase):
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._gang, position)
-        if isinstance(loader, Loader):
+        if isinstance(loader, Loader | PreparedLoader):
             return loader
         batch = resolve_batch(self.args, Facts(self._world, None))
         lengths = self._gang.gather_objects(loader_length(loader))
