@@ -15,10 +15,10 @@ from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
-from windlass.data.cut import Cut
 from windlass.data.fetch import Fetch
 from windlass.data.group import Group
-from windlass.data.order import Order
+from windlass.data.order import Order, RebalancedOrder
+from windlass.data.rows import BalancedRows, SampleRows, cuts
 from windlass.data.source import Source
 
 logger = get_logger(__name__)
@@ -226,12 +226,17 @@ class MapLoader(Loader):
             f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.world)}."
         )
 
+    def _rows(self, accumulation: int) -> SampleRows:
+        order, size, world, drop_last = self._order, self.total_batch_size, self.batch.world, self.drop_last
+        if isinstance(order, RebalancedOrder):
+            return BalancedRows(order, size, world, drop_last, accumulation)
+        return SampleRows(order, size, world, drop_last)
+
     def _length(self, epoch: int) -> int:
-        count = len(self._order.of(epoch))
-        return count - count % self.total_batch_size if self.drop_last else count
+        return self._rows(1).length(epoch)
 
     def _plain_accumulation(self) -> int:
-        return self.batch.accumulation if self._order.needs_accumulation else 1
+        return self.batch.accumulation if isinstance(self._order, RebalancedOrder) else 1
 
     def _reseed(self, seed: int) -> None:
         self._order.seed = seed
@@ -241,24 +246,14 @@ class MapLoader(Loader):
         if not private:
             self._order.set_epoch(epoch)
         length = self._length(epoch)
-
-        cuts = self._cuts(epoch, start, length, accumulation)
-        for cut, batches in self._source.batches(epoch, cuts, private, resumed=start > 0):
+        tasks = cuts(self._rows(accumulation).rows(epoch, start), accumulation, self.batch.rank)
+        for cut, batches in self._source.batches(epoch, tasks, private, resumed=start > 0):
             yield Group(
                 batches=batches,
                 ids=[[]] if cut.filler else cut.batches,
-                samples=cut.samples,
+                samples=sum(cut.shares),
                 epoch=epoch,
                 last_in_epoch=cut.last,
                 filler=cut.filler,
                 position=self._position(epoch, cut.end, cut.last, length),
             )
-
-    def _cuts(self, epoch: int, start: int, length: int, accumulation: int) -> Iterator[Cut]:
-        order, batch = self._order.of(epoch), self.batch
-        size = batch.micro * accumulation * batch.world
-        for begin in range(start, length, size):
-            end = min(begin + size, length)
-            ids = order[begin:end].tolist()
-            batches = self._order.cut(ids, batch.micro, accumulation, batch.world, batch.rank)
-            yield Cut(batches or [ids[:1]], end - begin, end, end == length, filler=not batches)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from windlass.data.bookmark import Bookmark
 from windlass.data.portion import Portion
-from windlass.data.rows import Row, Rows
+from windlass.data.rows import Rows, cuts
 from windlass.data.source import Source
-
-
-class _Task(NamedTuple):
-    batches: list[list[int]]
-    ids: list[int]
-    shares: tuple[int, ...]
-    end: int
-    last: bool
 
 
 class MapReader:
@@ -31,13 +22,14 @@ class MapReader:
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
     def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
-        tasks = (self._task(row) for row in self._rows.rows(epoch, start))
+        tasks = cuts(self._rows.rows(epoch, start), 1, self._rank)
         # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
         private = self._passes > 0
         self._passes += 1
         try:
-            for task, (batch,) in self._source.batches(epoch, tasks, private):
-                yield Portion(batch, task.shares, task.end, task.last, task.ids)
+            for cut, (batch,) in self._source.batches(epoch, tasks, private):
+                ids = [] if cut.filler else cut.batches[0]
+                yield Portion(batch, cut.shares, cut.end, cut.last, ids)
         finally:
             self._passes -= 1
 
@@ -53,8 +45,3 @@ class MapReader:
     def reseed(self, seed: int) -> None:
         self._rows.reseed(seed)
         self._source.reseed(seed)
-
-    def _task(self, row: Row) -> _Task:
-        own = row.parts[self._rank]
-        filler = next(part for part in row.parts if part)[:1]
-        return _Task([own or filler], own, tuple(map(len, row.parts)), row.end, row.last)
