@@ -25,7 +25,7 @@ from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
-from windlass.data.loader import Loader
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.prepared import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
@@ -89,7 +89,7 @@ class Preparing(Properties, Stepping, Core):
 
     def _prepare_for_run(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> Any:
         """Deal loaders to the ranks, unless the Trainer has done so; the rest is the Trainer's to spread."""
-        new = [isinstance(item, DataLoader) and not isinstance(item, Loader) for item in objects]
+        new = [isinstance(item, DataLoader) and not isinstance(item, DealtLoader) for item in objects]
         if not all(isinstance(item, DataLoader) for item in objects):
             warn_once(
                 _log,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of
+from windlass.data.batch_reader import BatchReader, DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.portion import Portion, Reader
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, Round
 
@@ -21,7 +21,7 @@ _AHEAD = 2
 class _Read(NamedTuple):
     """What came of reading one batch."""
 
-    portion: Portion | None
+    dealt: DealtBatch | None
     error: Exception | None
 
 
@@ -46,7 +46,7 @@ class LockstepReader:
             (the failing rank raises its own error).
     """
 
-    def __init__(self, reader: Reader, rank: int, gang: Gang, *, own_parts: bool = False) -> None:
+    def __init__(self, reader: BatchReader, rank: int, gang: Gang, *, own_parts: bool = False) -> None:
         self._reader, self._rank, self._gang, self._own_parts = reader, rank, gang, own_parts
 
     @property
@@ -62,8 +62,8 @@ class LockstepReader:
         """Unknown: batches may differ in size."""
         return None
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
-        mine = self._reader.portions(epoch, self._reader.position(epoch, start), bookmark)
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+        mine = self._reader.read(epoch, self._reader.position(epoch, start), bookmark)
         rounds = Lockstep[_Read](self._gang)
         for _ in range(_AHEAD):
             self._begin(rounds, mine)
@@ -75,15 +75,15 @@ class LockstepReader:
             while current.going_on:
                 following = self._checked(rounds)
                 self._begin(rounds, mine)
-                done, stand_in = done + 1, current.item.portion or stand_in or self._any(epoch)
+                done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
                 shares = tuple(map(int, current.sums[: self._gang.size]))
                 yield replace(stand_in, shares=shares, end=done, last=not following.going_on, ids=[])
                 current = following
         finally:
             rounds.close()  # every rank has begun these, so every rank can end them
 
-    def batches(self, epoch: int) -> int | None:
-        return self._reader.batches(epoch)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        return self._reader.count(epoch, self._reader.position(epoch, start))
 
     def position(self, epoch: int, batches: int) -> int:
         return batches
@@ -91,17 +91,17 @@ class LockstepReader:
     def reseed(self, seed: int) -> None:
         self._reader.reseed(seed)
 
-    def _begin(self, rounds: Lockstep[_Read], mine: Iterator[Portion]) -> None:
+    def _begin(self, rounds: Lockstep[_Read], mine: Iterator[DealtBatch]) -> None:
         """Read a batch, and tell the others of it; an error is raised when they come to this batch too."""
         read = _Read(None, None)
         try:
             read = _Read(next(mine, None), None)
         except Exception as failure:
             read = _Read(None, failure)
-        size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.portion is None else _HAS
-        if read.portion is not None and read.portion.shares[self._rank]:
-            size = float(batch_size_of(read.portion.batch) or 1)
-        rounds.begin(read, read.portion is not None, [*self._placed(size), *self._placed(state)])
+        size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.dealt is None else _HAS
+        if read.dealt is not None and read.dealt.shares[self._rank]:
+            size = float(batch_size_of(read.dealt.batch) or 1)
+        rounds.begin(read, read.dealt is not None, [*self._placed(size), *self._placed(state)])
 
     def _placed(self, value: float) -> list[float]:
         """Zeros but for this rank's value: their sum is the list of all ranks' values."""
@@ -129,9 +129,9 @@ class LockstepReader:
                 "there are processes. Split it further, or set dispatch_batches=True."
             )
 
-    def _any(self, epoch: int) -> Portion:
+    def _any(self, epoch: int) -> DealtBatch:
         """Some batch of this rank's to run along with, if it has none left after a resume."""
-        portion = next(self._reader.portions(epoch, 0), None)
-        if portion is None:
+        dealt = next(self._reader.read(epoch, 0), None)
+        if dealt is None:
             raise DataError(f"rank {self._gang.rank} has no batch to read, while others have some.")
-        return portion
+        return dealt

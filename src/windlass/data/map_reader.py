@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.portion import Portion
 from windlass.data.rows import Rows, cuts
 from windlass.data.source import Source
 
@@ -21,7 +21,7 @@ class MapReader:
         self._passes = 0
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         tasks = cuts(self._rows.rows(epoch, start), 1, self._rank)
         # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
         private = self._passes > 0
@@ -29,15 +29,15 @@ class MapReader:
         try:
             for cut, (batch,) in self._source.batches(epoch, tasks, private):
                 ids = [] if cut.filler else cut.batches[0]
-                yield Portion(batch, cut.shares, cut.end, cut.last, ids)
+                yield DealtBatch(batch, cut.shares, cut.end, cut.last, ids)
         finally:
             self._passes -= 1
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
 
-    def batches(self, epoch: int) -> int:
-        return self._rows.count(epoch)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return self._rows.count(epoch, start)
 
     def position(self, epoch: int, batches: int) -> int:
         return self._rows.position(epoch, batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,9 +14,10 @@ from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.trees import send_to_device
 from windlass.core.types import State
+from windlass.data.batch_reader import BatchReader, DealtBatch
 from windlass.data.bookmark import Bookmark
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.group import Group
-from windlass.data.portion import Portion, Reader
 from windlass.data.seeding import Sandbox
 from windlass.dist.beacon import AFTER, beacon
 
@@ -60,7 +60,7 @@ class _Place:
     bookmark: Bookmark | None = None
 
 
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(DealtLoader):
     """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
     same number of batches. Iterated, it gives them to a loop of the user's; a Trainer takes them as groups (`groups`).
 
@@ -82,7 +82,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Args:
         loader: the user's.
-        reader: gives the portions.
+        reader: gives the dealt_batches.
         rank, world: this rank's place among those that have data of their own.
         restores_position: `load_state_dict` goes back into the middle of a pass; otherwise to its start.
     """
@@ -90,7 +90,7 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self,
         loader: DataLoader[Any],
-        reader: Reader,
+        reader: BatchReader,
         *,
         seed: int,
         rank: int,
@@ -107,6 +107,10 @@ class PreparedLoader(DataLoader[Any]):
         self._drops_last = _drops_last(loader)
         self._place, self._skip = _Place(seed), 0
         self._enter()
+
+    @property
+    def epoch(self) -> int:
+        return self._place.epoch
 
     @property
     def iteration(self) -> int:
@@ -141,16 +145,9 @@ class PreparedLoader(DataLoader[Any]):
         """The current batch is none of this rank's, and must weigh nothing."""
         return self.samples_here == 0
 
-    def __len__(self) -> int:
-        """Batches of a pass, on each rank alike.
-
-        Raises:
-            TypeError: a stream, whose length nobody knows.
-        """
-        count = self._reader.batches(self._place.epoch)
-        if count is None:
-            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
-        return max(count - self._skip, 0)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        count = self._reader.count(epoch, start)
+        return None if count is None else max(count - self._skip, 0)
 
     def __iter__(self) -> Any:
         return self._pass()
@@ -161,10 +158,10 @@ class PreparedLoader(DataLoader[Any]):
         self._enter()
         self.follower.begin(self)
         try:
-            for portion in self._reader.portions(epoch, start, place.bookmark):
-                self._take(portion, epoch)
+            for dealt in self._reader.read(epoch, start, place.bookmark):
+                self._take(dealt, epoch)
                 beacon().call(f"{AFTER}read data")
-                yield portion.batch if self.device is None else self._moved(portion.batch)
+                yield dealt.batch if self.device is None else self._moved(dealt.batch)
                 beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
@@ -193,12 +190,12 @@ class PreparedLoader(DataLoader[Any]):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
-    def _take(self, portion: Portion, epoch: int) -> None:
-        self.shares, self.end_of_dataloader, self._ids = portion.shares, portion.last, portion.ids
+    def _take(self, dealt: DealtBatch, epoch: int) -> None:
+        self.shares, self.end_of_dataloader, self._ids = dealt.shares, dealt.last, dealt.ids
         place = self._place
-        place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
-        place.bookmark = portion.bookmark
-        if portion.last and not self._drops_last and self.total_batch_size:
+        place.epoch, place.consumed = (epoch + 1, 0) if dealt.last else (epoch, dealt.end)
+        place.bookmark = dealt.bookmark
+        if dealt.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
 
     # --- for a Trainer ------------------------------------------------------------------------------------------------
@@ -208,11 +205,6 @@ class PreparedLoader(DataLoader[Any]):
         """Samples of the dataset; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
-    @property
-    def own_parts(self) -> bool:
-        """False: positions of samples are those in the whole dataset, or not given."""
-        return False
-
     def groups(self, accumulation: int) -> Iterator[Group]:
         """The groups from the current position to the end of its pass, in host memory; the next call goes on with the
         next pass. The default generators are as they were after it.
@@ -220,17 +212,17 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             DataError: there is no batch.
         """
-        place, sandbox, held = self._place, Sandbox(), list[Portion]()
+        place, sandbox, held = self._place, Sandbox(), list[DealtBatch]()
         epoch, start = place.epoch, place.consumed
-        portions = self._reader.portions(epoch, start, place.bookmark)
+        dealt_batches = self._reader.read(epoch, start, place.bookmark)
         while True:
             with sandbox:
-                portion = next(portions, None)
-            if portion is None:
+                dealt = next(dealt_batches, None)
+            if dealt is None:
                 break
-            held.append(portion)
-            if len(held) == accumulation or portion.last:
-                self._take(portion, epoch)
+            held.append(dealt)
+            if len(held) == accumulation or dealt.last:
+                self._take(dealt, epoch)
                 yield self._group(held, epoch)
                 held = []
         if place.epoch == epoch:
@@ -240,45 +232,25 @@ class PreparedLoader(DataLoader[Any]):
                 "become shorter since the checkpoint was written."
             )
 
-    def _group(self, portions: list[Portion], epoch: int) -> Group:
-        own = [portion for portion in portions if portion.shares[self._rank]]
+    def _group(self, dealt_batches: list[DealtBatch], epoch: int) -> Group:
+        own = [dealt for dealt in dealt_batches if dealt.shares[self._rank]]
         return Group(
-            batches=[portion.batch for portion in own or portions[:1]],
-            ids=[portion.ids for portion in own or portions[:1]],
-            samples=sum(sum(portion.shares) for portion in portions),
+            batches=[dealt.batch for dealt in own or dealt_batches[:1]],
+            ids=[dealt.ids for dealt in own or dealt_batches[:1]],
+            samples=sum(sum(dealt.shares) for dealt in dealt_batches),
             epoch=epoch,
-            last_in_epoch=portions[-1].last,
+            last_in_epoch=dealt_batches[-1].last,
             filler=not own,
             position=self.state_dict(),
         )
 
-    def groups_per_epoch(self, accumulation: int) -> int | None:
-        """Updates of a pass; None for a stream without a length."""
-        count = self._reader.batches(self._place.epoch)
-        return None if count is None else -(-count // accumulation)
-
-    def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` (a `state_dict`) to the end of its pass."""
-        epoch, consumed = int(position["epoch"]), self._position_in(position)
-        count = self._reader.batches(epoch)
-        if count is None:
-            return None
-        done = bisect_left(range(count), consumed, key=lambda batches: self._reader.position(epoch, batches))
-        return -(-(count - done) // accumulation)
-
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """A `state_dict` as of so many updates of `epoch`."""
         consumed = self._reader.position(epoch, updates * accumulation)
         return {**self.state_dict(), "epoch": epoch, "consumed": consumed, "bookmark": None}
 
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
-        """The batches of a pass with the positions of their samples in the dataset; None marks a filler."""
         for batch in self:
             yield None if self.is_filler else self._ids, batch
-
-    def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
-        """The same without fillers."""
-        return ((ids, batch) for ids, batch in self.batches_in_step() if ids is not None)
 
     # --- where it stands ----------------------------------------------------------------------------------------------
 
@@ -312,7 +284,7 @@ class PreparedLoader(DataLoader[Any]):
             place.seed = int(state["seed"])
             self._reader.reseed(place.seed)
         place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
-        place.resume = place.consumed = self._position_in(state)
+        place.resume = place.consumed = self.position_in(state)
         if place.consumed != state.get("consumed", place.consumed):
             reason = (
                 f"positions are counted in {self._reader.unit} here"
@@ -324,15 +296,15 @@ class PreparedLoader(DataLoader[Any]):
                 f"begins that pass anew: {reason}"
             )
 
-    def _position_in(self, state: State) -> int:
-        """Where `state` was taken, in this reader's unit; the start of the pass if it cannot be continued there."""
+    def position_in(self, state: State) -> int:
+        """Where `state` was taken, in the reader's unit; the start of the pass if it cannot be continued there."""
         if "batches" in state:  # of a Trainer that read the loader batch by batch, as it was
             return self._reader.position(int(state["epoch"]), int(state["batches"]))
         enterable = self._restores_position and self._reader.accepts(state.get("unit", "samples"))
         return int(state["consumed"]) if enterable else 0
 
 
-def _options(loader: DataLoader[Any], reader: Reader, world: int) -> dict[str, Any]:
+def _options(loader: DataLoader[Any], reader: BatchReader, world: int) -> dict[str, Any]:
     """What a `DataLoader` shows of itself, as the user's says it, with the batch size of one rank."""
     total = reader.total_batch_size
     options: dict[str, Any] = {

@@ -37,7 +37,7 @@ class Rows(Protocol):
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]: ...
 
-    def count(self, epoch: int) -> int: ...
+    def count(self, epoch: int, start: int = 0) -> int: ...
 
     def position(self, epoch: int, rows: int) -> int: ...
 
@@ -73,8 +73,8 @@ class SampleRows:
             end = min(begin + size, length)
             yield Row(dealt(order[begin:end].tolist(), self._world), end, end == length)
 
-    def count(self, epoch: int) -> int:
-        return -(-self.length(epoch) // self.total_batch_size)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
 
     def position(self, epoch: int, rows: int) -> int:
         return min(rows * self.total_batch_size, self.length(epoch))
@@ -135,8 +135,8 @@ class BatchRows:
             end = min(begin + step, len(batches))
             yield Row(self._parts(batches[begin:end]), end, end == len(batches))
 
-    def count(self, epoch: int) -> int:
-        return -(-len(self.of(epoch)) // self._per_row)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(len(self.of(epoch)) - start) // self._per_row), 0)
 
     def position(self, epoch: int, rows: int) -> int:
         return min(rows * self._per_row, len(self.of(epoch)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.group import Group, GroupSource
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, Round
 from windlass.metrics.tokens import rows
@@ -23,32 +23,8 @@ class _Counted(NamedTuple):
     samples: list[int]
 
 
-class GroupSource(Protocol):
-    """What the loop takes data from: `data.loader.Loader`, or a user's own loader in `data.foreign`."""
-
-    def groups(self, accumulation: int) -> Iterator[Group]: ...
-
-    def groups_per_epoch(self, accumulation: int) -> int | None: ...
-
-    def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` to the end of its epoch, in the sizes of this run; None where nobody knows."""
-        ...
-
-    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """The position behind so many updates of `epoch`, for a run that another program began."""
-        ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, unless a restored position already lies in it."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
-
-
 @dataclass(slots=True)
-class Portion:
+class UpdateBatch:
     """One update's data on this rank, and what it weighs among all ranks.
 
     Attributes:
@@ -133,7 +109,7 @@ class Feed:
         if position:
             self._source.load_state_dict(position)
 
-    def epoch(self, number: int) -> Generator[Portion, None, None]:
+    def epoch(self, number: int) -> Generator[UpdateBatch, None, None]:
         """The updates that are left of epoch `number`."""
         self._fetch(self._open(number))
         try:
@@ -143,7 +119,7 @@ class Feed:
             self._rounds.close()  # the epoch may be left early, on all ranks
             self._groups = iter(())  # workers that read for this epoch alone end with it
 
-    def again(self, accumulation: int) -> Portion:
+    def again(self, accumulation: int) -> UpdateBatch:
         """What was given last, read anew in so many micro-batches, as the source cuts them now. In a world of one."""
         self._rounds.close()
         self._behind = self._before
@@ -151,7 +127,7 @@ class Feed:
         self._fetch(None)
         return self._take()
 
-    def _take(self) -> Portion:
+    def _take(self) -> UpdateBatch:
         """The portion that was fetched ahead; the one behind it is fetched now."""
         current = self._portion(self._rounds.end())
         self._before, self._behind = self._behind, current.group.position
@@ -211,7 +187,7 @@ class Feed:
         self._inspected = True
         return group
 
-    def _portion(self, told: Round[_Counted]) -> Portion:
+    def _portion(self, told: Round[_Counted]) -> UpdateBatch:
         group, targets, samples = told.item
         weight, total, tokens, positions, *more = told.sums
         if group.samples and 0 < told.going_on < self._gang.size:
@@ -224,4 +200,6 @@ class Feed:
             again = [copy.copy(group.batches[0]) for _ in range(missing)]
             group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
             targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
-        return Portion(group, targets, samples, weight, total, tokens, positions, not told.going_on, signals)
+        return UpdateBatch(
+            group, targets, samples, weight, total, tokens, positions, not told.going_on, signals
+        )

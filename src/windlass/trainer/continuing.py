@@ -23,7 +23,7 @@ from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
-from windlass.engine.feed import GroupSource
+from windlass.data.group import GroupSource
 from windlass.optim.groups import decay_parameter_names
 from windlass.optim.schedule import FactorSchedule
 from windlass.trainer.saving import SavingMixin

@@ -19,8 +19,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput
-from windlass.data.loader import Loader
-from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.workers import Reader, read_batches
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
@@ -254,7 +253,7 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._gang)
-        if isinstance(loader, Loader | PreparedLoader) and not loader.own_parts:
+        if isinstance(loader, DealtLoader) and not loader.own_parts:
             return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
         reader = Reader("evaluation", self.args.dataloader_start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))

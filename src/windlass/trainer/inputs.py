@@ -13,12 +13,12 @@ from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.foreign import ForeignLoader, loader_length
+from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
-from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.stream_loader import StreamLoader
-from windlass.engine.feed import GroupSource
 from windlass.trainer.base import TrainerBase
 from windlass.trainer.wrappers import innermost
 
@@ -132,7 +132,7 @@ class InputsMixin(TrainerBase):
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._gang, position)
-        if isinstance(loader, Loader | PreparedLoader):
+        if isinstance(loader, DealtLoader):
             return loader
         batch = resolve_batch(self.args, Facts(self._world, None))
         lengths = self._gang.gather_objects(loader_length(loader))

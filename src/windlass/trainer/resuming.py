@@ -27,7 +27,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.rng import load_rng_state
 from windlass.core.threads import warn_of_other_threads
 from windlass.core.types import State
-from windlass.engine.feed import GroupSource
+from windlass.data.group import GroupSource
 from windlass.engine.splitting import Kind
 from windlass.trainer.continuing import ContinuingMixin
 from windlass.transforms.strategy import load_own_state

@@ -20,10 +20,10 @@ from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepRequest, StepResult
-from windlass.engine.feed import Counts, Feed, GroupSource, Portion
+from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
 from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -266,7 +266,7 @@ class TrainingRun:
     samples_done = 0.0
     updates_done = 0
 
-    def update_applied(self, portion: Portion, applied: bool) -> None:
+    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
         state = self._trainer.state
         self.samples_done += portion.total_samples

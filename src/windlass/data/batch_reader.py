@@ -11,7 +11,7 @@ from windlass.data.cut import share
 
 
 @dataclass(slots=True)
-class Portion:
+class DealtBatch:
     """One batch of this rank, as a part of the batch that all ranks hold together.
 
     Attributes:
@@ -33,8 +33,8 @@ class Portion:
     bookmark: Bookmark | None = None
 
 
-class Reader(Protocol):
-    """A source of portions. All ranks get the same number of them."""
+class BatchReader(Protocol):
+    """A source of dealt_batches. All ranks get the same number of them."""
 
     @property
     def unit(self) -> str:
@@ -50,12 +50,12 @@ class Reader(Protocol):
         """Samples that a whole batch of all ranks holds; None where that varies."""
         ...
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         """The batches of a pass from position `start` on; a bookmark of another place does nothing."""
         ...
 
-    def batches(self, epoch: int) -> int | None:
-        """Batches of a whole pass on each rank; None where only reading tells."""
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        """Batches of a pass on each rank, from position `start` on; None if only reading tells."""
         ...
 
     def position(self, epoch: int, batches: int) -> int:
