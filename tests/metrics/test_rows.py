@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.metrics.gather import SoloGroup
+from windlass.dist.gang import Gang
 from windlass.metrics.rows import BatchOrder, OrderLog, RowStore
 
 
@@ -44,7 +44,7 @@ def test_one_batch_without_positions_leaves_all_unknown() -> None:
     log = OrderLog()
     log.add([5], 1)
     log.add([], 2)
-    assert log.exchange(SoloGroup()) == BatchOrder([[1, 2]], None)
+    assert log.exchange(Gang()) == BatchOrder([[1, 2]], None)
 
 
 def test_a_store_keeps_no_more_than_what_it_was_given() -> None:

@@ -152,7 +152,7 @@ class Accelerator(Ranks):
             dist=DistPlan(),
             precision=precision,
             accumulation=GradientAccumulationPlugin(num_steps=accumulation),
-            loader=DataLoaderConfiguration(),
+            loader=DataLoaderConfiguration(use_stateful_dataloader=True),
             project=ProjectConfiguration(),
             handlers=Handlers(),
         )

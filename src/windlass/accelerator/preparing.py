@@ -305,7 +305,7 @@ class Preparer:
             gang=self._gang,
         )
         loader.follower = self._pace
-        if not any(loader is known for known in self._prepared.loaders):
+        if self._engine.saves_loaders and not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import torch
 
+from windlass.data.checksum import checksum
 from windlass.data.datasets_nodes import has_shuffle_buffer
-from windlass.data.nested import checksum
 
 WITNESSES = 4  # samples that are compared: what a buffer lost shows in one of them, or the order is the same
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON

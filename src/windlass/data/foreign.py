@@ -10,10 +10,11 @@ from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
+from windlass.core.trees import tensors_in
 from windlass.core.types import State
 from windlass.data.bookmark import plain_copy
+from windlass.data.checksum import checksum
 from windlass.data.group import Group
-from windlass.data.nested import checksum, tensors_of
 from windlass.data.seeding import Sandbox, first_seed, rewind
 from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
@@ -89,14 +90,12 @@ class ForeignLoader:
         return len(self.loader)
 
     def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
-        """Updates of an epoch, None where the loader has no length."""
         count = self._longest or loader_length(self.loader)
         if count is None:
             return None
         return -(-count // (accumulation or self.batch.accumulation))
 
     def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` (a `state_dict`) to the end of its epoch, on this rank."""
         whole = self.groups_per_epoch(1)
         return None if whole is None else max(-(-(whole - self._taken_by(position)) // accumulation), 0)
 
@@ -110,7 +109,6 @@ class ForeignLoader:
         }
 
     def groups(self, accumulation: int | None = None) -> Iterator[Group]:
-        """Groups from the current position to the end of its epoch; the next call goes on with the next epoch."""
         epoch, size = self.epoch, accumulation or self.batch.accumulation
         batches = self._batches(epoch)
         coming = next(batches, _END)
@@ -131,12 +129,10 @@ class ForeignLoader:
             yield self._group(taken, epoch, last=coming is _END)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; a no-op where it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.taken, self._here = epoch, 0, _NOWHERE
 
     def state_dict(self) -> State:
-        """Where the group after the last one taken begins."""
         here = self._here
         return {
             "seed": self.seed,
@@ -311,4 +307,4 @@ def _generator(part: Any) -> Any:
 
 def _mark(batch: Any) -> int | None:
     """A checksum; None for a batch on an accelerator, whose queue must not be waited for."""
-    return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_of(batch)) else None
+    return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_in(batch)) else None

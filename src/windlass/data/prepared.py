@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.core.errors import DataError
-from windlass.data.choice import Choice
+from windlass.data.choice import ReaderChoice
 from windlass.data.order import own_generators
 from windlass.data.pin import wants_pinning
 from windlass.data.prepared_loader import PreparedLoader
@@ -75,7 +75,7 @@ def prepare_loader(
             f"{type(loader).__name__} is no torch.utils.data.DataLoader, so it cannot be prepared."
         )
     seed = _agreed_seed(loader, options, gang)
-    reader = Choice(
+    reader = ReaderChoice(
         loader,
         seed=seed,
         split=options.split_batches,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from windlass.core.errors import DataError
-from windlass.data.cut import share
-from windlass.data.order import Order, own_generators, run_sampler
+from windlass.data.cut import Cut, dealt
+from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
+from windlass.data.rebalance import balanced_batches
 
 
 class Row(NamedTuple):
@@ -35,15 +37,30 @@ class Rows(Protocol):
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]: ...
 
-    def count(self, epoch: int) -> int: ...
+    def count(self, epoch: int, start: int = 0) -> int: ...
 
     def position(self, epoch: int, rows: int) -> int: ...
 
     def reseed(self, seed: int) -> None: ...
 
 
+def cuts(rows: Iterator[Row], count: int, rank: int) -> Iterator[Cut]:
+    """What `rank` reads of `count` rows after the other; of a last row that is too short to give it a sample, nothing.
+
+    Only a rank that has no sample in any of the rows reads one that belongs to another: a filler.
+    """
+    while taken := list(islice(rows, count)):
+        own = [row.parts[rank] for row in taken if row.parts[rank]]
+        filler = next(part for part in taken[0].parts if part)[:1]
+        shares = tuple(sum(map(len, parts)) for parts in zip(*(row.parts for row in taken), strict=True))
+        yield Cut(own or [filler], shares, taken[-1].end, taken[-1].last, filler=not own)
+
+
 class SampleRows:
-    """Rows of `size` samples cut from an order; positions count samples, so that the size may change on resume."""
+    """Rows of `size` samples cut from an order; positions count samples, so that the size may change on resume.
+
+    Only the last row can be short: it is shared out evenly, so that every rank has work if it can.
+    """
 
     unit = "samples"
 
@@ -51,23 +68,43 @@ class SampleRows:
         self._order, self.total_batch_size, self._world, self._drop_last = order, size, world, drop_last
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]:
-        order, length, size = self._order.of(epoch), self._length(epoch), self.total_batch_size
+        order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
         for begin in range(start, length, size):
             end = min(begin + size, length)
-            yield Row(_dealt(order[begin:end].tolist(), self._world), end, end == length)
+            yield Row(dealt(order[begin:end].tolist(), self._world), end, end == length)
 
-    def count(self, epoch: int) -> int:
-        return -(-self._length(epoch) // self.total_batch_size)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
 
     def position(self, epoch: int, rows: int) -> int:
-        return min(rows * self.total_batch_size, self._length(epoch))
+        return min(rows * self.total_batch_size, self.length(epoch))
 
     def reseed(self, seed: int) -> None:
         self._order.seed = seed
 
-    def _length(self, epoch: int) -> int:
+    def length(self, epoch: int) -> int:
+        """Samples of a pass."""
         count = len(self._order.of(epoch))
         return count - count % self.total_batch_size if self._drop_last else count
+
+
+class BalancedRows(SampleRows):
+    """Rows of an order that deals whole updates to ranks and micro-batches by cost: `updates` rows at a time."""
+
+    def __init__(self, order: RebalancedOrder, size: int, world: int, drop_last: bool, updates: int) -> None:
+        super().__init__(order, size, world, drop_last)
+        self._lengths, self._updates = order.lengths, updates
+
+    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+        order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
+        for begin in range(start, length, size * self._updates):
+            ids = order[begin : min(begin + size * self._updates, length)].tolist()
+            end = begin
+            for parts in balanced_batches(
+                ids, self._lengths[ids].tolist(), -(-len(ids) // size), self._world
+            ):
+                end += sum(map(len, parts))
+                yield Row(parts, end, end == length)
 
 
 class BatchRows:
@@ -98,8 +135,8 @@ class BatchRows:
             end = min(begin + step, len(batches))
             yield Row(self._parts(batches[begin:end]), end, end == len(batches))
 
-    def count(self, epoch: int) -> int:
-        return -(-len(self.of(epoch)) // self._per_row)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(len(self.of(epoch)) - start) // self._per_row), 0)
 
     def position(self, epoch: int, rows: int) -> int:
         return min(rows * self._per_row, len(self.of(epoch)))
@@ -110,7 +147,7 @@ class BatchRows:
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
         if len(batches) == self._world and not self._split:
             return batches
-        return _dealt([position for batch in batches for position in batch], self._world)
+        return dealt([position for batch in batches for position in batch], self._world)
 
     def of(self, epoch: int) -> list[list[int]]:
         """All batches of a pass, over all ranks."""
@@ -125,11 +162,6 @@ class BatchRows:
         if self._drop_last:
             del batches[len(batches) - len(batches) % self._per_row :]
         return batches
-
-
-def _dealt(ids: list[int], world: int) -> list[list[int]]:
-    bounds = (share(len(ids), world, rank) for rank in range(world))
-    return [ids[low:high] for low, high in bounds]
 
 
 def _positions(batch: Any, sampler: Any) -> list[int]:

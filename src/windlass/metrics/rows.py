@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
-from windlass.metrics.gather import EvalGroup, agree
-from windlass.metrics.nested import (
-    Shape,
-    Spec,
-    as_rows,
-    blank,
-    flatten,
-    numpy_dtype,
-    place,
-    to_numpy,
-    unflatten,
-)
+from windlass.core.trees import Spec, unflatten
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree
+from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
 
 
 @dataclass(frozen=True)
@@ -90,13 +82,13 @@ class OrderLog:
         self._known = self._known and len(ids) == samples
         self._ids.extend(ids)
 
-    def exchange(self, group: EvalGroup) -> BatchOrder:
+    def exchange(self, gang: Gang) -> BatchOrder:
         """Collective."""
-        messages = agree(group, {"counts": self._counts, "known": self._known})
+        messages = agree(gang, {"counts": self._counts, "known": self._known})
         counts = [message["counts"] for message in messages]
         if not all(message["known"] for message in messages):
             return BatchOrder(counts, None)
-        ids = [tensor.cpu() for _, _, tensor in group.stream([torch.tensor(self._ids, dtype=torch.int64)])]
+        ids = [tensor.cpu() for _, _, tensor in gang.stream([torch.tensor(self._ids, dtype=torch.int64)])]
         return BatchOrder(counts, ids)
 
 
@@ -125,7 +117,7 @@ class RowStore:
         Raises:
             ModelError: batches are to be joined, and this one is built differently from the first.
         """
-        spec, leaves = flatten(tree)
+        spec, leaves = take_apart(tree)
         if self._concat and self._specs and spec != self._specs[0]:
             raise ModelError(_different(self.name, len(self._specs), self._specs[0], spec))
         self._specs.append(spec if not self._specs or spec != self._specs[0] else self._specs[0])
@@ -138,20 +130,20 @@ class RowStore:
             leaves[:] = [leaf.cpu() for leaf in leaves]
         self._on_host = len(self._blocks)
 
-    def gather(self, order: BatchOrder, group: EvalGroup) -> Any:
+    def gather(self, order: BatchOrder, gang: Gang) -> Any:
         """All ranks' batches as a tree of numpy arrays (or a list of such trees); None where there was nothing.
 
         Collective. Leaves this store empty.
         """
-        specs = [message["specs"] for message in agree(group, {"specs": self._distinct_specs()})]
-        result = self._joined(specs, order, group) if self._concat else self._listed(specs, order, group)
+        specs = [message["specs"] for message in agree(gang, {"specs": self._distinct_specs()})]
+        result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
         self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
         return result
 
     def _distinct_specs(self) -> list[Spec]:
         return self._specs[:1] if self._concat else self._specs
 
-    def _joined(self, specs: list[list[Spec]], order: BatchOrder, group: EvalGroup) -> Any:
+    def _joined(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> Any:
         seen = [rank_specs[0] for rank_specs in specs if rank_specs]
         if not seen:
             return None
@@ -159,16 +151,16 @@ class RowStore:
             if spec != seen[0]:
                 raise ModelError(_different(self.name, 0, seen[0], spec))
         count = _count_leaves(seen[0])
-        return unflatten(seen[0], [to_numpy(self._joined_leaf(leaf, order, group)) for leaf in range(count)])
+        return unflatten(seen[0], [to_numpy(self._joined_leaf(leaf, order, gang)) for leaf in range(count)])
 
-    def _joined_leaf(self, leaf: int, order: BatchOrder, group: EvalGroup) -> Tensor:
+    def _joined_leaf(self, leaf: int, order: BatchOrder, gang: Gang) -> Tensor:
         mine = self._take(leaf)
-        headers = _headers(mine, group)
+        headers = _headers(mine, gang)
         rows = order.rows([[shape[0] for _, shape in header] for header in headers])
         shapes = [shape for header in headers for _, shape in header]
         dtype = _common_dtype({name for header in headers for name, _ in header})
         out = blank(sum(shape[0] for shape in shapes), shapes, numpy_dtype(dtype), self.name)
-        for rank, index, block in group.stream(mine):
+        for rank, index, block in gang.stream(mine):
             place(out, rows[rank][index], block)
         return out
 
@@ -181,21 +173,21 @@ class RowStore:
             leaves[leaf] = nothing
         return taken
 
-    def _listed(self, specs: list[list[Spec]], order: BatchOrder, group: EvalGroup) -> list[Any] | None:
+    def _listed(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> list[Any] | None:
         if all(spec is None for rank_specs in specs for spec in rank_specs):
             return None
         arrays: list[list[Any]] = [[] for _ in specs]
         mine = [leaf for leaves in self._blocks for leaf in leaves]
         self._blocks = []
-        for rank, _, tensor in group.stream(mine):
+        for rank, _, tensor in gang.stream(mine):
             arrays[rank].append(to_numpy(tensor.cpu()))
         trees = [_trees(rank_specs, stock) for rank_specs, stock in zip(specs, arrays, strict=True)]
         return [trees[rank][index] for rank, index in order.batches()]
 
 
-def _headers(blocks: list[Tensor], group: EvalGroup) -> list[list[tuple[str, Shape]]]:
+def _headers(blocks: list[Tensor], gang: Gang) -> list[list[tuple[str, Shape]]]:
     """Type name and shape of every rank's blocks."""
-    messages = agree(group, {"blocks": [[_name(block.dtype), list(block.shape)] for block in blocks]})
+    messages = agree(gang, {"blocks": [[_name(block.dtype), list(block.shape)] for block in blocks]})
     return [[(name, tuple(shape)) for name, shape in message["blocks"]] for message in messages]
 
 
@@ -206,7 +198,7 @@ def _trees(specs: list[Spec], leaves: list[Any]) -> list[Any]:
 
 
 def _count_leaves(spec: Spec) -> int:
-    if spec is None or spec == "tensor":
+    if spec is None or spec == "leaf":
         return 0 if spec is None else 1
     kind, children = spec
     return sum(_count_leaves(child[1] if kind == "dict" else child) for child in children)
@@ -233,8 +225,8 @@ def _different(name: str, batch: int, first: Spec, other: Spec) -> str:
 
 def describe(spec: Spec) -> str:
     """A spec in words for an error message, such as `(tensor, {'mask': tensor})`."""
-    if spec is None or spec == "tensor":
-        return str(spec)
+    if spec is None or spec == "leaf":
+        return "tensor" if spec else "None"
     kind, children = spec
     if kind == "dict":
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"

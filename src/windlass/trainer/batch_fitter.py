@@ -20,9 +20,9 @@ from windlass.core.errors import MemoryShortError
 from windlass.core.logs import get_logger
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
+from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.engine.executor import Executor
-from windlass.engine.feed import GroupSource
 from windlass.trainer.memory_note import MemoryNote, read_note, write_note
 from windlass.trainer.session import Session
 from windlass.transforms.buffers import ForwardState

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.core.trees import tensors_in
 from windlass.data.group import Group
-from windlass.data.nested import tensors_of
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.loop import Suspect, nonfinite_at
@@ -90,7 +90,7 @@ def _broken(group: Group) -> list[int]:
     """The samples of this rank that hold NaN or an infinity as they come from the data."""
     found = []
     for ids, batch in zip(group.ids, group.batches, strict=True):
-        columns = [c for c in tensors_of(batch) if c.is_floating_point() and c.ndim and len(c) == len(ids)]
+        columns = [c for c in tensors_in(batch) if c.is_floating_point() and c.ndim and len(c) == len(ids)]
         found += [
             index for row, index in enumerate(ids) if any(_is_broken(column[row]) for column in columns)
         ]

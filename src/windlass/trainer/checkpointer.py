@@ -377,7 +377,7 @@ class Checkpointer:
 
 def samples_between(start: State, end: State) -> int | None:
     """Samples over all ranks from one position of a loader to a later one; None if they tell no samples."""
-    if not {"epoch", "consumed"} <= start.keys() & end.keys():
+    if not {"epoch", "consumed"} <= start.keys() & end.keys() or start.get("unit", "samples") != "samples":
         return None
     passes = end["epoch"] - start["epoch"]
     if passes and start.get("length") is None:

@@ -23,9 +23,9 @@ from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
+from windlass.data.group import GroupSource
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
-from windlass.engine.feed import GroupSource
 from windlass.engine.loop import Loop
 from windlass.optim.groups import decay_parameter_names
 from windlass.optim.schedule import FactorSchedule, Schedule

@@ -12,8 +12,8 @@ from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
-from windlass.engine.attentive import EvaluationAbandoned, attentive
 from windlass.engine.loop import Loop
+from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.optim.schedule import Schedule
 from windlass.trainer import save_retry
 from windlass.trainer.agreement import Agreement
@@ -130,7 +130,9 @@ class DueWork:
             if self._interruption.preempted:
                 raise EvaluationAbandoned
 
-        return attentive(batches, self._gang, self._agreement.own, agreed, in_step=self._in_step())
+        return interruptible_batches(
+            batches, self._gang, self._agreement.own, agreed, in_step=self._in_step()
+        )
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,12 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms
-from windlass.data.loader import Loader
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.workers import Reader, read_batches
 from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
 from windlass.engine.executor import Executor
-from windlass.engine.in_step import Placed, in_step
-from windlass.metrics.gather import EvalGroup, ProcessGroupGather, SoloGroup
+from windlass.engine.uneven_batches import Placed, pad_uneven_batches
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.run_events import Events
@@ -191,7 +190,7 @@ class Evaluator:
                 step,
                 request,
                 weigh=hooks.count_targets,
-                group=self._group(),
+                gang=self._session.gang,
                 in_step=hooks.in_step,
                 on_batch=on_batch,
             )
@@ -204,10 +203,6 @@ class Evaluator:
         with contextlib.closing(self._watch(batches)) as watched:
             yield watched
 
-    def _group(self) -> EvalGroup:
-        group = self._session.gang.host_group
-        return SoloGroup() if group is None else ProcessGroupGather(group)
-
     def _placed(self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
 
@@ -215,11 +210,11 @@ class Evaluator:
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.gang)
-        if isinstance(loader, Loader) and not loader.own_parts:
+        if isinstance(loader, DealtLoader) and not loader.own_parts:
             return loader.batches_in_step() if hooks.in_step else loader.batches_with_ids()
         reader = Reader("evaluation", plan.start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return in_step(unplaced, self._session.gang) if hooks.in_step else unplaced
+        return pad_uneven_batches(unplaced, self._session.gang) if hooks.in_step else unplaced
 
     def _measured(self, batches: Iterable[Placed], hooks: EvalHooks) -> Iterator[Placed]:
         """The batches; the first shows which labels are targets, if training has not shown it. Collective."""

@@ -14,12 +14,13 @@ from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.core.world import World
 from windlass.data.columns import ColumnCollator, select_columns
+from windlass.data.dealt_loader import DealtLoader
 from windlass.data.foreign import ForeignLoader, loader_length
+from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.data.stream_loader import StreamLoader
 from windlass.dist.gang import Gang
-from windlass.engine.feed import GroupSource
 from windlass.trainer.wrappers import innermost
 
 Collate = Callable[[list[Any]], Any]
@@ -104,7 +105,7 @@ def group_source(
     """
     if isinstance(loader, StreamLoader):
         loader.agree(gang, position)
-    if isinstance(loader, Loader):
+    if isinstance(loader, DealtLoader):
         return loader
     batch, data = resolve_batch(args, Facts(world, None)), resolve_data(args)
     lengths = gang.gather_objects(loader_length(loader))

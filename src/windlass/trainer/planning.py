@@ -13,9 +13,9 @@ from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import RunPlan
 from windlass.core.logs import get_job_logger
+from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.dist.gang import Gang
-from windlass.engine.feed import GroupSource
 from windlass.trainer.compare_ranks import check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.inputs import group_source

@@ -20,7 +20,7 @@ from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
-from windlass.engine.feed import GroupSource
+from windlass.data.group import GroupSource
 from windlass.trainer.continuing import find_foreign_on_all
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.saved_parts import reading

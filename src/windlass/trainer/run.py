@@ -19,10 +19,10 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
-from windlass.data.group import Group
+from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepRequest, StepResult
-from windlass.engine.feed import Counts, Feed, GroupSource, Portion
+from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
 from windlass.engine.splitting import Kind
 from windlass.metrics.ledger import FiniteWatch, Ledger
@@ -387,7 +387,7 @@ class Run:
     def set_learning_rate(self, step: int) -> None:
         self.schedule.set(step)
 
-    def update_applied(self, portion: Portion, applied: bool) -> None:
+    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
         self._reports.update_applied(portion)
         self._engine.step_was_skipped = not applied

@@ -12,7 +12,7 @@ from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.threads import LoadWatch, processes_and_threads
-from windlass.engine.feed import Portion
+from windlass.engine.feed import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.memory import memory_metrics
 from windlass.metrics.speed import speed_metrics
@@ -57,7 +57,7 @@ class RunReports:
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
                     batch.update, batch.micro, batch.accumulation, batch.world)  # fmt: skip
 
-    def update_applied(self, portion: Portion) -> None:
+    def update_applied(self, portion: UpdateBatch) -> None:
         """One update was made from this data, or skipped."""
         self._samples += portion.total_samples
         self._updates += 1

@@ -20,10 +20,10 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError, ModelError
 from windlass.core.logs import set_verbosity
+from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
 from windlass.data.columns import signature_columns
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
-from windlass.metrics.nested import nested_detach
 from windlass.trainer import inputs as loading
 from windlass.trainer.defaults import (
     check_given,
@@ -448,7 +448,7 @@ class Trainer(TrainerNames):
         keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
         labels = None
         if isinstance(inputs, Mapping) and labelled:
-            labels = nested_detach(labels_of(inputs, self.label_names))
+            labels = detach(labels_of(inputs, self.label_names))
         with torch.no_grad(), self.compute_loss_context_manager():
             if labelled or asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
@@ -458,7 +458,7 @@ class Trainer(TrainerNames):
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
             _, logits = split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
-        return (loss, None, None) if prediction_loss_only else (loss, nested_detach(logits), labels)
+        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
 
     # --- reports and files --------------------------------------------------------------------------------------------
 

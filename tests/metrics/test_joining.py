@@ -1,9 +1,6 @@
-"""Trees of tensors: apart, padded, joined, together again."""
+"""Outputs of models: taken apart, padded, joined."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,44 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.core.errors import ModelError
-from windlass.metrics.nested import (
-    batch_size_of,
-    flatten,
-    nested_detach,
-    nested_numpy,
-    pad_concat,
-    unflatten,
-)
-
-LEAVES = st.none() | st.integers(-5, 5).map(torch.tensor)
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@given(TREES)
-def test_a_tree_survives_the_way_through_json(tree: Any) -> None:
-    spec, leaves = flatten(tree)
-    assert unflatten(json.loads(json.dumps(spec)), leaves) == tree
-    assert flatten(unflatten(spec, leaves))[0] == spec
+from windlass.metrics.joining import pad_concat, take_apart, to_numpy
 
 
 def test_numbers_and_arrays_are_tensors() -> None:
-    _, leaves = flatten({"a": 1.5, "b": np.arange(3), "c": np.float32(2)})
+    _, leaves = take_apart({"a": 1.5, "b": np.arange(3), "c": np.float32(2)})
     assert [leaf.tolist() for leaf in leaves] == [1.5, [0, 1, 2], 2.0]
 
 
 def test_what_is_no_number_is_refused_by_its_place() -> None:
     with pytest.raises(ModelError, match=r"found object at \['a'\]\[1\]"):
-        flatten({"a": (1, object())})
+        take_apart({"a": (1, object())})
     with pytest.raises(ModelError, match=r"dtype <U1 at \[0\]"):
-        flatten([np.array(["x"])])
+        take_apart([np.array(["x"])])
 
 
 @given(
@@ -97,18 +69,5 @@ def test_different_numbers_of_axes_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_types_that_numpy_lacks_become_float32(dtype: torch.dtype) -> None:
-    tree = nested_numpy((torch.ones(2).to(dtype), [torch.ones(1, dtype=torch.float16)]))
-    assert tree[0].dtype == np.float32
-    assert tree[1][0].dtype == np.float16
-
-
-def test_detached_trees_hold_no_graph() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    tree = nested_detach({"a": (weight * 2, "text")})
-    assert not tree["a"][0].requires_grad
-    assert tree["a"][1] == "text"
-
-
-def test_the_batch_size_is_that_of_the_first_tensor_with_an_axis() -> None:
-    assert batch_size_of({"flag": True, "n": torch.tensor(3), "x": [torch.ones(4, 2)]}) == 4
-    assert batch_size_of({"flag": True}) is None
+    assert to_numpy(torch.ones(2).to(dtype)).dtype == np.float32
+    assert to_numpy(torch.ones(1, dtype=torch.float16)).dtype == np.float16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from windlass.data.bookmark import Bookmark
@@ -11,7 +11,7 @@ from windlass.data.cut import share
 
 
 @dataclass(slots=True)
-class Portion:
+class DealtBatch:
     """One batch of this rank, as a part of the batch that all ranks hold together.
 
     Attributes:
@@ -20,7 +20,8 @@ class Portion:
         shares: samples of each rank in this batch, in rank order.
         end: position of the pass once this batch is done, in the reader's unit.
         last: no batch follows in this pass, on any rank.
-        bookmark: by which a later pass can begin at `end` without reading what lies before; None where none is needed,
+        ids: positions of this rank's samples in the dataset; empty if unknown, and in a filler.
+        bookmark: by which a later pass can begin at `end` without reading what lies before; None if none is needed,
             or none is to be had.
     """
 
@@ -28,11 +29,12 @@ class Portion:
     shares: tuple[int, ...]
     end: int
     last: bool
+    ids: list[int] = field(default_factory=list)
     bookmark: Bookmark | None = None
 
 
-class Reader(Protocol):
-    """A source of portions. All ranks get the same number of them."""
+class BatchReader(Protocol):
+    """A source of dealt_batches. All ranks get the same number of them."""
 
     @property
     def unit(self) -> str:
@@ -48,12 +50,12 @@ class Reader(Protocol):
         """Samples that a whole batch of all ranks holds; None where that varies."""
         ...
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         """The batches of a pass from position `start` on; a bookmark of another place does nothing."""
         ...
 
-    def batches(self, epoch: int) -> int | None:
-        """Batches of a whole pass on each rank; None where only reading tells."""
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        """Batches of a pass on each rank, from position `start` on; None if only reading tells."""
         ...
 
     def position(self, epoch: int, batches: int) -> int:

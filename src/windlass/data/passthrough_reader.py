@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
+from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
 from windlass.data.foreign import loader_length
-from windlass.data.nested import batch_size_of
-from windlass.data.portion import Portion
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)
 
 
-class OwnIteration:
+class PassthroughReader:
     """One rank's batches, read one ahead to know the last. A position is reached by reading up to it."""
 
     unit = "batches"
@@ -28,7 +28,7 @@ class OwnIteration:
     def total_batch_size(self) -> int | None:
         return getattr(self._loader, "batch_size", None)
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         if start:
             name = type(self._loader).__name__
             logger.warning(f"reading {start} batches of {name} again, to continue behind them")
@@ -40,14 +40,15 @@ class OwnIteration:
         while batch is not _END:
             following, done = next(batches, _END), done + 1
             if done > start:
-                yield Portion(batch, (batch_size_of(batch) or 1,), done, following is _END)
+                yield DealtBatch(batch, (batch_size_of(batch) or 1,), done, following is _END)
             batch = following
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
 
-    def batches(self, epoch: int) -> int | None:
-        return loader_length(self._loader)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        whole = loader_length(self._loader)
+        return None if whole is None else max(whole - start, 0)
 
     def position(self, epoch: int, batches: int) -> int:
         return batches
