@@ -75,7 +75,7 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
         yield "  from      its default"
     else:
         yield f"  from      {said.origin}{_weakness(said)}"
-        for other in said.over:
+        for other in said.overridden:
             yield f"  over      {_text(other.value)} from {other.origin}{_weakness(other)}"
         yield f"  default   {_text(key.default)}"
     yield f"  means     {key.doc}"
@@ -99,7 +99,7 @@ def _all(settings: Settings) -> Iterator[str]:
 
 
 def _weakness(said: Setting) -> str:
-    return " (as tools write it unasked; whatever is meant goes before it)" if said.weak else ""
+    return " (as tools write it unasked; whatever is meant goes before it)" if said.implicit else ""
 
 
 def _of_recipe(path: str) -> Settings:

@@ -51,7 +51,7 @@ def basic_settings(precision: str, devices: int, origin: str) -> Settings:
         ConfigError: there is no such precision; `origin` says where it was asked for.
     """
     settings = Settings()
-    settings.say(rows_training.PRECISION, precision, origin, "flag", weak=False)
+    settings.record(rows_training.PRECISION, precision, origin, "flag", implicit=False)
     if settings.problems:
         raise ConfigError(settings.problems)
     said = {"launch.machines": 1, "launch.processes": max(devices, 1), "cpu": devices == 0}
