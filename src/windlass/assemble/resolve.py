@@ -96,8 +96,8 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
         data=resolve_data(args),
-        logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
-        evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
+        logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
+        evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=_save(args, duration.steps),
         dist=parallel.dist,
         reports=ReportPlan(
@@ -296,7 +296,7 @@ def resolve_data(args: Any) -> DataPlan:
 def _save(args: Any, total_steps: int) -> SavePlan:
     return SavePlan(
         output_dir=args.output_dir,
-        cadence=_cadence(args.save_strategy, args.save_steps, total_steps),
+        cadence=resolve_cadence(args.save_strategy, args.save_steps, total_steps),
         total_limit=args.save_total_limit,
         metric=args.metric_for_best_model,
         greater_is_better=bool(args.greater_is_better),
@@ -343,7 +343,8 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     )
 
 
-def _cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
+def resolve_cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
+    """When something happens in a run of `total` updates; `steps` below 1 is a share of them."""
     stride = math.ceil(total * steps) if 0 < steps < 1 else int(steps)
     return CadencePlan(_text(strategy), max(stride, 1))  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.prompts import Prompter, ask_until, prompter
-from windlass.config.launch_file import default_file, find_file, updated, write_file
+from windlass.config.launch_file import basic_settings, default_file, find_file, updated, write_file
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.from_files import from_file
 from windlass.config.parallel.keys import Key
@@ -112,7 +112,7 @@ def config_command(words: list[str]) -> int:
         _update(options.config_file)
         return 0
     settings = (
-        _default(options.mixed_precision)
+        basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
         if options.action == "default" or options.default
         else asked(prompter())
     )
@@ -161,23 +161,6 @@ def _answer(prompt: Prompter, question: Question, default: str) -> Any:
         question.key.read,
         lambda: prompt.ask(question.text, default),
         lambda text: say(text, error=True),
-    )
-
-
-def _default(precision: str) -> Settings:
-    """One process for each accelerator, or one on the CPU."""
-    devices = _devices()
-    settings = Settings()
-    settings.say(rows_training.PRECISION, precision, "--mixed_precision", "flag", weak=False)
-    if settings.problems:
-        raise ConfigError(settings.problems)
-    return _settings(
-        {
-            "launch.machines": 1,
-            "launch.processes": max(devices, 1),
-            "cpu": devices == 0,
-            "precision": settings.value(rows_training.PRECISION),
-        }
     )
 
 

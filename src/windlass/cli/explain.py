@@ -14,6 +14,7 @@ from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import from_arguments, merge
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
@@ -74,14 +75,14 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
         yield "  from      its default"
     else:
         yield f"  from      {said.origin}{_weakness(said)}"
-        for other in said.over:
+        for other in said.overridden:
             yield f"  over      {_text(other.value)} from {other.origin}{_weakness(other)}"
         yield f"  default   {_text(key.default)}"
     yield f"  means     {key.doc}"
     for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
         if remark:
             yield f"  {remark}"
-    for place, spelling in _spellings(key):
+    for place, spelling in spellings(key):
         yield f"  {place:<9} {spelling}"
     for problem in settings.problems:
         yield f"  problem   {problem}"
@@ -98,21 +99,7 @@ def _all(settings: Settings) -> Iterator[str]:
 
 
 def _weakness(said: Setting) -> str:
-    return " (as tools write it unasked; whatever is meant goes before it)" if said.weak else ""
-
-
-def _spellings(key: Key) -> Iterator[tuple[str, str]]:
-    if key.flags:
-        yield "flag", f"--{key.flags[0]}"
-    yield "file", key.in_file
-    if key.variables:
-        yield "variable", key.variables[0]
-    if key.fields:
-        yield "arguments", ", ".join(key.fields)
-    elif key.family == "fsdp":
-        yield "arguments", f"fsdp_config={{{key.words[0]!r}: ...}}"
-    if key.family != "launch":
-        yield "recipe", f"parallel.{key.name}"
+    return " (as tools write it unasked; whatever is meant goes before it)" if said.implicit else ""
 
 
 def _of_recipe(path: str) -> Settings:

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
+from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import Problem
 
@@ -22,7 +23,7 @@ def spread(
     problems = [_placed(problem, draft) for problem in settings.problems]
     joined = dict(training)
     for setting in settings.values():
-        fields = _fields(setting)
+        fields = to_arguments(KEYS[setting.key], setting.value)
         if not fields:
             problems.append(_problem(draft, setting, _ONLY_AT_LAUNCH))
         for name, value in fields.items():
@@ -33,20 +34,6 @@ def spread(
                 problems.append(_problem(draft, setting, fix))
             joined[name] = value
     return joined, problems
-
-
-def _fields(setting: Setting) -> dict[str, Any]:
-    """The arguments that say it; none for what only a launcher can be told."""
-    key, value = KEYS[setting.key], setting.value
-    if setting.key == "strategy":
-        return {"fsdp": value == "fsdp"}
-    if setting.key == "precision":
-        return {"bf16": value == "bf16", "fp16": value == "fp16"}
-    if key.family == "fsdp":
-        return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
-    if key.family == "mesh":
-        return {"parallelism_config": {key.words[0]: value}}
-    return {key.fields[0]: value} if key.fields else {}
 
 
 def _problem(draft: RecipeDraft, setting: Setting, fix: str) -> Problem:

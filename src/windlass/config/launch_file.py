@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.config.parallel import rows_training
 from windlass.config.parallel.from_files import parse_file, without_unknown
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import KEYS
+from windlass.core.errors import ConfigError
 
 FILE_NAME = "default_config.yaml"
 
@@ -40,6 +42,20 @@ def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
 
 def _cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def basic_settings(precision: str, devices: int, origin: str) -> Settings:
+    """One process for each accelerator of this machine, or one on the CPU.
+
+    Raises:
+        ConfigError: there is no such precision; `origin` says where it was asked for.
+    """
+    settings = Settings()
+    settings.record(rows_training.PRECISION, precision, origin, "flag", implicit=False)
+    if settings.problems:
+        raise ConfigError(settings.problems)
+    said = {"launch.machines": 1, "launch.processes": max(devices, 1), "cpu": devices == 0}
+    return merge(settings, Settings({key: Setting(key, value, origin) for key, value in said.items()}))
 
 
 def to_document(settings: Settings) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def _objection(word: str, value: Any) -> str:
     if word not in _KEYS:
         return f"there is no such type: give {', '.join(rows.DTYPE_ROLES)}"
     if _KEYS[word].refused:
-        return _KEYS[word].refused if _KEYS[word].asks(value) else ""
+        return _KEYS[word].refused if _KEYS[word].would_change(value) else ""
     try:
         _reader(word)(value)
     except ValueError as error:

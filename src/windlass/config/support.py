@@ -6,6 +6,8 @@ It is the one source of what `validate` refuses, what `docs/support.md` says and
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +17,8 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.table import FLAGS, VARIABLES
+from windlass.config.parallel.spelling import spellings
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 
@@ -138,7 +141,25 @@ def markdown() -> str:
         lines += [
             f"| `{name}` | {row.status} | {row.note.replace('|', '/')} |" for name, row in table.items()
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_settings()]) + "\n"
+
+
+def _settings() -> Iterator[str]:
+    """The lines about how training is spread and launched: what each setting means, and its spelling in each place."""
+    places = ("flag", "file", "variable", "arguments", "recipe")
+    yield from ("", "## Settings of how training is spread and launched", "")
+    yield "`windlass explain NAME` says where the value of one comes from."
+    yield from (
+        "",
+        f"| setting | means | default | {' | '.join(places)} |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    for key in KEYS.values():
+        if not key.refused and not key.idle:
+            said = dict(spellings(key))
+            default = json.dumps(list(key.default) if isinstance(key.default, tuple) else key.default)
+            cells = [f"`{said[place]}`" if place in said else "" for place in places]
+            yield f"| `{key.name}` | {key.doc} | `{default}` | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

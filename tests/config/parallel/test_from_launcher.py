@@ -123,7 +123,11 @@ def test_the_own_variable_carries_everything_with_its_origin() -> None:
     back = from_environment(environ)
     assert set(back) == {"strategy", "fsdp.layers", "cpu"}
     for name, setting in back.items():
-        assert (setting.value, setting.origin, setting.weak) == (said[name].value, said[name].origin, False)
+        assert (setting.value, setting.origin, setting.implicit) == (
+            said[name].value,
+            said[name].origin,
+            False,
+        )
     plan = plan_parallel(back, TWO)
     assert plan.use_cpu
     assert plan.dist.shard == ShardPlan(wrap="transformer", layers=("A", "B"))

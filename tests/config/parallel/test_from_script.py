@@ -26,7 +26,7 @@ def shard(world: World = TWO, **arguments: Any) -> ShardPlan:
 def test_arguments_at_their_defaults_mean_plain_replication() -> None:
     plan = plan_parallel(from_arguments(TrainingArguments("out")), TWO)
     assert (plan.dist.strategy, plan.dist.shard, plan.precision.compute) == ("ddp", None, "fp32")
-    assert not any(said.weak is False for said in plan.settings.values() if said.key != "accumulation")
+    assert not any(said.implicit is False for said in plan.settings.values() if said.key != "accumulation")
 
 
 @pytest.mark.parametrize(("fsdp", "options"), [

@@ -81,4 +81,4 @@ def test_flags_go_before_the_file() -> None:
     file = from_document({"distributed_type": "FSDP", "mixed_precision": "fp16"}, "my.yaml")
     plan = plan_parallel(merge(from_flags({"mixed_precision": "bf16"}), file), TWO)
     assert plan.precision.compute == "bf16"
-    assert [other.origin for other in plan.settings["precision"].over] == ["mixed_precision in my.yaml"]
+    assert [other.origin for other in plan.settings["precision"].overridden] == ["mixed_precision in my.yaml"]

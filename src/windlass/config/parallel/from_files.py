@@ -80,7 +80,7 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
         if value not in ("LOCAL_MACHINE", 0, None):
             settings.problems.append(Problem(origin, value, _NO_SAGEMAKER))
     elif word == "fp16":  # how files said it before `mixed_precision`
-        settings.say(KEYS["precision"], "fp16" if value is True else None, origin, "file")
+        settings.record(KEYS["precision"], "fp16" if value is True else None, origin, "file")
     elif word == "parallel":
         _nested(settings, value, origin)
     elif word == "mpirun_config":
@@ -91,7 +91,7 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
     elif word in SECTIONS:
         _section(settings, value, origin, SECTIONS[word], name)
     elif key := (TOP_LEVEL.get(word) or FLAGS.get(word)):
-        settings.say(key, value, origin, "file")
+        settings.record(key, value, origin, "file")
     else:
         hint = did_you_mean(word, [*TOP_LEVEL, *SECTIONS])
         settings.notes.append(f"{name} has a key {word!r} that means nothing here{hint}")
@@ -106,7 +106,7 @@ def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Ke
     section = origin.partition(" ")[0]
     for word, raw in value.items():
         if word in words:
-            settings.say(words[word], raw, f"{section}.{word} in {name}", "file")
+            settings.record(words[word], raw, f"{section}.{word} in {name}", "file")
         else:
             hint = did_you_mean(str(word), words)
             settings.notes.append(f"{name} has a key '{section}.{word}' that means nothing here{hint}")
@@ -130,7 +130,7 @@ def _nested(settings: Settings, section: Any, origin: str) -> None:
     for word, raw in _flat(section):
         where = f"parallel.{word} in {name}"
         if word in KEYS:
-            settings.say(KEYS[word], raw, where, "file", weak=False)
+            settings.record(KEYS[word], raw, where, "file", implicit=False)
         else:
             hint = did_you_mean(word, built) or f"; known keys: {', '.join(built)}"
             settings.problems.append(Problem(where, raw, f"there is no such setting{hint}"))

@@ -1,4 +1,4 @@
-"""Settings out of the launcher's flags, and on their way through the environment to its processes."""
+"""Settings from the launcher: from its flags, and from the environment in which it passes them to its processes."""
 
 from __future__ import annotations
 
@@ -39,31 +39,33 @@ REFUSED = {
 
 
 def from_flags(options: Mapping[str, Any]) -> Settings:
-    """What the command line said.
+    """Read the settings on the command line.
 
     Args:
-        options: flag without dashes -> what was given; only those that were. None and False count as not given.
+        options: flag without dashes -> value. None and False count as not given.
     """
     settings = Settings()
     for word, raw in options.items():
         if word in FLAGS and raw is not None and raw is not False:
-            settings.say(FLAGS[word], raw, f"--{word}", "flag", weak=False)
+            settings.record(FLAGS[word], raw, f"--{word}", "flag", implicit=False)
     return settings
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """What the launcher of this process said.
+    """Read the settings of the launcher of this process.
 
-    `windlass launch` says all of it in one variable. Other launchers and shells say it in `ACCELERATE_*`, `FSDP_*`
-    and `PARALLELISM_CONFIG_*`, which are read when that one is not there.
+    `windlass launch` sets one variable with all of them. Without it, the variables of other launchers and shells are
+    read: `ACCELERATE_*`, `FSDP_*` and `PARALLELISM_CONFIG_*`.
     """
     own = environ.get(OWN_VARIABLE)
     return _foreign(environ) if own is None else _own(own)
 
 
 def to_environment(settings: Settings) -> str:
-    """The text of `WINDLASS_PARALLEL` that `from_environment` reads back: {key: [value, origin, weak]} as JSON."""
-    told = {s.key: [s.value, s.origin, s.weak] for s in settings.values() if not s.key.startswith("launch.")}
+    """The text of `WINDLASS_PARALLEL` that `from_environment` reads back: {key: [value, origin, implicit]} as JSON."""
+    told = {
+        s.key: [s.value, s.origin, s.implicit] for s in settings.values() if not s.key.startswith("launch.")
+    }
     return json.dumps(told)
 
 
@@ -83,16 +85,16 @@ def _own(text: str) -> Settings:
 def _foreign(environ: Mapping[str, str]) -> Settings:
     settings = Settings()
     for name, key in REFUSED.items():
-        settings.say(key, environ.get(name), name, "variable")
+        settings.record(key, environ.get(name), name, "variable")
     for name, key in VARIABLES.items():
         raw = environ.get(name, "")
         # Empty and "None" are how launchers export what nobody said.
         if raw not in ("", "None") and _is_on(key, environ):
-            settings.say(key, raw, name, "variable")
+            settings.record(key, raw, name, "variable")
     return settings
 
 
 def _is_on(key: Key, environ: Mapping[str, str]) -> bool:
-    """Whether accelerate would read this variable; of the switches themselves, that of the mesh says nothing."""
+    """Return True if accelerate would read this variable. The switch of the mesh sets nothing itself."""
     switch = FAMILIES[key.family].switch
     return key.name != "mesh.used" and (not switch or environ.get(switch, "false").lower() == "true")

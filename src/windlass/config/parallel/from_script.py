@@ -1,4 +1,4 @@
-"""Settings out of what a script says: `TrainingArguments`, and what it gives to `Accelerator(...)`."""
+"""Settings from a script: from `TrainingArguments`, and from the arguments of `Accelerator(...)`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FIELDS = (
 
 
 def from_arguments(args: Any) -> Settings:
-    """What a script's arguments say; a field at its default says nothing, but for the accumulation."""
+    """Read the settings in a script's arguments; a field at its default sets nothing, except the accumulation."""
     settings = Settings()
     _precision(settings, args)
     _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
-    # The loop counts by the arguments alone, so a launcher that says otherwise must be answered.
+    # The loop counts by the arguments alone, so a launcher that sets another number must be an error.
     _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
     for key in rows.DDP:
         for field in key.fields:
-            settings.say(key, getattr(args, field), f"TrainingArguments.{field}", "script")
+            settings.record(key, getattr(args, field), f"TrainingArguments.{field}", "script")
     if args.torch_compile:
         _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
         _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
@@ -48,7 +48,7 @@ def from_arguments(args: Any) -> Settings:
 
 
 def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
-    settings.say(key, raw, f"TrainingArguments.{field}", "script", weak=False)
+    settings.record(key, raw, f"TrainingArguments.{field}", "script", implicit=False)
 
 
 def _precision(settings: Settings, args: Any) -> None:
@@ -62,9 +62,9 @@ def _sharding(settings: Settings, args: Any) -> None:
     options = shard_options(args.fsdp)
     if options is not None:
         _say(settings, rows.STRATEGY, "fsdp", "fsdp")
-        # Scripts that say nothing about wrapping get the model's own layers.
+        # Without options of wrapping, the model's own layers are used.
         default = "the default of TrainingArguments.fsdp"
-        settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", weak=True))
+        settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", implicit=True))
         for option in options:
             _option(settings, option)
     read_section(
@@ -110,12 +110,12 @@ def _without_xla(settings: Settings, config: Any) -> Any:
 
 
 def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
-    """Read a script's mapping or dataclass whose fields are those of a launch file's section; None says nothing."""
+    """Read a mapping or dataclass with the fields of a launch file's section; None sets nothing."""
     if given is None or given == "":
         return
     given = _with_dtypes(given)
-    # Of a mapping every item was written by hand; an object also holds what nobody said.
-    weak = False if isinstance(given, Mapping) else None
+    # A mapping was written by hand; an object also holds defaults.
+    implicit = False if isinstance(given, Mapping) else None
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
     if not isinstance(given, Mapping):
@@ -124,7 +124,7 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
     known = SECTIONS[section]
     for word, raw in given.items():
         if word in known:
-            settings.say(known[word], raw, f"{origin}.{word}", "script", weak)
+            settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
         else:
             fix = f"there is no such option{did_you_mean(str(word), known)}"
             settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
@@ -153,18 +153,18 @@ _SECTIONS = {
     "parallelism_config": "parallelism_config",
     "ddp_kwargs": "ddp_config",
 }
-# What these constructor arguments are when nobody meant them.
+# Defaults of constructor arguments, which are not explicit.
 _UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
 
 
 def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settings:
-    """What a script says in code.
+    """Read the settings in the arguments of `Accelerator`.
 
     Args:
         given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
             "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" (the handler of
-            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as themselves,
-            or as mappings of what was said. None says nothing.
+            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as objects, or
+            as mappings of what was set. None sets nothing.
         where: whose arguments they are, for messages.
     """
     settings = Settings()
@@ -175,8 +175,8 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
         if name in ARGUMENTS_REFUSED:
             settings.problems.append(Problem(origin, type(value).__name__, ARGUMENTS_REFUSED[name]))
         elif name in _PLAIN:
-            weak = name in _UNMEANT and value == _UNMEANT[name]
-            settings.say(_PLAIN[name], value, origin, "script", weak)
+            implicit = name in _UNMEANT and value == _UNMEANT[name]
+            settings.record(_PLAIN[name], value, origin, "script", implicit)
         else:
             _plugin(settings, name, value, origin)
     return settings
@@ -184,13 +184,13 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
 
 def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
     if name == "fsdp_plugin":
-        settings.say(rows.STRATEGY, "fsdp", origin, "script", weak=False)
+        settings.record(rows.STRATEGY, "fsdp", origin, "script", implicit=False)
     try:
         said = plugin.settings() if hasattr(plugin, "settings") else plugin
     except ConfigError as error:
         settings.problems += error.problems
         return
     if dataclasses.is_dataclass(said) and not isinstance(said, type):
-        # What its other fields ask for is its own affair (`objections`).
+        # Its other fields are checked by its `objections`.
         said = {word: value for word, value in stated(said).items() if word in SECTIONS[_SECTIONS[name]]}
     read_section(settings, said, _SECTIONS[name], origin)

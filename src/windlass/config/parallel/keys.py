@@ -1,4 +1,4 @@
-"""What a setting is called: one canonical name, and its spelling in every place that can say it."""
+"""The description of a setting: one canonical name, and its spelling in each place where it can be set."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Settings that share how they are spelt.
+    """Settings whose spellings have the same prefixes.
 
     Attributes:
-        title: what they are about, as the launcher's help says it; "" for those that it does not list apart.
+        title: heading in the launcher's help; "" for families without one.
         section: the section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
-        flag: prefix of the launcher's flag after the dashes; None when no flag says it.
-        variable: prefix of the environment variable; None when no variable says it.
-        switch: the variable without which accelerate does not read the others.
+        flag: prefix of the launcher's flags after the dashes; None if there are no flags.
+        variable: prefix of the environment variables; None if there are none.
+        switch: the variable that must be true for accelerate to read the others.
     """
 
     title: str
@@ -55,16 +55,16 @@ class Key:
 
     Attributes:
         name: canonical, as in a recipe's `parallel:` section: "fsdp.cpu_offload".
-        read: brings any spelling of a value to the canonical one.
-        default: what holds when nobody says anything.
+        read: converts any spelling of a value to the canonical one.
+        default: the value if nobody sets it.
         doc: one sentence.
         family: a key of `FAMILIES`.
-        words: what it is called inside the family; the first is the one that Windlass writes.
-        fields: fields of `TrainingArguments` that say it; the first is the one that a recipe's value goes to.
-        written: the value that `accelerate launch` puts into the environment when its user said nothing.
-        write: the canonical value as files spell it that `accelerate launch` reads too.
-        refused: why it cannot be set; empty when it can.
-        idle: what to say once when it is set and nothing depends on it; empty when something does.
+        words: its names inside the family; Windlass writes the first.
+        fields: fields of `TrainingArguments` that set it; a recipe's value goes to the first.
+        written: the value that `accelerate launch` exports if its user set nothing.
+        write: converts the canonical value to the spelling that `accelerate launch` reads in files.
+        refused: why it cannot be set; empty if it can.
+        idle: note to log if it is set, for settings that change nothing; empty for the others.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Key:
     idle: str = ""
 
     def is_switch(self, word: str) -> bool:
-        """Whether its flag `word` needs no value. Those of sharding take one, as in accelerate."""
+        """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
         return word == "use_fsdp" or (self.read is flag and self.family not in ("fsdp", "ddp"))
 
     @property
@@ -91,35 +91,35 @@ class Key:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Environment variables that say it."""
+        """Environment variables that set it."""
         prefix = FAMILIES[self.family].variable
         return () if prefix is None else tuple(prefix + word.upper() for word in self.words)
 
     @property
     def in_file(self) -> str:
-        """Where Windlass writes it in a launch file: "num_processes", "fsdp_config.fsdp_offload_params"."""
+        """Its key in a launch file that Windlass writes: "num_processes", "fsdp_config.fsdp_offload_params"."""
         section = FAMILIES[self.family].section
         word = self.words[0]
         # The guides' files repeat the prefix in this one section.
         inside = f"fsdp_{word}" if self.family == "fsdp" else word
         return f"{section}.{inside}" if section else word
 
-    def is_weak(self, value: Any) -> bool:
-        """Whether tools write `value` unasked, so that it is no one's wish."""
+    def is_implicit(self, value: Any) -> bool:
+        """Return True if tools write `value` by default, so that it need not be anybody's choice."""
         return value == self.default or (self.written is not None and value == self.written)
 
-    def asks(self, raw: Any) -> bool:
-        """Whether a refused key is set to something that would change anything."""
+    def would_change(self, raw: Any) -> bool:
+        """Return True if a refused key is set to a value that would have an effect."""
         if raw in ([], {}) or str(raw).lower() == str(self.written).lower():
             return False
         return raw not in _ASKS_FOR_NOTHING and str(raw).lower() not in _ASKS_FOR_NOTHING
 
 
 def rows_of(family: str, name: str = "") -> Callable[..., Key]:
-    """What makes the rows of a family, whose canonical names begin with `name` (the family's own by default).
+    """Return a function that makes rows of a family; their canonical names begin with `name` (default: the family's).
 
-    The function takes the last part of the name, `read`, `default` and `doc`, the words (by default the name's last
-    part), and the other attributes of a `Key` by name.
+    Its arguments are the last part of the name, `read`, `default` and `doc`, the words (default: the last part of the
+    name), and the other attributes of `Key` as keywords.
     """
 
     def row(last: str, read: Reader, default: Any, doc: str, *words: str, **others: Any) -> Key:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.settings import Settings, contradiction, meant_among
+from windlass.config.parallel.settings import Settings, contradiction, explicit_among
 from windlass.config.parallel.table import values_for
 from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, Problem
@@ -88,7 +88,13 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _one_sharding(settings)
     yield from _mesh_fits(settings, world, shards=settings.value(rows.MESH_SHARDS))
     wrap, layers = settings.get(rows.FSDP_WRAP.name), settings.get(rows.FSDP_LAYERS.name)
-    if wrap is not None and layers is not None and not wrap.weak and wrap.value == "size" and layers.value:
+    if (
+        wrap is not None
+        and layers is not None
+        and not wrap.implicit
+        and wrap.value == "size"
+        and layers.value
+    ):
         yield contradiction(layers, wrap)
     yield from _scale_reaches_gradients(settings)
     if settings.value(rows.DDP_HOOK) != "no":
@@ -109,14 +115,14 @@ def _scale_reaches_gradients(settings: Settings) -> Iterator[Problem]:
 
 def _sharding_that_is_off(settings: Settings) -> Iterator[Problem]:
     fix = "means nothing while sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
-    for said in meant_among(settings, [key.name for key in rows.FSDP]):
+    for said in explicit_among(settings, [key.name for key in rows.FSDP]):
         if said.source in ("script", "flag"):
             yield Problem(said.origin, said.value, fix)
 
 
 def _one_sharding(settings: Settings) -> Iterator[Problem]:
     named, reshard = settings.get(rows.FSDP_SHARDING.name), settings.get(rows.FSDP_RESHARD.name)
-    if named is None or reshard is None or named.weak or reshard.weak or named.value == "no_shard":
+    if named is None or reshard is None or named.implicit or reshard.implicit or named.value == "no_shard":
         return
     agree = (
         named.value == reshard.value
@@ -128,11 +134,11 @@ def _one_sharding(settings: Settings) -> Iterator[Problem]:
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
-    said = meant_among(settings, [rows.MESH_REPLICAS.name, rows.MESH_SHARDS.name])
+    said = explicit_among(settings, [rows.MESH_REPLICAS.name, rows.MESH_SHARDS.name])
     replicas = settings.value(rows.MESH_REPLICAS)
     if not said:
         return
-    if settings.meant(rows.MESH_SHARDS.name) or not is_sharded(settings):
+    if settings.is_explicit(rows.MESH_SHARDS.name) or not is_sharded(settings):
         if replicas * shards != world.size:
             fix = f"{replicas} copies of {shards} shards make {replicas * shards} processes, and there are {world.size}"
             yield Problem(said[0].origin, said[0].value, fix)
@@ -145,14 +151,14 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
 
 def _remarks(settings: Settings, world: World) -> Iterator[str]:
     if not is_sharded(settings):
-        unused = meant_among(settings, [key.name for key in rows.FSDP])
+        unused = explicit_among(settings, [key.name for key in rows.FSDP])
         if unused:
             yield f"not used, for sharding is off: {', '.join(said.origin for said in unused)}"
         return
     version = settings.get(rows.FSDP_VERSION.name)
     if version is not None and version.value == "1" and version.source == "script":
         yield f"{version.origin}=1: its spellings are understood, and what runs is FSDP2"
-    one_machine = 1 < world.size == world.local_size and not settings.meant(rows.MESH_REPLICAS.name)
+    one_machine = 1 < world.size == world.local_size and not settings.is_explicit(rows.MESH_REPLICAS.name)
     if one_machine and _sharding(settings).startswith("hybrid"):
         yield "hybrid sharding keeps a copy on each machine; there is one machine, so all processes share one copy"
     prefetch = settings.get(rows.FSDP_BACKWARD_PREFETCH.name)
@@ -213,7 +219,9 @@ def _frees(sharding: str) -> bool:
 
 def _reshard(settings: Settings) -> bool | int:
     reshard = settings.value(rows.FSDP_RESHARD)
-    by_name = settings.meant(rows.FSDP_SHARDING.name) and not settings.meant(rows.FSDP_RESHARD.name)
+    by_name = settings.is_explicit(rows.FSDP_SHARDING.name) and not settings.is_explicit(
+        rows.FSDP_RESHARD.name
+    )
     if isinstance(reshard, str) or by_name:
         return _frees(_sharding(settings))
     return reshard  # type: ignore[no-any-return]
@@ -222,7 +230,7 @@ def _reshard(settings: Settings) -> bool | int:
 def _replicas(settings: Settings, world: World) -> int:
     if _sharding(settings) == "no_shard":
         return world.size
-    if settings.meant(rows.MESH_REPLICAS.name):
+    if settings.is_explicit(rows.MESH_REPLICAS.name):
         return int(settings.value(rows.MESH_REPLICAS))
     machines = max(world.size // world.local_size, 1)
     return machines if _sharding(settings).startswith("hybrid") else 1
@@ -230,10 +238,13 @@ def _replicas(settings: Settings, world: World) -> int:
 
 def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
     """As said; without a word, by what was said beside it: names of layers, or a least size."""
-    if not settings.meant(rows.FSDP_WRAP.name):
+    if not settings.is_explicit(rows.FSDP_WRAP.name):
         if settings.value(rows.FSDP_LAYERS):
             return "transformer"
-        if settings.meant(rows.FSDP_MIN_PARAMETERS.name) and settings.value(rows.FSDP_MIN_PARAMETERS) > 0:
+        if (
+            settings.is_explicit(rows.FSDP_MIN_PARAMETERS.name)
+            and settings.value(rows.FSDP_MIN_PARAMETERS) > 0
+        ):
             return "size"
     wrap: Literal["none", "transformer", "size"] = settings.value(rows.FSDP_WRAP)
     return wrap
