@@ -59,7 +59,6 @@ OVERRIDABLE = {
     }
 }  # fmt: skip
 NOT_YET = {
-    "src/windlass/data/prepare.py": {"_fixed_epoch"},
     "src/windlass/data/samplers.py": {"_num_samples"},
 }
 

@@ -18,7 +18,7 @@ from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
-from windlass.core.errors import DataError, ModelError
+from windlass.core.errors import DataError
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
@@ -495,9 +495,3 @@ class Trainer(TrainerNames):
             state_dict: the weights to write instead of the model's own; an empty one writes none.
         """
         self._model_writer.write(Path(output_dir or self.output_folder), state_dict)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Save a checkpoint of the run as it is. Every rank calls it; see `Checkpointer.save`."""
-        if self._run is None:
-            raise ModelError("only a run has checkpoints: call train() first")
-        self._run.save_checkpoint(wait=not self.is_in_train)

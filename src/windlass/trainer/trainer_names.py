@@ -43,6 +43,7 @@ class TrainerNames:
     accelerator: Accelerator
     optimizer: torch.optim.Optimizer | None
     processing_class: Any
+    is_in_train: bool
     _session: Session
     _services: Services
     _run: Run | None
@@ -142,6 +143,10 @@ class TrainerNames:
         if model is None:
             raise ModelError("model_init returned None; it must return the model")
         return model
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Save a checkpoint of the run as it is. Every rank calls it; see `Checkpointer.save`."""
+        _of_run(self._run).save_checkpoint(wait=not self.is_in_train)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model. Override it to load them your own way."""
