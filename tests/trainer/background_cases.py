@@ -29,7 +29,7 @@ class Noting(Trainer):
 def _noting(note_end: Any) -> Any:
     def noted(saver: RunSaver, step: int, folder: Path | None, newest: Path | None) -> None:
         trainer = getattr(Noting, "latest", None)
-        if trainer is not None and (trainer.is_in_train or trainer._run.saver is saver):
+        if trainer is not None and (trainer.is_in_train or (trainer._run and trainer._run.saver is saver)):
             trainer.notes.append((step, trainer.state.global_step, None if folder is None else folder.name))
         note_end(saver, step, folder, newest)
 

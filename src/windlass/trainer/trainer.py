@@ -111,7 +111,7 @@ class Trainer(TrainerNames):
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, None
+        self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(first_model(model, self))
@@ -199,8 +199,8 @@ class Trainer(TrainerNames):
             self._take_model(self.call_model_init(trial))
             self._services.loss.take_model(self.model, self.label_names)
             self.optimizer, self.lr_scheduler = None, None
-        if self.lr_scheduler is self._made_scheduler:  # it was made for the length of an earlier run
-            self.lr_scheduler = None
+        if self._made_scheduler:  # for the length of an earlier run
+            self.lr_scheduler, self._made_scheduler = None, False
         started = Moment()
         # Before anything else that all ranks do together.
         begin_call(self, Trainer, self._services, "train()", resume)
@@ -366,7 +366,8 @@ class Trainer(TrainerNames):
         """Set and return `self.lr_scheduler`; one that is there already is kept."""
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._made_scheduler = new_scheduler(self.args, target, num_training_steps)
+            self.lr_scheduler = new_scheduler(self.args, target, num_training_steps)
+            self._made_scheduler = True
         return self.lr_scheduler
 
     # --- evaluation -------------------------------------------------------------------------------------------------
