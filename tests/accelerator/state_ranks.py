@@ -83,7 +83,7 @@ def order(state: PartialState) -> None:
 
 def singletons(state: PartialState) -> None:
     assert PartialState()._gang is current()
-    remember(current(), state.device, pace=None, mixed_precision="bf16", sharded=True)
+    remember(current(), state.device, accumulation=None, mixed_precision="bf16", sharded=True)
     shown = AcceleratorState()
     assert (shown.mixed_precision, str(shown.distributed_type), shown.is_fsdp2) == ("bf16", "FSDP", True)
     assert shown.process_index == state.process_index

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 
-from windlass.accelerator.pace import Pace
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.state import AcceleratorState, GradientState, PartialState, remember
 from windlass.config.plugins import GradientAccumulationPlugin
 from windlass.core.errors import ConfigError, ModelError
@@ -59,7 +59,7 @@ def test_an_accelerator_is_needed_for_its_state() -> None:
 
 
 def test_what_an_accelerator_was_made_with_cannot_change() -> None:
-    remember(Gang(), CPU, pace=None, mixed_precision="bf16")
+    remember(Gang(), CPU, accumulation=None, mixed_precision="bf16")
     assert AcceleratorState("bf16").mixed_precision == "bf16"
     with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
         AcceleratorState("fp16")
@@ -68,12 +68,12 @@ def test_what_an_accelerator_was_made_with_cannot_change() -> None:
 
 
 def test_the_loop_is_seen_moving() -> None:
-    pace = Pace(GradientAccumulationPlugin(num_steps=2))
-    remember(Gang(), CPU, pace)
+    accumulation = AccumulationState(GradientAccumulationPlugin(num_steps=2))
+    remember(Gang(), CPU, accumulation)
     state = GradientState()
     assert (state.num_steps, state.adjust_scheduler, state.remainder) == (2, True, -1)
-    pace.advance()
+    accumulation.advance()
     assert not state.sync_gradients
-    pace.advance()
+    accumulation.advance()
     assert GradientState().sync_gradients
     assert "Sync Gradients: True" in repr(state)

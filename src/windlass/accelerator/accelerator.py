@@ -1,20 +1,21 @@
-"""`Accelerator`: a training loop that the user owns, on the executors and strategies that the Trainer uses."""
+"""`Accelerator`: run a training loop of your own on the executors and strategies of the Trainer."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.delegate import method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
 from windlass.accelerator.model_files import ModelFiles
 from windlass.accelerator.own_loop import OwnLoop
-from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.preparing import Preparer
 from windlass.accelerator.ranks import Ranks
@@ -46,24 +47,24 @@ from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
 
 class Accelerator(Ranks):
-    """Where a loop runs, and what makes it run there.
+    """Prepare and run a training loop on one device or many.
 
     The same script trains in one process, in many, and on sharded models: build everything as for one process, pass it
-    through `prepare`, and replace `loss.backward()` by `accelerator.backward(loss)`. What the launcher or a
-    configuration file says counts as if it were said here; contradictions are errors that name both.
+    through `prepare`, and replace `loss.backward()` by `accelerator.backward(loss)`. Settings of the launcher or of a
+    configuration file count as if they were given here; contradictions are errors that name both.
 
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's batch size is that of all processes together, instead of each one's.
         mixed_precision: "no", "fp16" or "bf16".
         gradient_accumulation_steps: micro-batches of one update (see `accumulate`).
-        cpu: leave accelerators alone.
+        cpu: train on the CPU even if there is an accelerator.
         dataloader_config: how loaders are dealt to processes.
         deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; those engines are not built.
         fsdp_plugin: shard models over processes.
         rng_types: generators that all processes share at the beginning of a pass ("generator", "torch", "cuda").
         log_with: experiment trackers, by name or as objects.
-        project_dir, project_config: where checkpoints and logs lie.
+        project_dir, project_config: folders of checkpoints and logs.
         gradient_accumulation_plugin: options of accumulation beside the number of steps.
         step_scheduler_with_optimizer: False: prepared schedules advance at every call of their `step`.
         kwargs_handlers: options of replication, of the fp16 scaler, of autocast, of the process group, of the profiler.
@@ -75,8 +76,8 @@ class Accelerator(Ranks):
     Attributes:
         device: the device of this process.
         mixed_precision: "no", "bf16" or "fp16".
-        gradient_state: where the loop stands in its loader and its update.
-        log_with, trackers: what was asked for, and what `init_trackers` opened.
+        gradient_state: the position of the loop in its loader and its update.
+        log_with, trackers: the requested trackers, and those that `init_trackers` opened.
         logging_dir: the folder for trackers that write files.
 
     Raises:
@@ -117,20 +118,20 @@ class Accelerator(Ranks):
         )  # fmt: skip
         world = world_from_environment()
         settings = resolve_settings(request, world)
-        # Before the other processes are met: a tracker that cannot be had must not leave them waiting.
+        # Before the process group is joined: a missing tracker must not leave the other processes waiting.
         trackers = filter_trackers(log_with, settings.project.logging_dir)
         gang, device = meet(settings, world)
-        pace = Pace(settings.accumulation, 1 if settings.loader.split_batches else gang.size)
-        prepared = Prepared(_scaler(settings, device), device)
-        self._assemble(gang, device, settings, pace, prepared, OwnLoop(settings.dist, pace, prepared, gang))
+        self._assemble(
+            gang, device, settings, _scaler(settings, device), functools.partial(OwnLoop, settings.dist, gang)
+        )
         self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug)
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
-            pace.at_begin = functools.partial(synchronize_rng_states, shared)
+            self.gradient_state.at_begin = functools.partial(synchronize_rng_states, shared)
         remember(
             gang,
             device,
-            pace,
+            self.gradient_state,
             mixed_precision=self.mixed_precision,
             sharded=self.is_fsdp2,
             fsdp_plugin=fsdp_plugin,
@@ -147,7 +148,7 @@ class Accelerator(Ranks):
         accumulation: int,
         engine: LoopEngine,
     ) -> Accelerator:
-        """The accelerator of a Trainer, which has met its world and resolved its settings already."""
+        """The accelerator of a Trainer, which has joined its processes and resolved its settings already."""
         settings = Settings(
             dist=DistPlan(),
             precision=precision,
@@ -158,10 +159,7 @@ class Accelerator(Ranks):
         )
         accelerator = cls.__new__(cls)
         # Losses of models beside the trained one do not pass through the run's loss scale.
-        prepared = Prepared(UnitScaler(device), device, lambda: engine.strategies)
-        accelerator._assemble(
-            gang, device, settings, Pace(settings.accumulation, gang.size), prepared, engine
-        )
+        accelerator._assemble(gang, device, settings, UnitScaler(device), lambda *_: engine)
         accelerator._trackers = Trackers([], None)
         return accelerator
 
@@ -170,16 +168,19 @@ class Accelerator(Ranks):
         gang: Gang,
         device: torch.device,
         settings: Settings,
-        pace: Pace,
-        prepared: Prepared,
-        engine: LoopEngine,
+        scaler: Scaler,
+        engine: Callable[[AccumulationState, Prepared], LoopEngine],
     ) -> None:
-        self._gang, self.gradient_state, self._prepared, self._engine = gang, pace, prepared, engine
-        self._setup = Setup(settings, gang, device, lambda: engine.dist, prepared.scaler)
-        self._exchange = Exchange(gang, pace)
-        self._stepping = Stepping(gang, pace, prepared, engine, lambda: settings.loader.even_batches)
-        self._preparer = Preparer(self._setup, gang, pace, prepared, engine, self._stepping)
-        self._saver = Saver(self._setup, gang, pace, prepared, engine)
+        stride = 1 if settings.loader.split_batches else gang.size
+        accumulation = AccumulationState(settings.accumulation, stride)
+        prepared = Prepared(scaler, device, lambda: self._engine.strategies)
+        self._gang, self.gradient_state, self._prepared = gang, accumulation, prepared
+        self._engine = engine(accumulation, prepared)
+        self._setup = Setup(settings, gang, device, lambda: self._engine.dist, scaler)
+        self._exchange = Exchange(gang, accumulation)
+        self._stepping = Stepping(gang, accumulation, prepared, self._engine, settings.loader)
+        self._preparer = Preparer(self._setup, gang, accumulation, prepared, self._engine, self._stepping)
+        self._saver = Saver(self._setup, gang, accumulation, prepared, self._engine)
         self._files = ModelFiles(gang, prepared)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
@@ -188,7 +189,7 @@ class Accelerator(Ranks):
 
     @property
     def state(self) -> AcceleratorState:
-        """The state of this process, as scripts ask it."""
+        """The state of this process."""
         return AcceleratorState()
 
     # mypy takes a method with free keywords for one that may be called with `self=`: hence the ignores below.
@@ -305,35 +306,35 @@ class Accelerator(Ranks):
     log = method_of("_trackers", Trackers.log)
 
     def wait_for_everyone(self) -> None:
-        """Return when every process is here, and a save in the background has ended."""
+        """Return once every process has called this, and a save in the background has ended."""
         self._saver.finish()
         super().wait_for_everyone()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared, and hand memory back to the device.
+        """Forget all prepared objects, and free cached device memory.
 
         Returns:
-            None in the place of each object: assign them, so that nothing else holds what they were.
+            None for each of `objects`: assign them to the names that held the objects, so that these can be freed.
         """
         self._saver.release_memory()
         self._engine.free_memory()
         return [None] * len(objects)
 
     def clear(self, *objects: Any) -> Any:
-        """`free_memory`, under its other name."""
+        """Same as `free_memory`."""
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Wait for a save in the background, close the trackers, and part from the other processes."""
+        """Wait for a save in the background, close the trackers, and leave the process group."""
         self._saver.finish()
         self._trackers.finish()
         leave()
 
 
 def meet(settings: Settings, world: World) -> tuple[Gang, torch.device]:
-    """Choose this process's device, and meet the other processes of the job."""
+    """Choose this process's device, and join the process group."""
     device = choose_device(settings.cpu, world.local_rank)
     if device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index or 0)
@@ -343,7 +344,7 @@ def meet(settings: Settings, world: World) -> tuple[Gang, torch.device]:
     timeout = settings.dist.timeout_seconds
     if init is not None and isinstance(init.timeout, datetime.timedelta):
         timeout = int(init.timeout.total_seconds())
-    # "nccl" is the word's default, which means whatever fits the device.
+    # "nccl" is the default of the handler, and means the backend that fits the device.
     backend = None if init is None or init.backend == "nccl" else init.backend
     return join(world, device, timeout, backend, None if init is None else init.init_method), device
 

@@ -1,4 +1,4 @@
-"""What the ranks of a user's own loop compare when they prepare their objects."""
+"""Check that all ranks prepare the same objects with the same settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes the updates of an `Accelerator`: a loop of the user's own (`own_loop.py`), or a run of a Trainer."""
+"""The engine of an `Accelerator`: a user's own loop (`own_loop.py`), or a run of a Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windlass.transforms.strategy import Strategy
 
 
 class LoopEngine(Protocol):
-    """What an `Accelerator` asks of whoever makes the updates."""
+    """The owner of the updates: normalizes losses, and may have models of its own."""
 
     @property
     def dist(self) -> DistPlan:
@@ -27,7 +27,7 @@ class LoopEngine(Protocol):
 
     @property
     def strategies(self) -> Sequence[Strategy]:
-        """The models that the engine has spread itself, beside those that were prepared."""
+        """The strategies of the engine's own models, beside the prepared ones."""
         ...
 
     @property
@@ -36,19 +36,19 @@ class LoopEngine(Protocol):
         ...
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Whether the engine prepares `item` itself, so that `prepare` returns it unchanged.
+        """Return True if the engine prepares `item` itself, so that `prepare` returns it unchanged.
 
         Args:
-            prepares: whether an optimizer updates a model that was, or is now, prepared by a script.
+            prepares: returns True if an optimizer updates a model that the script prepares.
         """
         ...
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Gradients of a micro-batch's loss, divided as the engine divides losses."""
+        """Compute the gradients of a micro-batch's loss, normalized by the engine's rules."""
         ...
 
     def free_memory(self) -> None:
-        """Give cached device memory back to the system, and forget what a loop of the user's own has prepared."""
+        """Free cached device memory; a user's own loop forgets its prepared objects too."""
         ...
 
     @property
@@ -57,7 +57,8 @@ class LoopEngine(Protocol):
         ...
 
     def check_may_save(self) -> None:
-        """
+        """Check that `save_state` may be called.
+
         Raises:
             ConfigError: the engine saves its state itself.
         """
@@ -67,7 +68,7 @@ class LoopEngine(Protocol):
 class TrainerEngine:
     """Implements `LoopEngine` for a Trainer, whose runs attach to it one after the other.
 
-    Models that a script prepares beside the trained one belong to the accelerator: runs leave them alone.
+    Models that a script prepares beside the trained one belong to the accelerator, and are not affected by runs.
 
     Args:
         owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
@@ -89,8 +90,8 @@ class TrainerEngine:
         """A run starts.
 
         Args:
-            backward: what the run does with a loss.
-            strategy: how its model is spread; `get_state_dict` and others use it after the run, too.
+            backward: called for `accelerator.backward(loss)`.
+            strategy: strategy of the trained model; `get_state_dict` and others use it after the run, too.
         """
         self._backward, self._strategies = backward, (strategy,)
 

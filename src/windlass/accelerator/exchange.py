@@ -1,4 +1,4 @@
-"""Tensors and values between the processes of a loop."""
+"""Exchange tensors and values between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.accelerator.pace import Pace
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.shares import share_of
 from windlass.core.trees import recursively_apply
 from windlass.data.prepared_loader import PreparedLoader
@@ -18,34 +18,34 @@ from windlass.dist.gang import Gang
 
 
 class Exchange:
-    """The part of `Accelerator` that gathers, reduces and pads.
+    """Gathers, reduces and pads tensors over processes.
 
     Args:
-        pace: which loader the loop is in.
+        accumulation: knows the loader that is being iterated.
 
     Attributes:
-        flag: 1 where this process has raised its flag.
+        flag: 1 if this process has set its trigger.
     """
 
-    def __init__(self, gang: Gang, pace: Pace) -> None:
-        self._gang, self._pace = gang, pace
+    def __init__(self, gang: Gang, accumulation: AccumulationState) -> None:
+        self._gang, self._accumulation = gang, accumulation
         self.flag: Tensor | None = None
 
     def gather(self, tensor: Any) -> Any:
-        """The same nest with every process's tensors joined along the first axis. Sizes along it may differ."""
+        """Concatenate the tensors of all processes along the first axis. Sizes along it may differ."""
         return operations.gather(tensor, gang=self._gang)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather`, with one row for each sample of the current batch: what a filler made is left out.
+        """`gather` with exactly one row for each sample of the current batch. Rows of a filler batch are dropped.
 
-        A tensor with as many rows as a whole batch, where the last batch has fewer samples, is cut to those (a loss
-        that was repeated for each sample).
+        If the last batch is short, a tensor that has as many rows as a full batch (a loss that was repeated for each
+        sample) is cut to the samples of the batch.
 
         Args:
             input_data: a nest of tensors, or a list of plain values.
-            use_gather_object: gather values even where all are tensors.
+            use_gather_object: gather as objects even if all values are tensors.
         """
-        loader = self._pace.active_dataloader
+        loader = self._accumulation.active_dataloader
         if use_gather_object or not _all_tensors(input_data):
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
             if self._gang.size == 1:
@@ -57,32 +57,36 @@ class Exchange:
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The same nest with the sum, mean or maximum over all processes in place of each tensor, times `scale`."""
+        """Reduce each tensor over all processes, and multiply the result by `scale`.
+
+        Args:
+            reduction: "sum", "mean" or "max".
+        """
         return operations.reduce(tensor, reduction, scale, gang=self._gang)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """The same nest with axis `dim` of each tensor lengthened to the longest on any process."""
+        """Pad axis `dim` of each tensor to its largest size on any process."""
         return operations.pad_across_processes(tensor, dim, pad_index, pad_first, gang=self._gang)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
+        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
 
         Args:
-            apply_padding: repeat the last element, so that every process has as many.
+            apply_padding: repeat the last element, so that all processes get equally many.
         """
         yield share_of(inputs, self._gang, apply_padding)
 
     # --- a flag that one process raises for all -----------------------------------------------------------------------
 
     def set_trigger(self) -> None:
-        """Raise this process's flag."""
+        """Set this process's trigger."""
         self.flag = torch.tensor(1)
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised its flag; lowers all of them where one has. Collective."""
+        """Return True if any process has set its trigger, and reset all triggers then. Collective."""
         raised = self._gang.sum(torch.tensor(0) if self.flag is None else self.flag.clone())
         if int(raised) == 0:
             return False
@@ -99,7 +103,7 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _of_samples(tensor: Tensor, loader: PreparedLoader) -> Tensor:
-    """The rows of a tensor that belong to samples of this process."""
+    """The rows of `tensor` that belong to samples of this process."""
     if loader.is_filler:
         return tensor.reshape(1)[:0] if tensor.ndim == 0 else tensor[:0]
     if tensor.ndim and tensor.shape[0] == loader.batch_size and loader.samples_here < tensor.shape[0]:

@@ -1,4 +1,4 @@
-"""What preparing does to a model's forward: mixed precision around it, and no way past its wrapper."""
+"""Changes that preparing makes to a model's forward: mixed precision, and a check that the wrapper is called."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ORIGINAL = "_original_forward"
 
 
 def mix_precision(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let the module's own forward run within `autocast` and give its floating-point results in single precision.
+    """Run the module's forward under `autocast`, and convert its floating-point outputs to single precision.
 
-    The forward is replaced on the object, so that its class, its names and its hooks stay what they were.
+    The forward is replaced on the instance, so its class, parameter names and hooks do not change.
     """
     if hasattr(module, _ORIGINAL):
         return
@@ -55,7 +55,7 @@ def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], N
     Evaluation, and whatever runs without gradients, may use the bare module.
 
     Returns:
-        What lifts it again.
+        A function that removes the check.
     """
     seen, guarded = wrapper.forwards, weakref.ref(module)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from windlass.accelerator.pace import Pace
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.restoring import census, model_name
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, KnownAdapter, base_part
@@ -46,8 +46,10 @@ class ModelContent:
 class LoopContent:
     """Gathers the content of a loop's checkpoints. Every rank calls its methods alike."""
 
-    def __init__(self, gang: Gang, device: torch.device, pace: Pace, prepared: Prepared) -> None:
-        self._gang, self._device, self._pace, self._prepared = gang, device, pace, prepared
+    def __init__(
+        self, gang: Gang, device: torch.device, accumulation: AccumulationState, prepared: Prepared
+    ) -> None:
+        self._gang, self._device, self._accumulation, self._prepared = gang, device, accumulation, prepared
         self._adapters: dict[Strategy, KnownAdapter] = {}
 
     def models(self, disks: Disks, hooked: bool) -> list[ModelContent]:
@@ -87,7 +89,7 @@ class LoopContent:
     def states(self, disks: Disks) -> Content:
         """Everything but the models; states of all ranks on keepers alone."""
         prepared, parts = self._prepared, {}
-        shared: dict[str, State] = {"loop": {"step": self._pace.step, **census(prepared)}}
+        shared: dict[str, State] = {"loop": {"step": self._accumulation.step, **census(prepared)}}
         for index, optimizer in enumerate(prepared.optimizers):
             name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
             if prepared.executor_of(optimizer).strategy.saves_parts:

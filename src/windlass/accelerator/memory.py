@@ -1,4 +1,4 @@
-"""Memory given back, and a batch size that fits into what there is."""
+"""Free memory, and find a batch size that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.core.logs import get_logger
 
 logger = get_logger(__name__)
 
-# How allocators that raise a plain RuntimeError say that there is no more.
+# Messages of allocators that raise a plain RuntimeError when memory is exhausted.
 _OUT_OF_MEMORY = (
     " out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand device memory that PyTorch keeps for later back to the system; `garbage_collection` collects first."""
+    """Free cached device memory, after a garbage collection if `garbage_collection` is True."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -33,9 +33,9 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back memory. Assign the result to the names that were handed in: `a, b = release_memory(a, b)`.
+    """Free memory. Assign the result to the names that were passed: `a, b = release_memory(a, b)`.
 
-    The caller's names are the last that hold the objects, so their memory is free once they are assigned again.
+    The caller's names hold the last references to the objects, whose memory is free once the names are assigned.
     """
     count = len(objects)
     del objects
@@ -44,7 +44,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether this is what running out of memory looks like."""
+    """Return True if `exception` is an out-of-memory error."""
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(exception, RuntimeError) and any(words in str(exception) for words in _OUT_OF_MEMORY)

@@ -25,15 +25,16 @@ from windlass.transforms.offload import (
 
 
 class ModelFiles:
-    """The part of `Accelerator` that writes single files."""
+    """Reads state dicts of models, and writes single files."""
 
     def __init__(self, gang: Gang, prepared: Prepared) -> None:
         self._gang, self._prepared = gang, prepared
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state dict with whole tensors; where it is sharded, on the main process and in host memory.
+        """The model's state dict with whole tensors. Collective.
 
-        Every process calls it. Others get an empty one where the model is sharded. Offloaded weights are read.
+        If the model is sharded, the main process gets it in host memory, and others get an empty one. Offloaded
+        weights are read from where they are.
         """
         if any(map(has_offloaded_params, model.modules())):
             return dict(get_state_dict_offloaded_model(model))
@@ -49,10 +50,10 @@ class ModelFiles:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights as safetensors, in files that `from_pretrained` reads. Every process calls it.
+        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
 
         Args:
-            max_shard_size: files grow to this size ("5GB", "200MB", or bytes); beyond one file there is an index.
+            max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
             safe_serialization: must be True: pickle is never written.
         """
         if not safe_serialization:

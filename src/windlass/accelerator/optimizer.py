@@ -1,4 +1,4 @@
-"""A user's optimizer inside a loop that accumulates and scales: a thin object around it, which keeps it as it is."""
+"""A thin wrapper of a user's optimizer, for loops with accumulation and loss scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.dist.beacon import AFTER, beacon
 
 
 class Stepper(Protocol):
-    """What a prepared optimizer asks of the accelerator that prepared it."""
+    """The part of an accelerator that a prepared optimizer calls."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -23,25 +23,24 @@ class Stepper(Protocol):
     def apply_update(
         self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None
     ) -> tuple[bool, Any]:
-        """One update of `optimizer.optimizer`: whether it was applied, and what the closure returned."""
+        """Update with `optimizer.optimizer`. Return whether the update was applied, and the result of the closure."""
         ...
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose `step` and `zero_grad` do nothing between the updates of an accumulating loop.
+    """An optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
 
-    It is an `Optimizer` by type, so that schedules can be built on it; groups, state and defaults are those of the
-    user's own object, which is `optimizer` and keeps its identity. Stepping that object directly would go past
-    accumulation and loss scaling, and is refused.
+    It is an `Optimizer`, so schedules can be built on it. Groups, state and defaults are those of the wrapped
+    `optimizer`. Calling that object's `step` directly would bypass accumulation and loss scaling, and is refused.
 
     Attributes:
         optimizer: the user's own.
-        step_was_skipped: whether the last update was left out because fp16 gradients overflowed.
-        updates: how many updates were applied, counted from when it was prepared.
+        step_was_skipped: whether the last update was skipped because fp16 gradients overflowed.
+        updates: number of updates applied since it was prepared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
-        # The base class's constructor is left out on purpose: it would make groups and a state of its own.
+        # The base class's constructor is not called: it would create groups and a state of its own.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self.updates = 0
@@ -92,7 +91,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def parameters(self) -> list[Tensor]:
-        """Everything that it updates."""
+        """The parameters of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +104,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """For optimizers that have two modes (schedule-free ones)."""
+        """Switch the mode of optimizers that have two (schedule-free ones)."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
 
@@ -117,10 +116,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the update where the current micro-batch completes one; elsewhere nothing happens.
+        """Apply the update if the current micro-batch completes one; else do nothing.
 
         Returns:
-            What `closure` returned, None without one.
+            The result of `closure`, or None.
 
         Raises:
             ModelError: a closure together with fp16, whose overflows are known only after the gradients.
@@ -140,10 +139,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients where the current micro-batch completes an update; elsewhere they go on adding up."""
+        """Clear the gradients if the current micro-batch completes an update; else keep accumulating."""
         if self._stepper.sync_gradients:
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
     def let_go(self) -> None:
-        """The user's object may be stepped by itself again."""
+        """Allow direct calls of the wrapped optimizer's `step` again."""
         self._guard.remove()

@@ -1,4 +1,4 @@
-"""The engine of a loop that the user owns: it divides losses; the prepared optimizers make the updates."""
+"""The engine of a user's own loop: it normalizes losses; the prepared optimizers make the updates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.memory import clear_device_cache
-from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
 from windlass.config.plan import DistPlan
 from windlass.dist.beacon import AFTER, beacon
@@ -21,8 +21,10 @@ from windlass.transforms.strategy import Strategy
 class OwnLoop:
     """Implements `LoopEngine` for a script that calls forward, backward and step itself."""
 
-    def __init__(self, dist: DistPlan, pace: Pace, prepared: Prepared, gang: Gang) -> None:
-        self._dist, self._pace, self._prepared = dist, pace, prepared
+    def __init__(
+        self, dist: DistPlan, gang: Gang, accumulation: AccumulationState, prepared: Prepared
+    ) -> None:
+        self._dist, self._accumulation, self._prepared = dist, accumulation, prepared
         self._normaliser = LoopNormaliser(gang.size, gang.sum_on_device)
 
     @property
@@ -52,14 +54,16 @@ class OwnLoop:
         beacon().call(f"{AFTER}backward")
 
     def _micro_batch(self) -> MicroBatch:
-        pace, loader = self._pace, self._pace.active_dataloader
+        accumulation, loader = self._accumulation, self._accumulation.active_dataloader
         here = None if loader is None else loader.samples_here
         everywhere = None if loader is None else loader.samples_everywhere
-        return MicroBatch(pace.num_steps, pace.sync_gradients, here, everywhere, bool(pace.models))
+        return MicroBatch(
+            accumulation.num_steps, accumulation.sync_gradients, here, everywhere, bool(accumulation.models)
+        )
 
     def _correct(self, factor: Tensor) -> None:
         """Multiply the gradients of the models that the update accumulated into."""
-        for model in self._pace.models:
+        for model in self._accumulation.models:
             strategy = self._prepared.strategy_of(model)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             local = gradients if strategy is None else strategy.local(gradients)
@@ -68,8 +72,8 @@ class OwnLoop:
 
     def free_memory(self) -> None:
         self._prepared.let_go()
-        self._pace.reset()
+        self._accumulation.reset()
         clear_device_cache(garbage_collection=True)
 
     def check_may_save(self) -> None:
-        """A loop of the user's own saves where it wants to."""
+        """A user's own loop may always save."""

@@ -1,4 +1,4 @@
-"""Where a loop of the user's own saves: a folder of this machine or a URL, on one disk or on several."""
+"""The places a user's own loop saves to: local folders or URLs, on one disk or on several."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from windlass.dist.gang import Gang
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The folder in which checkpoints lie, and what each is called there.
+    """A folder of checkpoints, and their names in it.
 
     Attributes:
         parent: a path or a URL.
-        name: with `{step}` where each has a number.
+        name: the name of a checkpoint; contains `{step}` if they are numbered.
     """
 
     parent: str
     name: str
 
     def shown(self, step: int) -> str:
-        """The checkpoint as a script names it."""
+        """The path or URL of checkpoint `step`."""
         name = self.name.replace("{step}", str(step))
         return f"{self.parent}/{name}" if is_url(self.parent) else str(Path(self.parent, name))
 
 
 class Places:
-    """Opens the folders that a script names, or that its project has."""
+    """Finds and opens the folders of a loop's checkpoints."""
 
     def __init__(self, gang: Gang, project: ProjectConfiguration) -> None:
         self._gang, self._project = gang, project
         self._disks: dict[Path, Disks] = {}
 
     def find(self, folder: str | os.PathLike[str] | None, argument: str) -> Place:
-        """
+        """The place of a checkpoint.
+
         Args:
-            folder: the checkpoint; None: the project's numbered ones.
-            argument: what the script calls it.
+            folder: path or URL of the checkpoint; None for the project's numbered ones.
+            argument: name of the script's argument, for errors.
 
         Raises:
             ConfigError: no folder is known.
@@ -77,7 +78,7 @@ class Places:
         return Place(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
 
     def to_write(self, place: Place) -> CheckpointManager:
-        """The manager of the checkpoints there. Collective: which ranks share the disk is found out, once.
+        """The manager for writing to `place`. Collective: the first call finds out which ranks share the disk.
 
         Raises:
             ConfigError: a machine cannot write there.
@@ -94,11 +95,13 @@ class Places:
         return self._disks[root]
 
     def open(self, place: Place, folder: str | os.PathLike[str] | None) -> Checkpoint:
-        """The checkpoint `folder`, or the newest that verifies. The main process verifies for all, so that nothing is
-        hashed twice; where machines have disks of their own, one process of each does. Collective.
+        """Open and verify the checkpoint `folder`, or the newest one that verifies if it is None. Collective.
+
+        The main process verifies for all, so that nothing is hashed twice. If machines have disks of their own, one
+        process of each does.
 
         Raises:
-            CheckpointError: there is none that is whole.
+            CheckpointError: there is no valid checkpoint.
         """
         manager = self._manager(place, Disks.shared(self._gang.size))
         which: Literal[True] | str = True if folder is None else str(manager.store.path_for(0))
@@ -120,8 +123,9 @@ class Places:
 
 
 def _is_divided(store: Store, newest: bool) -> bool:
-    """Whether a checkpoint lies here of which other machines have the rest. Folders that are only read need not be
-    writable, so the ranks look for who shares the disk only then.
+    """Return True if this folder has a part of a checkpoint whose other parts are on other machines.
+
+    Only then the ranks must find out who shares the disk, which writes to it: other folders may be read-only.
     """
     try:
         here = store.list()
@@ -132,14 +136,14 @@ def _is_divided(store: Store, newest: bool) -> bool:
 
 
 class SaveLock:
-    """Lets two loops that save into one folder do so one after the other."""
+    """A lock that keeps two loops from saving to the same folder at the same time."""
 
     def __init__(self, store: Store, step: int) -> None:
         self._store, self._step = store, step
         self._lock = RunLock(store.root, f".windlass-{store.path_for(step).name}.lock")
 
     def take(self) -> None:
-        """Collective.
+        """Take the lock. Collective.
 
         Raises:
             FolderInUse: another loop is saving there, and does not end within a few seconds.

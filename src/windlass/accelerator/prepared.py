@@ -1,4 +1,4 @@
-"""All that one accelerator has prepared, and the executors that update it."""
+"""The objects that one accelerator has prepared, and the executors that update them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Prepared:
 
     Args:
         scaler: the loss scale of all optimizers.
-        elsewhere: the models that somebody else has spread and updates (those of a Trainer's run).
+        elsewhere: strategies of models that are updated by someone else (a Trainer's run).
 
     Attributes:
         strategies: how each model is spread, in the order in which they were prepared.
-        custom: what `register_for_checkpointing` was given.
-        guards: what keeps scripts from using models past their wrappers; each lifts itself when it is called.
+        custom: the objects given to `register_for_checkpointing`.
+        guards: functions that remove the checks against calling a model without its wrapper.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Prepared:
 
     @property
     def all_strategies(self) -> list[Strategy]:
-        """How each known model is spread, those that are updated elsewhere included."""
+        """The strategies of all known models, including those that are updated elsewhere."""
         return [*self._elsewhere(), *self.strategies]
 
     @property
     def forwards_meet(self) -> bool:
-        """Whether a forward of a prepared model waits for other processes, which must make as many."""
+        """Return True if forwards of a prepared model are collective, so that all processes must make equally many."""
         return any(s.sharded or s.model is not s.module for s in self.strategies)
 
     def strategy_of(self, model: nn.Module) -> Strategy | None:
@@ -79,7 +79,7 @@ class Prepared:
         return None
 
     def check_restorable(self) -> None:
-        """Before the first save of each model that saves or loads in a way of its own: see whether it comes back.
+        """Check, before its first save, that each model that customizes its state dict loads what it saves.
 
         Raises:
             CheckpointError: one does not; its parameters are named.
@@ -91,7 +91,7 @@ class Prepared:
 
     @property
     def everything(self) -> nn.Module:
-        """All models as one, so that parameters have names that differ."""
+        """All models as one module, in which parameter names are unique."""
         return nn.ModuleList([strategy.module for strategy in self.strategies])
 
     def add_models(self, strategies: Iterable[Strategy]) -> None:
@@ -101,7 +101,7 @@ class Prepared:
     def replacing_parameters(
         self, modules: list[nn.Module], spread: Callable[[nn.Module], Strategy]
     ) -> list[Strategy]:
-        """Spread `modules`, and let every optimizer prepared so far follow to the parameters they have then."""
+        """Spread `modules`, and point all prepared optimizers to the parameters that they have afterwards."""
         held = [strategy.module for strategy in self.strategies]
         before = nn.ModuleList([*held, *modules])
         parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
@@ -114,14 +114,14 @@ class Prepared:
         return strategies
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let `optimizer` update the parameters that sharding put in the place of those it was built with."""
+        """Replace parameters in `optimizer` by the sharded ones that have taken their place."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         before = {id(p): self._before[id(p)][0] for p in held if self._was_replaced(p)}
         if before:
             rebind(optimizer, before, self.everything)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
-        """Whether `optimizer` updates a parameter of a model that was prepared, or of one of `modules`."""
+        """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
         known = {id(p) for module in (self.everything, *modules) for p in module.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return any(id(p) in known or self._was_replaced(p) for p in held)
@@ -136,7 +136,7 @@ class Prepared:
         """The executor of one optimizer and its models.
 
         Raises:
-            ModelError: none of the prepared models has a parameter of it, so it would never see a reduced gradient.
+            ModelError: it updates no parameter of a prepared model, so its gradients would never be reduced.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, executor = self._executors.get(id(optimizer), (0, None))
@@ -160,7 +160,7 @@ class Prepared:
         return Alone(nn.ParameterList(parameters))
 
     def owner_of(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """The module by whose names a checkpoint knows the optimizer's parameters: its model, or all of them as one."""
+        """The module whose parameter names a checkpoint uses for the optimizer: its model, or `everything`."""
         wanted = {id(p) for p in optimizer.parameters()}
         for strategy in self.strategies:
             if wanted <= {id(p) for p in strategy.module.parameters()}:
@@ -177,7 +177,7 @@ class Prepared:
         ]
 
     def step(self, optimizer: PreparedOptimizer) -> bool:
-        """One update with one optimizer; the gradients of the others go on carrying the loss scale of the moment."""
+        """Update with one optimizer, and rescale the gradients of the others if that changes the loss scale."""
         executor = self.executor_of(optimizer)
         if not self.scaler.active:
             return executor.step()
@@ -194,7 +194,7 @@ class Prepared:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
-        """Forget everything, and leave the user's objects as they can be used by themselves."""
+        """Forget everything, and make the user's objects usable without the accelerator again."""
         for lift in self.guards:
             lift()
         for optimizer in self.optimizers:

@@ -1,4 +1,4 @@
-"""From a script's own objects to those that a loop on any number of processes runs with."""
+"""Prepare models, optimizers, schedules and loaders for any number of processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.alike import check_prepared_alike
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import mix_precision, refuse_raw_forward
 from windlass.accelerator.optimizer import PreparedOptimizer, Stepper
-from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
@@ -40,39 +40,39 @@ _log = get_logger(__name__)
 
 
 class Preparer:
-    """The part of `Accelerator` that takes a script's objects and gives back what stands for them.
+    """Prepares a script's objects.
 
     Args:
-        stepper: what prepared optimizers ask whether, and how, they step.
+        stepper: called by prepared optimizers.
     """
 
     def __init__(
         self,
         setup: Setup,
         gang: Gang,
-        pace: Pace,
+        accumulation: AccumulationState,
         prepared: Prepared,
         engine: LoopEngine,
         stepper: Stepper,
     ) -> None:
-        self._setup, self._gang, self._pace = setup, gang, pace
+        self._setup, self._gang, self._accumulation = setup, gang, accumulation
         self._prepared, self._engine, self._stepper = prepared, engine, stepper
         self._settings = setup.settings
         self._unit_was_said = False
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """What stands for each of the objects from here on, in the order in which they were given.
+        """Return the objects to use in the place of `args`, in the same order. Collective.
 
         Args:
             args: models, optimizers, `DataLoader`s and learning-rate schedules, in any number and order; anything else
-                is given back as it is.
-            device_placement: for each of them, whether it is moved to this process's device.
+                is returned unchanged.
+            device_placement: for each of them, whether to move it to this process's device.
 
         Returns:
-            One object for each argument; for a single argument the object itself, else a tuple.
+            The prepared object for a single argument, else a tuple of them.
 
         Raises:
-            ConfigError, ModelError, DataError: an object cannot be spread as the settings ask.
+            ConfigError, ModelError, DataError: an object does not support the settings.
             RankMismatchError: settings, models, optimizers or data differ between ranks.
         """
         placement = [None] * len(args) if device_placement is None else list(device_placement)
@@ -106,7 +106,7 @@ class Preparer:
         return tuple(results) if len(results) != 1 else results[0]
 
     def _not_kept(self, args: Sequence[Any]) -> list[int]:
-        """The places of those that are prepared here, and not by the engine itself."""
+        """Indices of the objects that the engine does not prepare itself."""
         keeps, updates = self._engine.keeps, self._prepared.updates
         modules = [item for item in args if isinstance(item, nn.Module) and not keeps(item, updates)]
         return [i for i, item in enumerate(args) if not keeps(item, lambda o: updates(o, modules))]
@@ -116,14 +116,14 @@ class Preparer:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model to call from here on.
+        """Return the model to call in the place of `model`. Collective.
 
         Args:
-            device_placement: whether it is moved to this process's device; None: as the accelerator was told.
-            evaluation_mode: it is never trained: every process keeps all of it, and nothing is reduced.
+            device_placement: whether to move it to this process's device; None: the accelerator's setting.
+            evaluation_mode: the model is never trained: every process keeps all of it, and nothing is reduced.
 
         Raises:
-            ConfigError, ModelError: it cannot be spread as the settings ask.
+            ConfigError, ModelError: the model does not support the settings.
         """
         if not self._not_kept([model]):
             return model
@@ -177,7 +177,7 @@ class Preparer:
         return strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
-        """The plan, with modules that the plugin holds as objects to be left whole in it by name."""
+        """The plan with the names of the modules that the plugin excludes from sharding by object."""
         plan, plugin = self._setup.dist, self._settings.fsdp
         names = () if plugin is None else plugin.ignored_names(model.named_modules())
         if not names or plan.shard is None:
@@ -185,17 +185,17 @@ class Preparer:
         return dataclasses.replace(plan, shard=dataclasses.replace(plan.shard, ignored=names))
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model, or a part of it, was spread over several devices with a `device_map`."""
+        """Return True if the model, or a part of it, was spread over several devices with a `device_map`."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module.
+        """Return the user's own module.
 
         Args:
-            keep_fp32_wrapper: False takes mixed precision off its forward.
-            keep_torch_compile: False takes compilation off; wrappers that `torch.compile(model)` made count too.
+            keep_fp32_wrapper: False removes mixed precision from its forward.
+            keep_torch_compile: False removes compilation, including wrappers made by `torch.compile(model)`.
         """
         strategy = self._prepared.strategy_of(model)
         module: Any = extract_model_from_parallel(
@@ -210,10 +210,10 @@ class Preparer:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """An optimizer whose `step` and `zero_grad` keep to the updates of an accumulating loop.
+        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
 
         Args:
-            device_placement: its state follows its parameters' device in any case.
+            device_placement: no effect: its state is always moved to the device of its parameters.
         """
         for known in self._prepared.optimizers:
             if optimizer is known or optimizer is known.optimizer:
@@ -229,7 +229,7 @@ class Preparer:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
-        """A schedule that advances with the updates of its optimizer, or of all of them where it is none of theirs."""
+        """Return a schedule that advances with the updates of its optimizer, or of all if that was not prepared."""
         for known in self._prepared.schedules:
             if scheduler is known or scheduler is known.scheduler:
                 return known
@@ -237,11 +237,11 @@ class Preparer:
         everyone = self._prepared.optimizers
         own = [o for o in everyone if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
-        self._say_unit(self._pace.stride)
+        self._say_unit(self._accumulation.stride)
         prepared = PreparedSchedule(
             scheduler,
             own or everyone,
-            self._pace,
+            self._accumulation,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,
         )
@@ -258,7 +258,7 @@ class Preparer:
         elif unit == "optimizer_step":
             _log.info("Prepared schedules count updates that were applied, on any number of processes.")
         else:
-            # Where an update is one batch there is nothing that could surprise.
+            # If an update is one batch, the count cannot surprise.
             _log.log(
                 WARNING if stride > 1 else INFO,
                 "Prepared schedules count batches of the loader as it was before prepare(): every update advances "
@@ -274,14 +274,14 @@ class Preparer:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """The loader of this process's part of the data.
+        """Return a loader of this process's part of the data. Collective.
 
         Args:
-            device_placement: whether batches are put on this process's device; None: as the accelerator was told.
-            slice_fn_for_dispatch: how dispatched batches are cut.
+            device_placement: whether to move batches to this process's device; None: the accelerator's setting.
+            slice_fn_for_dispatch: function that cuts dispatched batches.
 
         Raises:
-            ConfigError, DataError: it cannot be dealt as the settings ask.
+            ConfigError, DataError: the loader does not support the settings.
         """
         config = self._settings.loader
         place = self._settings.device_placement if device_placement is None else device_placement
@@ -304,7 +304,7 @@ class Preparer:
             options=options,
             gang=self._gang,
         )
-        loader.follower = self._pace
+        loader.follower = self._accumulation
         if self._engine.saves_loaders and not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader
@@ -315,14 +315,14 @@ class Preparer:
         raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose pass begins behind its first `num_batches`, without reading them."""
+        """Return a loader whose next pass skips its first `num_batches`, without reading them."""
         from windlass.data.skip import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
 
 
 def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
-    """Move what an optimizer has gathered to where its parameters lie now; counters stay on the host."""
+    """Move an optimizer's state to the devices of its parameters; counters stay on the host."""
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             continue

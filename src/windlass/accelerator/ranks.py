@@ -1,4 +1,4 @@
-"""Who this process is among the others, and what runs where."""
+"""This process's place among the others, and decorators that select processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Ranks:
-    """Who this process is: the part that `Accelerator` and the state singletons share."""
+    """This process's place among the others: the base of `Accelerator` and of the state singletons."""
 
     _gang: Gang
 
@@ -32,12 +32,12 @@ class Ranks:
 
     @property
     def is_main_process(self) -> bool:
-        """The first process of the job."""
+        """True on the first process of the job."""
         return self._gang.world.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """The first process of this machine."""
+        """True on the first process of each machine."""
         return self._gang.world.is_local_main
 
     @property
@@ -46,24 +46,24 @@ class Ranks:
 
     @property
     def use_distributed(self) -> bool:
-        """More than one process."""
+        """True if there is more than one process."""
         return self._gang.size > 1
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes what `save_model` writes. All of them take part in gathering it."""
+        """True on the process that writes the files of `save_model`. All of them take part in gathering the weights."""
         return self.is_main_process
 
     def wait_for_everyone(self) -> None:
-        """Return when every process is here."""
+        """Return once every process has called this."""
         self._gang.barrier()
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The main process runs the body first, the others when it is done."""
+        """Context: the main process runs the body first, then the others."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The main process of each machine runs the body first, the machine's others when it is done."""
+        """Context: the main process of each machine runs the body first, then the others of that machine."""
         return self._first(self.is_local_main_process)
 
     @contextlib.contextmanager
@@ -79,19 +79,19 @@ class Ranks:
     # --- decorators ---------------------------------------------------------------------------------------------------
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the main process, and gives None elsewhere."""
+        """Decorator: run the function on the main process only; it returns None elsewhere."""
         return self._only(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the main process of each machine, and gives None elsewhere."""
+        """Decorator: run the function on the main process of each machine only; it returns None elsewhere."""
         return self._only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: the function runs on the last process, and gives None elsewhere."""
+        """Decorator: run the function on the last process only; it returns None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on the process of this index, and gives None elsewhere."""
+        """Decorator: run the function on the process of this index only; it returns None elsewhere."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(lambda: self.process_index == process_index, function)
@@ -99,7 +99,7 @@ class Ranks:
     def on_local_process(
         self, function: Function | None = None, local_process_index: int | None = None
     ) -> Function:
-        """Decorator: the function runs on the process of this index on each machine, and gives None elsewhere."""
+        """Decorator: run the function on the process of this index on each machine; it returns None elsewhere."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(lambda: self.local_process_index == local_process_index, function)

@@ -1,4 +1,4 @@
-"""Putting a loop's checkpoint back into what is prepared now."""
+"""Restore a loop's checkpoint into the prepared objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 def census(prepared: Prepared) -> dict[str, int]:
-    """How many objects of each kind a checkpoint is of."""
+    """The number of prepared objects of each kind."""
     return {
         "models": len(prepared.strategies),
         "optimizers": len(prepared.optimizers),
@@ -36,14 +36,15 @@ def census(prepared: Prepared) -> dict[str, int]:
 
 
 def model_name(index: int) -> str:
-    """What model `index` is called in a checkpoint."""
+    """The name of model `index` in a checkpoint."""
     return f"model_{index}" if index else "model"
 
 
 def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
-    """
+    """Check that the checkpoint has as many objects of each kind as are prepared and registered now.
+
     Raises:
-        CheckpointError: the checkpoint is of other objects than are prepared and registered now; all are named.
+        CheckpointError: it does not; all kinds that differ are named.
     """
     if not checkpoint.has("loop"):
         raise CheckpointError(f"{checkpoint.folder} was not written by Accelerator.save_state")
@@ -61,14 +62,14 @@ def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
 
 
 def load_models(checkpoint: Checkpoint, prepared: Prepared, models: list[nn.Module]) -> None:
-    """The weights of those models that no hook has loaded."""
+    """Load the weights of the models that no hook has loaded."""
     for index, model in enumerate(models):
         strategy = prepared.strategy_of(model)
         checkpoint.load_weights(model if strategy is None else strategy.module, model_name(index))
 
 
 def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
-    """Optimizers, schedules, registered objects and the loss scale."""
+    """Load optimizers, schedules, registered objects and the loss scale."""
     for index, optimizer in enumerate(prepared.optimizers):
         checkpoint.load_optimizer(optimizer.optimizer, prepared.owner_of(optimizer), f"optimizer_{index}")
     for index, schedule in enumerate(prepared.schedules):
@@ -79,7 +80,7 @@ def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
 
 
 def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: torch.device) -> None:
-    """Positions in the data, this rank's own buffers, and the generators."""
+    """Load positions in the data, this rank's own buffers, and the random generators."""
     same_world = checkpoint.world_size == gang.size
     source = gang.rank if same_world else 0
     states: list[Any] = checkpoint.per_rank("loaders", source)["states"]

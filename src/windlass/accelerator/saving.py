@@ -1,4 +1,4 @@
-"""Checkpoints of a loop that the user owns: whole or not there at all, verified, and free of pickle."""
+"""Checkpoints of a user's own loop: committed atomically, verified, and free of pickle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator import restoring
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.loop_content import LoopContent, ModelContent
-from windlass.accelerator.pace import Pace
 from windlass.accelerator.places import Places, SaveLock
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.setup import Setup
@@ -49,13 +49,20 @@ class _UnderWay:
 
 
 class Saver:
-    """The part of `Accelerator` that saves and loads the whole loop."""
+    """Saves and loads everything that was prepared or registered."""
 
-    def __init__(self, setup: Setup, gang: Gang, pace: Pace, prepared: Prepared, engine: LoopEngine) -> None:
-        self._gang, self._pace, self._prepared, self._engine = gang, pace, prepared, engine
+    def __init__(
+        self,
+        setup: Setup,
+        gang: Gang,
+        accumulation: AccumulationState,
+        prepared: Prepared,
+        engine: LoopEngine,
+    ) -> None:
+        self._gang, self._accumulation, self._prepared, self._engine = gang, accumulation, prepared, engine
         self._device, self._project = setup.device, setup.settings.project
         self._places = Places(gang, setup.settings.project)
-        self._content = LoopContent(gang, setup.device, pace, prepared)
+        self._content = LoopContent(gang, setup.device, accumulation, prepared)
         self._memory = HostMemory(setup.device)
         self._under_way: _UnderWay | None = None
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -67,11 +74,11 @@ class Saver:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save everything that was prepared or registered, the generators included. Every process calls it.
+        """Save everything that was prepared or registered, and the random generators. Collective.
 
-        The folder appears when all of it is on the disk; one that was there before stays until then. Machines that do
-        not share the folder each keep the files of their processes. Of a model that trains nothing but a peft adapter,
-        the adapter alone is saved.
+        The folder is committed atomically, and replaces an earlier one only then. Machines that do not share the
+        folder each keep the files of their processes. If a model trains only a peft adapter, the adapter alone is
+        saved.
 
         Args:
             output_dir: the folder, or a URL. Under `automatic_checkpoint_naming` it is `checkpoints/checkpoint_N` of
@@ -85,9 +92,9 @@ class Saver:
             The folder.
 
         Raises:
-            ConfigError: no folder is known, or an option that cannot be honoured. CheckpointError: the folder of this
-                number exists, or a state holds what cannot be saved. FolderInUse: another loop is saving there now.
-                OSError: the disk refused.
+            ConfigError: no folder is given, or an option that is not supported. CheckpointError: the numbered folder
+                exists, or a state has values that cannot be saved. FolderInUse: another loop is saving there now.
+                OSError: writing failed.
         """
         background = bool(save_model_func_kwargs.pop("background", False))
         self._check_options(safe_serialization, save_model_func_kwargs)
@@ -118,15 +125,15 @@ class Saver:
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load what `save_state` wrote into what is prepared now, on any number of processes. Every process calls it.
+        """Load a checkpoint of `save_state` into the prepared objects, on any number of processes. Collective.
 
         Args:
-            input_dir: the folder or URL; None under `automatic_checkpoint_naming`: the newest that verifies.
-            load_kwargs, load_model_func_kwargs: refused, but for `map_location`, which has no effect: everything goes
-                to where its parameter lies.
+            input_dir: the folder or URL; None under `automatic_checkpoint_naming`: the newest valid one.
+            load_kwargs, load_model_func_kwargs: refused, except `map_location`, which has no effect: tensors are loaded
+                to the devices of their parameters.
 
         Raises:
-            CheckpointError: it is not whole, or was made of other objects. ConfigError: no folder is known.
+            CheckpointError: it is not valid, or does not fit the prepared objects. ConfigError: no folder is given.
         """
         load_model_func_kwargs.pop("map_location", None)
         self._check_options(True, {**(load_kwargs or {}), **load_model_func_kwargs})
@@ -140,14 +147,16 @@ class Saver:
         restoring.load_models(checkpoint, self._prepared, models)
         restoring.load_shared(checkpoint, self._prepared)
         restoring.load_rank(checkpoint, self._prepared, self._gang, self._device)
-        self._pace.step = int(checkpoint.shared("loop")["step"])
+        self._accumulation.step = int(checkpoint.shared("loop")["step"])
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these with the loop: anything with `state_dict` and `load_state_dict`, whose states are made of
-        tensors, arrays, plain values, and lists and dicts of them. Those of the main process are saved.
+        """Save and load `objects` with the loop. Those of the main process are saved.
+
+        Args:
+            objects: have `state_dict` and `load_state_dict`; states are nests of tensors, arrays and plain values.
 
         Raises:
             ConfigError: one of them lacks a method.
@@ -168,26 +177,26 @@ class Saver:
         return tuple(self._prepared.custom)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call `hook(models, weights, folder)` on every process while a state is saved.
+        """Call `hook(models, weights, folder)` on every process in each `save_state`.
 
-        It may write files into `folder` on the main process, which become part of the checkpoint, and take state dicts
-        out of `weights` to save those itself.
+        The hook may write files to `folder` on the main process, which become part of the checkpoint, and remove state
+        dicts from `weights` to save those models itself.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call `hook(models, folder)` on every process before weights are loaded.
+        """Call `hook(models, folder)` on every process in each `load_state`, before weights are loaded.
 
-        It may take models out of `models` that it has loaded itself.
+        The hook may remove models from `models` that it has loaded itself.
         """
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle
 
     def finish(self) -> None:
-        """Wait for the save under way in the background. Every process calls it.
+        """Wait for the save in the background, if there is one. Collective.
 
         Raises:
             CheckpointError: it failed.
@@ -206,7 +215,7 @@ class Saver:
             raise CheckpointError(f"{saving.shown} was not saved: {failure}") from failure
 
     def release_memory(self) -> None:
-        """Give the memory of copies back; a save under way keeps its own until it has ended."""
+        """Free the host memory of copies; a save in the background keeps its copy until it ends."""
         self._memory = HostMemory(self._device)
 
     def _end(self) -> None:
@@ -227,7 +236,7 @@ class Saver:
             raise ConfigError(problems)
 
     def _warn_of_an_open_update(self) -> None:
-        if self._gang.rank == 0 and not self._pace.sync_gradients:
+        if self._gang.rank == 0 and not self._accumulation.sync_gradients:
             _log.warning(
                 "save_state was called in the middle of an update: the gradients of the micro-batches so far are not "
                 "part of a checkpoint, and a loop that resumes from it goes on without them. Save where "
@@ -245,9 +254,9 @@ class Saver:
             )
 
     def _write(self, manager: CheckpointManager, step: int, background: bool) -> BackgroundSaver | None:
-        """Write the checkpoint, or begin to: then what goes on in the background is returned."""
+        """Write the checkpoint and return None; or start writing it, and return the saver that does."""
         store, meta = manager.store, {"windlass": "loop", **thread_count()}
-        # What cannot give its state must not leave other processes waiting.
+        # If one process fails to get a state, the others must not wait for it.
         models, states = store.agree(
             step,
             lambda: (
@@ -270,7 +279,7 @@ class Saver:
     def _with_models(
         self, store: Store, step: int, models: list[ModelContent], states: Content, hooked: HookFiles
     ) -> Content:
-        """`states`, the models that no hook saves itself, and what hooks wrote."""
+        """`states` with the models that no hook saves itself, and the files of the hooks."""
         if not self._save_hooks:
             return store.agree(step, lambda: self._content.whole(states, models, store.disks).encoded())
         store.agree(step, hooked.make)
@@ -286,7 +295,7 @@ class Saver:
             hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
 
     def _snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
-        """A copy in host memory; None where a rank has no room for one: the checkpoint is written at once then."""
+        """A copy in host memory; None if a rank has no room for one, and the checkpoint must be written at once."""
         more = max(content.tensor_bytes() - self._memory.nbytes, 0)
         needed, room = room_on_machine(more, self._gang)
         copied = None
@@ -311,20 +320,20 @@ class Saver:
             assert manager.last_failure is not None
             raise manager.last_failure
         saver.commit_when_seen()
-        # A script that ends, or fails, before it waits: what was written is not given up.
+        # If the script ends or fails without waiting, the checkpoint is still committed where possible.
         atexit.register(saver.leave)
         return saver
 
 
 class HookFiles:
-    """What save hooks write, which becomes part of the checkpoint: the checkpoint's own folder is made later."""
+    """A folder for the files of save hooks, which run before the folder of the checkpoint exists."""
 
     def __init__(self, store: Store, step: int) -> None:
         self.folder = store.root / f".windlass-hooks-{store.path_for(step).name}"
         self._store = store
 
     def make(self) -> None:
-        """The keeper makes the folder; what a save that was cut off left in it goes."""
+        """Create the folder on the keeper, without files that an interrupted save left."""
         if self._store.keeps:
             self.clear()
             self.folder.mkdir(parents=True)

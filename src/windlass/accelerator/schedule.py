@@ -1,23 +1,16 @@
-"""A user's learning-rate schedule inside a loop that accumulates, skips and runs on several processes."""
+"""A thin wrapper of a user's learning-rate schedule, for loops with accumulation, skipped updates and processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.optimizer import PreparedOptimizer
 
 Unit = Literal["loader_batch", "optimizer_step", "call"]
-
-
-class Pace(Protocol):
-    """What a prepared schedule asks of the loop it is stepped in."""
-
-    sync_gradients: bool
-
-    def batches_of_update(self) -> int: ...
 
 
 class PreparedSchedule:
@@ -26,8 +19,8 @@ class PreparedSchedule:
     Args:
         scheduler: the user's own; it keeps its identity.
         optimizers: those whose updates it follows.
-        unit: what it counts. "loader_batch": batches of the loader as it was before it was prepared, so every update
-            advances it by as many as it stands for. "optimizer_step": updates that were applied, whatever the number
+        unit: what it counts. "loader_batch": batches of the unprepared loader, so every update advances it by the
+            number of those that it covers. "optimizer_step": updates that were applied, whatever the number
             of processes and however often `step` is called. "call": every call of `step`.
         adjust: keep the schedule's own count of calls in micro-batches, which only its warnings read.
     """
@@ -36,15 +29,15 @@ class PreparedSchedule:
         self,
         scheduler: Any,
         optimizers: Sequence[PreparedOptimizer],
-        pace: Pace,
+        accumulation: AccumulationState,
         unit: Unit,
         adjust: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self.unit: Unit = unit
-        self._pace = pace
-        # It is told of a metric, not of data.
+        self._accumulation = accumulation
+        # It follows a metric, not data.
         self._counts_batches = not isinstance(scheduler, ReduceLROnPlateau)
         self._adjust = adjust
         self._followed = self._updates()
@@ -58,16 +51,16 @@ class PreparedSchedule:
         return max((optimizer.updates for optimizer in self.optimizers), default=0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by what the last update stands for; nothing between updates, or where the update was skipped."""
+        """Advance by the unit of the last update; do nothing between updates, or if the update was skipped."""
         if self.unit == "call":
             self.scheduler.step(*args, **kwargs)
         elif self.unit == "optimizer_step":
             self._follow(*args, **kwargs)
-        elif not self._pace.sync_gradients:
+        elif not self._accumulation.sync_gradients:
             if self._adjust:
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            for _ in range(self._pace.batches_of_update() if self._counts_batches else 1):
+            for _ in range(self._accumulation.batches_of_update() if self._counts_batches else 1):
                 self._advance(*args, **kwargs)
 
     def _follow(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +75,7 @@ class PreparedSchedule:
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates that the next update uses, one for each group."""
+        """The learning rates of the next update, one for each group."""
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> Any:

@@ -1,4 +1,4 @@
-"""What `Accelerator(...)` was told, checked as a whole and resolved into plans before anything is prepared."""
+"""The arguments of `Accelerator`, checked as a whole and resolved into plans before anything is prepared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _RNG_TYPES = ("torch", "cuda", "xpu", "generator")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of `Accelerator`, as they were given; None means unsaid."""
+    """The arguments of `Accelerator`, as they were given; None means not given."""
 
     device_placement: bool = True
     split_batches: bool | None = None
@@ -76,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """One object of each kind that `kwargs_handlers` may hold; defaults where it was left out."""
+    """One object of each kind that `kwargs_handlers` may hold, or its default."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
@@ -96,12 +96,12 @@ _KINDS: dict[type[KwargsHandler], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a loop runs with.
+    """The resolved settings of a loop.
 
     Attributes:
-        compile_backend, compile_mode: how models are compiled; no backend: not at all.
-        debug: shapes are compared over processes before they are reduced.
-        schedule_unit: None where schedules are stepped by hand, whatever the optimizer does.
+        compile_backend, compile_mode: how models are compiled; without a backend they are not.
+        debug: compare shapes over processes before each collective.
+        schedule_unit: what prepared schedules count; None if each call of `step` advances them.
     """
 
     dist: DistPlan
@@ -123,7 +123,7 @@ class Settings:
 
 
 def resolve_settings(request: Request, world: World) -> Settings:
-    """The plans of a loop, out of what the script and its launcher said.
+    """Resolve the arguments and the launcher's settings.
 
     Raises:
         ConfigError: everything that is wrong or cannot be honoured, all at once.
@@ -167,7 +167,7 @@ def resolve_settings(request: Request, world: World) -> Settings:
 
 
 def _wrong_kinds(request: Request) -> Iterator[Problem]:
-    """Arguments that are not what the rest takes for granted."""
+    """Arguments of a wrong type."""
     for name, kind in _PARTS.items():
         value = getattr(request, name)
         listed = kind is list and isinstance(value, tuple)
@@ -179,7 +179,7 @@ def _wrong_kinds(request: Request) -> Iterator[Problem]:
 
 
 def _parallel(request: Request, handlers: Handlers, world: World) -> tuple[Parallel | None, list[Problem]]:
-    """What the one resolver of all sources makes of it, or what is wrong with it."""
+    """The resolved plan of all sources, or the problems with it."""
     plugin = request.gradient_accumulation_plugin
     steps = request.gradient_accumulation_steps if plugin is None else plugin.num_steps
     given = {

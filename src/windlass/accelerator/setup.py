@@ -1,4 +1,4 @@
-"""What an accelerator was set up with, as scripts ask it."""
+"""The settings, device and layout of an accelerator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.precision.scaler import Scaler
 
 
 class Setup:
-    """Settings, device and layout of one accelerator; nothing of it changes but what scripts may set.
+    """The settings, device and layout of one accelerator.
 
     Args:
         dist: how models are spread over processes.
@@ -74,19 +74,19 @@ class Setup:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes share the work: not at all, by replicas (named after their devices), or by shards."""
+        """NO for one process, else FSDP for sharded models, or the kind of replication by device."""
         if self.dist.strategy == "fsdp":
             return DistributedType.FSDP
         return distributed_type_of(self.device.type, self._gang.size)
 
     @property
     def multi_device(self) -> bool:
-        """Several processes, each with an accelerator of its own."""
+        """True if several processes have a device of their own, and models are not sharded."""
         return self._gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
 
     @property
     def is_fsdp2(self) -> bool:
-        """The model is sharded."""
+        """True if models are sharded."""
         return self.dist.strategy == "fsdp"
 
     @property
@@ -101,29 +101,29 @@ class Setup:
 
     @property
     def native_amp(self) -> bool:
-        """Forwards run in mixed precision."""
+        """True if forwards run in mixed precision."""
         return self.settings.precision.compute != "fp32"
 
     @property
     def scaler(self) -> Any:
-        """The fp16 loss scaler, None without one."""
+        """The fp16 loss scaler, or None."""
         return self._scaler if self._scaler.active else None
 
     @property
     def rng_types(self) -> list[str]:
-        """Which generators all processes share at the beginning of a pass."""
+        """The generators that all processes share at the start of a pass."""
         return list(self.settings.rng_types)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Prepared schedules advance with updates, rather than at every call."""
+        """True if prepared schedules advance with updates instead of at every call."""
         return self.settings.schedule_unit is not None
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of processes over which the model is sharded; None where it is not."""
+        """The mesh of processes over which models are sharded; None if they are not."""
         shard = self.dist.shard
         return data_mesh(self.device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
 
@@ -135,14 +135,14 @@ class Setup:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this process belongs to."""
+        """Index of the model replica that this process belongs to."""
         return (
             self._gang.rank // self._layout().size("dp_shard") if self._layout().dp_replicate_enabled else 0
         )
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of its copy this process holds."""
+        """Index of this process's shard in its replica."""
         return self._gang.rank % self._layout().size("dp_shard")
 
     @property

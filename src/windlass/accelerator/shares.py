@@ -1,4 +1,4 @@
-"""Inputs shared out over processes, for inference over prompts, files and the like."""
+"""Split inputs between processes, for inference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.dist.gang import Gang
 
 
 def share_of(inputs: Any, gang: Gang, apply_padding: bool = False) -> Any:
-    """This process's part of `inputs`: consecutive items, the first processes having one more where it must be.
+    """This process's part of `inputs`: consecutive items; the first processes get one more if it does not divide.
 
     Args:
         inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those, all of

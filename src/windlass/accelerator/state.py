@@ -1,7 +1,7 @@
-"""The state of this process as the singletons that scripts ask: `PartialState`, `AcceleratorState`, `GradientState`.
+"""The state of this process as singletons: `PartialState`, `AcceleratorState`, `GradientState`.
 
-All instances of one class share their attributes. `PartialState()` meets the other processes when nothing has done so
-before; the other two show what the newest `Accelerator` was made with.
+All instances of one class share their attributes. The first `PartialState()` joins the process group unless that was
+done before; the other two show the settings and the loop of the newest `Accelerator`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _GROUP_OPTIONS = ("backend", "init_method", "timeout")
 
 
 class PartialState(Ranks):
-    """Who this process is, and where it computes.
+    """This process's place among the others, and its device.
 
     Args:
-        cpu: compute on the CPU although there is an accelerator.
+        cpu: use the CPU even if there is an accelerator.
         options: `backend`, `init_method` and `timeout` of the process group, which
             `InitProcessGroupKwargs.to_kwargs` gives.
 
     Attributes:
-        device: where this process computes.
-        distributed_type: what kind of job it belongs to.
-        backend: what carries tensors between processes; None with one process.
-        debug: shapes are compared over processes before they are reduced.
+        device: the device of this process.
+        distributed_type: the kind of parallelism.
+        backend: backend of the process group; None with one process.
+        debug: compare shapes over processes before each collective.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -153,10 +153,10 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where the newest `Accelerator`'s loop stands: whether this micro-batch completes an update, and in which loader.
+    """The accumulation state of the newest `Accelerator`.
 
-    Its attributes are those of `windlass.accelerator.pace.Pace`, which that loop moves; before there is a loop, they
-    are those of a loop of single micro-batches.
+    Its attributes are those of `windlass.accelerator.accumulation.AccumulationState`; before there is an
+    `Accelerator`, those of a loop without accumulation.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -170,9 +170,9 @@ class GradientState:
         return bool(self._shared_state)
 
     def __getattr__(self, name: str) -> Any:
-        pace = self._shared_state.get("_pace")
-        if pace is not None:
-            return getattr(pace, name)
+        accumulation = self._shared_state.get("_accumulation")
+        if accumulation is not None:
+            return getattr(accumulation, name)
         if name in _AT_REST:
             return _AT_REST[name]
         raise AttributeError(f"'GradientState' object has no attribute {name!r}")
@@ -205,7 +205,7 @@ _AT_REST: dict[str, Any] = {
 def remember(
     gang: Gang,
     device: torch.device,
-    pace: Any,
+    accumulation: Any,
     *,
     mixed_precision: str = "no",
     sharded: bool = False,
@@ -216,7 +216,7 @@ def remember(
     """Let the singletons show an `Accelerator` that was just made.
 
     Args:
-        pace: the loop's `Pace`.
+        accumulation: the loop's `AccumulationState`.
         sharded: the model is spread over processes instead of replicated.
     """
     partial = PartialState.__new__(PartialState)
@@ -232,7 +232,7 @@ def remember(
         parallelism_config=parallelism_config,
         deepspeed_plugin=None,
     )
-    GradientState._shared_state["_pace"] = pace
+    GradientState._shared_state["_accumulation"] = accumulation
 
 
 def _known(kind: type) -> set[str]:

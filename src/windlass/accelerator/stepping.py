@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.pace import Pace
 from windlass.accelerator.prepared import Prepared
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
@@ -24,39 +25,41 @@ _log = get_logger(__name__)
 
 
 class Stepping:
-    """The part of `Accelerator` that a training loop calls in every step.
+    """Methods that a training loop calls in every step.
 
     Args:
-        pace: which micro-batch is the last of its update.
-        even_batches: whether loops over data of the script's own end together, unless they are told otherwise.
+        accumulation: knows whether the current micro-batch completes an update.
+        loader: holds the default of `join_uneven_inputs`.
     """
 
     def __init__(
         self,
         gang: Gang,
-        pace: Pace,
+        accumulation: AccumulationState,
         prepared: Prepared,
         engine: LoopEngine,
-        even_batches: Callable[[], bool],
+        loader: DataLoaderConfiguration,
     ) -> None:
-        self._gang, self._pace, self._prepared, self._engine = gang, pace, prepared, engine
-        self._even_batches = even_batches
+        self._gang, self._accumulation, self._prepared, self._engine = gang, accumulation, prepared, engine
+        self._loader = loader
 
     # --- which micro-batch is the last of its update ------------------------------------------------------------------
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last one of its update."""
-        return self._pace.sync_gradients
+        """True if the current micro-batch is the last one of its update."""
+        return self._accumulation.sync_gradients
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Around one micro-batch: gradients of `models` are reduced over processes, and optimizers step, only in the
-        last one of each update. The end of a prepared loader ends an update too.
+        """Context of one micro-batch.
+
+        Gradients of `models` are reduced, and optimizers step, only in the last one of each update. The end of a
+        prepared loader ends an update too.
         """
-        self._pace.advance()
-        reduce = self.sync_gradients or self._pace.plugin.sync_each_batch
-        self._pace.models = models
+        self._accumulation.advance()
+        reduce = self.sync_gradients or self._accumulation.plugin.sync_each_batch
+        self._accumulation.models = models
         with contextlib.ExitStack() as stack:
             for model in models:
                 stack.enter_context(self._micro(model, reduce))
@@ -67,20 +70,20 @@ class Stepping:
         return contextlib.nullcontext() if strategy is None else strategy.micro(last)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around a forward and its backward: gradients of `model` are not reduced over processes."""
+        """Context of a forward and its backward: do not reduce gradients of `model` over processes."""
         return self._micro(model, False)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Around a loop over data of the script's own that ends earlier on some processes than on others.
+        """Context of a loop over unprepared data that may end earlier on some processes than on others.
 
-        Prepared loaders end together on all processes, so they need none of it.
+        Prepared loaders end together on all processes, and do not need it.
 
         Args:
             joinables: replicated models (and optimizers) that take part.
-            even_batches: False: the data may end unevenly. None takes the loader configuration's.
+            even_batches: False if the data may end unevenly. None: the value of the loader configuration.
         """
-        even = self._even_batches() if even_batches is None else even_batches
+        even = self._loader.even_batches if even_batches is None else even_batches
         replicated = self._gang.size > 1 and all(not s.sharded for s in self._prepared.all_strategies)
         if even or not replicated:
             if not even and self._gang.size > 1:
@@ -95,19 +98,19 @@ class Stepping:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Gradients of a micro-batch's loss.
+        """Compute the gradients of a micro-batch's loss.
 
-        A tensor is taken as the mean over the batch's samples, divided by the number of micro-batches of an update,
-        and weighted by this process's share of the batch where the shares differ. `LossTerms(sum, weight)` are divided
-        by the weight of the whole update, over all its micro-batches and processes. In a run of the Trainer its own
-        rules apply.
+        A tensor is the mean over the batch's samples. It is divided by the number of micro-batches of an update, and
+        weighted by this process's share of the samples if the shares differ. `LossTerms(sum, weight)` are divided by
+        the weight of the whole update, over all its micro-batches and processes. In a run of the Trainer, the rules of
+        docs/losses.md apply.
 
         Args:
             loss: a scalar tensor, or `LossTerms`.
             kwargs: for `Tensor.backward`.
 
         Raises:
-            ModelError: no update of the Trainer is under way; or terms that cannot be honoured.
+            ModelError: called outside a training step of the Trainer; or terms that are not supported.
         """
         if kwargs.pop("learning_rate", None) is not None:
             self.lomo_backward(loss, 0.0)
@@ -121,7 +124,7 @@ class Stepping:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients by the fp16 loss scale, once per update; clipping and stepping do it by themselves.
+        """Divide the gradients by the fp16 loss scale, once per update. Clipping and stepping call it.
 
         Args:
             optimizer: one or several prepared optimizers; None: all of them.
@@ -137,7 +140,7 @@ class Stepping:
         raise ModelError(f"this {type(optimizer).__name__} was not prepared by this accelerator")
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale the gradients of `parameters` down to a global norm, over all processes where they are sharded.
+        """Scale the gradients of `parameters` down to a global norm of `max_norm`.
 
         Returns:
             The norm before clipping: a scalar tensor, the same on every process.
@@ -156,7 +159,7 @@ class Stepping:
         return whole
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Cut every element of the gradients of `parameters` to -clip_value..clip_value."""
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         executors = self._prepared.executors_over(chosen)
         for executor in executors:
@@ -171,7 +174,7 @@ class Stepping:
     def apply_update(
         self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None
     ) -> tuple[bool, Any]:
-        """One update; what `PreparedOptimizer.step` calls."""
+        """Make one update; called by `PreparedOptimizer.step`."""
         if closure is None:
             return self._prepared.step(optimizer), None
         if self._prepared.scaler.active:
@@ -184,22 +187,22 @@ class Stepping:
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Nothing happens: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
         yield
 
 
 @contextlib.contextmanager
 def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """Around a backward whose forward ran under `no_sync`: gradients are reduced after all.
+    """Context of a backward whose forward ran under `no_sync`: reduce its gradients.
 
-    Only replicated models need it; for others nothing happens.
+    Only replicated models need it; for others it does nothing.
     """
     if not isinstance(model, Replicated):
         yield
         return
     found = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under `no_sync` left the reducer asleep.
+    # The forward under `no_sync` did not prepare the reducer.
     model.reducer.prepare_for_backward([])
     try:
         yield

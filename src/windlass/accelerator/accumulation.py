@@ -1,4 +1,4 @@
-"""Where a user's loop stands: in which loader, and whether its current micro-batch completes an update."""
+"""The accumulation state of a loop: its loader, and whether its current micro-batch completes an update."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from windlass.config.plugins import GradientAccumulationPlugin
 from windlass.data.prepared_loader import PreparedLoader
 
 
-class Pace:
-    """Counts micro-batches, and follows the loaders that were prepared.
+class AccumulationState:
+    """Counts micro-batches, and tracks which prepared loaders are being iterated.
 
     Attributes:
         sync_gradients: the current micro-batch is the last one of its update.
         step: micro-batches since the last loader ended.
-        plugin: how micro-batches are gathered into updates.
-        at_begin: called when a pass over a loader begins.
-        stride: batches of a loader as it was before it was prepared that a whole prepared batch stands for.
-        models: those that the current micro-batch accumulates into.
+        plugin: options of gradient accumulation.
+        at_begin: called at the start of each pass over a loader.
+        stride: number of batches of the unprepared loader that make one full batch over all processes.
+        models: the models that the current micro-batch accumulates into.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, stride: int = 1) -> None:
@@ -36,12 +36,12 @@ class Pace:
     # --- the loaders under way ----------------------------------------------------------------------------------------
 
     def begin(self, loader: PreparedLoader) -> None:
-        """A pass over `loader` begins, perhaps within another one's."""
+        """A pass over `loader` starts, perhaps nested in another pass."""
         self.at_begin()
         self._loaders.append(loader)
 
     def end(self, loader: PreparedLoader) -> None:
-        """A pass over `loader` is over, or was left early."""
+        """A pass over `loader` has ended, or was left early."""
         for index in reversed(range(len(self._loaders))):
             if self._loaders[index] is loader:
                 del self._loaders[index]
@@ -49,7 +49,7 @@ class Pace:
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The innermost loader whose pass is under way."""
+        """The innermost loader that is being iterated."""
         return self._loaders[-1] if self._loaders else None
 
     @property
@@ -63,7 +63,7 @@ class Pace:
 
     @property
     def remainder(self) -> int:
-        """Samples over all ranks of the last, short batch; 0 where it is whole, -1 where that is not known."""
+        """Samples over all ranks of the last, short batch; 0 if it is full, -1 if that is unknown."""
         return self._loaders[-1].remainder if self._loaders else -1
 
     # --- the updates --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Pace:
         return self.plugin.sync_with_dataloader
 
     def advance(self) -> None:
-        """The next micro-batch begins: does it complete an update?"""
+        """Start the next micro-batch, and determine whether it completes an update."""
         self._covered = self._stands_for() + (0 if self.sync_gradients else self._covered or 0)
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
@@ -99,8 +99,8 @@ class Pace:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def batches_of_update(self) -> int:
-        """By how many batches of the unprepared loader the current update goes forward, in units of its micro-batches:
-        a whole update by `stride`, one of a short last batch by as many as that is cut from.
+        """Number of batches of the unprepared loader that the current update covers, divided by its micro-batches:
+        `stride` for a full update, fewer if its last batch is short.
         """
         if self._covered is None:  # the loop does not accumulate
             return self._stands_for()
@@ -114,7 +114,7 @@ class Pace:
         return -(-loader.samples_everywhere * self.stride // whole)
 
     def reset(self) -> None:
-        """Forget the loop that was under way."""
+        """Return to the initial state."""
         self._covered = None
         self.step, self.sync_gradients = 0, True
         self._loaders = []
