@@ -1,17 +1,12 @@
-"""Names that scripts import from here (`windlass.dist.operations`)."""
+"""Names that scripts import from here (`windlass.dist.operations`, and `windlass.core.trees` for what needs no other
+process).
+"""
 
-from windlass.dist.operations import (
-    CannotPadNestedTensorWarning,
-    DistributedOperationException,
-    broadcast,
-    broadcast_object_list,
+from windlass.core.trees import (
     concatenate,
     convert_to_fp32,
-    copy_tensor_to_devices,
     find_batch_size,
     find_device,
-    gather,
-    gather_object,
     get_data_structure,
     get_shape,
     honor_type,
@@ -21,12 +16,21 @@ from windlass.dist.operations import (
     is_tensor_information,
     is_torch_tensor,
     listify,
-    pad_across_processes,
     pad_input_tensors,
     recursively_apply,
-    reduce,
     send_to_device,
     slice_tensors,
+)
+from windlass.dist.operations import (
+    CannotPadNestedTensorWarning,
+    DistributedOperationException,
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
 )
 
 __all__ = [
