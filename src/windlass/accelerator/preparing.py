@@ -26,7 +26,7 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
 from windlass.precision.check import check_precision

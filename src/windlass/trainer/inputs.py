@@ -14,7 +14,7 @@ from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.data.columns import ColumnCollator, select_columns, signature_columns
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.foreign import ForeignLoader, loader_length
+from windlass.data.foreign_loader import ForeignLoader, loader_length
 from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
