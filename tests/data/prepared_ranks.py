@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.world import world_from_environment
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang, join, leave
 

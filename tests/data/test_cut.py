@@ -2,8 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data.cut import share
+from windlass.data.dealt_rows import SampleRows, cuts
 from windlass.data.order import SequentialOrder
-from windlass.data.rows import SampleRows, cuts
 
 
 @given(count=st.integers(0, 200), world=st.integers(1, 9))

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from windlass.checkpoint.codec import decode, encode
 from windlass.config.plan import BatchPlan
 from windlass.core.trees import tensors_in
-from windlass.data.foreign import ForeignLoader
+from windlass.data.foreign_loader import ForeignLoader
 
 PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
 COUNT = 26

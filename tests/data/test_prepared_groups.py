@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.cases import Augmented, Numbers, Stream, in_global_order
-from tests.data.test_prepared import prepare
+from tests.data.test_prepare_loader import prepare
 from tests.data.test_skip import Bucketed
 from torch.utils.data import DataLoader
 
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
-from windlass.data.foreign import ForeignLoader
+from windlass.data.foreign_loader import ForeignLoader
 
 
 @settings(deadline=None, max_examples=60)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches as peer_skip
 from tests.data.cases import Augmented, Counted, Numbers, Stream
-from tests.data.test_prepared import Bucketed, prepare
+from tests.data.test_prepare_loader import Bucketed, prepare
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.data.choice import ReaderChoice

@@ -24,7 +24,7 @@ from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
 from windlass.dist.gang import Gang

@@ -21,6 +21,7 @@ from windlass.data.agreed_stream import AgreedStream
 from windlass.data.batch_reader import BatchReader
 from windlass.data.checksum import checksum
 from windlass.data.collate_default import plain_collate
+from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch
 from windlass.data.fetch_item import FetchItem
@@ -28,7 +29,6 @@ from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
 from windlass.data.passthrough_reader import PassthroughReader
-from windlass.data.rows import BatchRows, Rows, SampleRows
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.shared_stream import SharedStream

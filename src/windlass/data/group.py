@@ -33,7 +33,7 @@ class Group:
 
 
 class GroupSource(Protocol):
-    """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign`."""
+    """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign_loader`."""
 
     def groups(self, accumulation: int) -> Iterator[Group]:
         """The groups from the current position to the end of its pass; the next call goes on with the next pass."""

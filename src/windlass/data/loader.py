@@ -15,10 +15,10 @@ from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
 from windlass.data.dealt_loader import DealtLoader
+from windlass.data.dealt_rows import BalancedRows, SampleRows, cuts
 from windlass.data.fetch import Fetch
 from windlass.data.group import Group
 from windlass.data.order import Order, RebalancedOrder
-from windlass.data.rows import BalancedRows, SampleRows, cuts
 from windlass.data.source import Source
 
 logger = get_logger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.rows import Rows, cuts
+from windlass.data.dealt_rows import Rows, cuts
 from windlass.data.source import Source
 
 

@@ -9,7 +9,7 @@ from windlass.core.logs import get_logger
 from windlass.core.trees import batch_size_of
 from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.foreign import loader_length
+from windlass.data.foreign_loader import loader_length
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)

@@ -13,7 +13,7 @@ from windlass.config.plan import DataPlan
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_COLLATE, derive_seed
 from windlass.core.types import Collator
-from windlass.data.bookmark import WITNESSES, Bookmark, Place, belongs, marks_of, why_read_again
+from windlass.data.bookmark import WITNESSES, Bookmark, StreamPlace, belongs, marks_of, why_read_again
 from windlass.data.cut import share
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.reading import Reading, open_reading
@@ -63,7 +63,7 @@ class _Raw:
     head: list[Any]
     first: int
     end: int
-    place: Place | None
+    place: StreamPlace | None
 
 
 class StreamRows:
@@ -205,7 +205,7 @@ class StreamReader:
             if len(samples) < size:
                 return
 
-    def _own(self, samples: list[Any], position: int, place: Place | None) -> _Raw:
+    def _own(self, samples: list[Any], position: int, place: StreamPlace | None) -> _Raw:
         low, high = share(len(samples), self._world, self._rank)
         ids = list(range(position + low, position + high))
         own, head = samples[low:high] or samples[:1], samples[:WITNESSES]

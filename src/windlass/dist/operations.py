@@ -17,58 +17,8 @@ from torch import Tensor
 
 from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.trees import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_namedtuple,
-    is_tensor_information,
-    is_torch_tensor,
-    listify,
-    pad_input_tensors,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-    tensors_of,
-    with_tensors,
-)
+from windlass.core.trees import tensors_of, with_tensors
 from windlass.dist.gang import Gang, current
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "broadcast",
-    "broadcast_object_list",
-    "check_operations",
-    "concatenate",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

@@ -23,7 +23,7 @@ from windlass.dist.gang import Gang
 from windlass.dist.lockstep import agree, telling_others
 from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
-from windlass.metrics.rows import OrderLog, RowStore
+from windlass.metrics.kept_rows import OrderLog, RowStore
 
 logger = get_logger(__name__)
 

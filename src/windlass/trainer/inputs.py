@@ -15,7 +15,7 @@ from windlass.core.types import State
 from windlass.core.world import World
 from windlass.data.columns import ColumnCollator, select_columns
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.foreign import ForeignLoader, loader_length
+from windlass.data.foreign_loader import ForeignLoader, loader_length
 from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader

@@ -15,13 +15,15 @@ HOMES: dict[str, tuple[str, ...]] = {
         "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend",
         "FP8BackendType", "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
     ),
-    "windlass.core.trees": ("TensorInformation",),
+    "windlass.core.trees": (
+        "TensorInformation", "concatenate", "convert_to_fp32", "find_batch_size", "find_device", "get_data_structure",
+        "get_shape", "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_namedtuple",
+        "is_tensor_information", "is_torch_tensor", "listify", "pad_input_tensors", "recursively_apply",
+        "send_to_device", "slice_tensors",
+    ),
     "windlass.dist.operations": (
         "CannotPadNestedTensorWarning", "DistributedOperationException", "broadcast", "broadcast_object_list",
-        "concatenate", "convert_to_fp32", "copy_tensor_to_devices", "find_batch_size", "find_device", "gather",
-        "gather_object", "get_data_structure", "get_shape", "honor_type", "ignorant_find_batch_size",
-        "initialize_tensors", "is_namedtuple", "is_tensor_information", "is_torch_tensor", "listify",
-        "pad_across_processes", "pad_input_tensors", "recursively_apply", "reduce", "send_to_device", "slice_tensors",
+        "copy_tensor_to_devices", "gather", "gather_object", "pad_across_processes", "reduce",
     ),
     "windlass.accelerator.memory": (
         "clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size",

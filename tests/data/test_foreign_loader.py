@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
-from windlass.data.foreign import ForeignLoader
+from windlass.data.foreign_loader import ForeignLoader
 
 PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
 

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 _END = object()
 
 
-class _Place(NamedTuple):
+class _Entry(NamedTuple):
     """Where a loader can be entered: its own state, or why there is none; and a checksum of the batch that follows."""
 
     state: Any
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
     mark: int | None
 
 
-_NOWHERE = _Place(None, "", None)
+_NOWHERE = _Entry(None, "", None)
 
 
 class ForeignLoader:
@@ -125,7 +125,7 @@ class ForeignLoader:
                 self.epoch, self.taken, self._here = epoch + 1, 0, self._behind_a_pass()
             else:
                 self.taken += size
-                self._here = _Place(state, reason, _mark(coming))
+                self._here = _Entry(state, reason, _mark(coming))
             yield self._group(taken, epoch, last=coming is _END)
 
     def set_epoch(self, epoch: int) -> None:
@@ -146,11 +146,11 @@ class ForeignLoader:
 
     def load_state_dict(self, state: State) -> None:
         self.seed, self.epoch, self.taken = int(state["seed"]), int(state["epoch"]), self._taken_by(state)
-        self._here = _Place(state.get("loader"), state.get("reason", ""), state.get("mark"))
+        self._here = _Entry(state.get("loader"), state.get("reason", ""), state.get("mark"))
         self._restored = True
         then = state.get("world", self.batch.world)
         if then != self.batch.world:
-            self._here = _Place(None, "its state is that of one process among others", None)
+            self._here = _Entry(None, "its state is that of one process among others", None)
         if then != self.batch.world and state["batches"]:
             logger.warning(
                 f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.world} "
@@ -171,9 +171,9 @@ class ForeignLoader:
             position=self.state_dict(),
         )
 
-    def _behind_a_pass(self) -> _Place:
+    def _behind_a_pass(self) -> _Entry:
         """What the next pass begins by: `_begin` makes one around a dataset new; any other may count passes itself."""
-        return _NOWHERE if hasattr(self.loader, "dataset") else _Place(*self._own_state(), None)
+        return _NOWHERE if hasattr(self.loader, "dataset") else _Entry(*self._own_state(), None)
 
     def _own_state(self) -> tuple[Any, str]:
         """The loader's state, or else None and the reason."""

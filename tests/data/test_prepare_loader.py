@@ -14,7 +14,7 @@ from tests.dist.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from windlass.core.errors import DataError
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.dist.gang import Gang
-from windlass.metrics.rows import BatchOrder, OrderLog, RowStore
+from windlass.metrics.kept_rows import BatchOrder, OrderLog, RowStore
 
 
 def order_of(*ranks: list[list[int]]) -> BatchOrder:
