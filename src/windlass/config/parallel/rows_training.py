@@ -22,7 +22,7 @@ _DTYPES = kinds.choice(
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
-# What is launched over several processes and needs no strategy named: plain data parallelism over them.
+# Values of `distributed_type` that mean plain data parallelism over the processes.
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
 _STRATEGIES = kinds.choice(

@@ -1,4 +1,4 @@
-"""How a section declares one argument: everything that is known of it stands there, and nowhere else."""
+"""The declaration of one argument in a section: default, help and all rules that concern it alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def rules_in(field: dataclasses.Field[Any]) -> Rules:
 
 
 def rules_of(cls: Any) -> dict[str, Rules]:
-    """The rules of the arguments that Windlass declares, in order; a script's own fields are its own affair, and so a
-    field that it declares again keeps its rules."""
+    """The rules of the arguments that Windlass declares, in order. They hold for a subclass that redeclares a field."""
     own = next(base for base in cls.__mro__ if base.__module__.startswith("windlass."))
     return {field.name: field.metadata[_RULES] for field in dataclasses.fields(own)}
