@@ -103,12 +103,12 @@ def options(raw: Any) -> dict[str, Any]:
     # A pair out of a list may hold commas itself, as `CUDA_VISIBLE_DEVICES=0,1`.
     pairs = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
-        raise ValueError("must be a mapping, or text such as key=value,key=value")
+        raise ValueError("must be a mapping, or text such as name=value,name=value")
     found = {}
     for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"must be key=value pairs with commas between them, and {pair!r} is none")
+            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is none")
         found[key.strip()] = value.strip()
     return found
 

@@ -50,6 +50,7 @@ class Rules:
         document: it holds a dict, and may be given as JSON text or as the path of a JSON file.
         per_rank: why it may differ between the ranks of a job; empty if it must be the same on all.
         mapped: what it is taken as, if it does not do what its name says.
+        noted_at: the value at which a user is told so; None tells nobody.
         refused: why it cannot be set to other than its default; empty if it can.
     """
 
@@ -59,6 +60,7 @@ class Rules:
     document: bool = False
     per_rank: str = ""
     mapped: str = ""
+    noted_at: Any = None
     refused: str = ""
 
 
