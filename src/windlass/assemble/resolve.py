@@ -302,7 +302,6 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     return TransformPlan(
         recompute=bool(args.activation_checkpointing),
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile=parallel.compile_backend is not None,
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
     )

@@ -58,11 +58,10 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What is done to the model before it trains, in the order of `transforms/apply.py`."""
+    """What is done to the model before it trains, in the order of `transforms/apply.py`. No backend: no compilation."""
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
-    compile: bool = False
     compile_backend: str | None = None
     compile_mode: str | None = None
 

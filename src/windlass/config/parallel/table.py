@@ -43,6 +43,12 @@ UNBUILT_SECTIONS = {FAMILIES[key.family].section for key in UNBUILT}
 TOP_LEVEL = words_of("")
 
 
+# Every spelling of a setting, but for keys of a launch file's sections; where two settings share one, the first counts.
+SPELLINGS: dict[str, Key] = {
+    **{field: key for key in reversed(KEYS.values()) for field in key.fields}, **FLAGS, **VARIABLES, **KEYS
+}  # fmt: skip
+
+
 def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
     """The values of the settings `start.NAME` for those NAMEs that are fields of dataclass `kind`."""
     names = {field.name for field in dataclasses.fields(kind)}
