@@ -1,4 +1,4 @@
-"""Every cross-option rule in one table, and the frozen plan that comes out when all of them hold."""
+"""All rules that concern several options, in one table, and the frozen plan of a configuration that meets them."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
 
 
 def resolve_parallel(args: Any, world: World) -> Parallel:
-    """How the model is spread over `world`, as the arguments and the launcher of this process say together.
+    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process.
 
     Raises:
         ConfigError: with every problem, contradictions of the two among them.
@@ -266,7 +266,7 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:
-    """The precision that this process computes in, before there is a run: a trainer may only evaluate."""
+    """The precision of this process before there is a run: a trainer may only evaluate."""
     return _precision(args, resolve_parallel(args, world_from_environment()))
 
 
@@ -337,7 +337,6 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     return TransformPlan(
         recompute=bool(args.activation_checkpointing),
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile=parallel.compile_backend is not None,
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
     )

@@ -15,7 +15,7 @@ from windlass.config.parallel import from_arguments, merge
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.spelling import spellings
-from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.config.parallel.table import FLAGS, SPELLINGS
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 
@@ -48,23 +48,11 @@ def find_key(word: str) -> Key:
     """
     spelling = word.lstrip("-").replace("-", "_").removeprefix("TrainingArguments.").removeprefix("parallel.")
     last = spelling.rpartition(".")[2]
-    key = (
-        KEYS.get(spelling)
-        or VARIABLES.get(spelling)
-        or FLAGS.get(spelling)
-        or _of_field(spelling)
-        or FLAGS.get(last)
-    )
+    key = SPELLINGS.get(spelling) or FLAGS.get(last)
     if key is None:
-        hint = did_you_mean(spelling, [*KEYS, *FLAGS, *VARIABLES])
-        raise ConfigError(
-            Problem("KEY", word, f"there is no such setting{hint or '; see: windlass launch --help'}")
-        )
+        hint = did_you_mean(spelling, SPELLINGS) or "; see: windlass launch --help"
+        raise ConfigError(Problem("KEY", word, f"there is no such setting{hint}"))
     return key
-
-
-def _of_field(name: str) -> Key | None:
-    return next((key for key in KEYS.values() if name in key.fields), None)
 
 
 def explain(key: Key, settings: Settings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""From flags, environment and launch file to one plan, checked as a whole before a process starts."""
+"""Resolve flags, environment and launch file into one plan, and check it before a process starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
 
 logger = get_logger(__name__)
-# What limits the accelerators that a process sees, by their kind.
+# Kind of accelerator -> the variable that limits which of them a process sees.
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -39,7 +39,7 @@ __all__ = ["LaunchPlan", "launch_settings", "resolve_launch"]
 def resolve_launch(
     options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
 ) -> LaunchPlan:
-    """What the command line, the launch file and the environment say together.
+    """Resolve the command line, the launch file and the environment into a plan.
 
     Args:
         options: as parsed with `add_launch_flags`; what was not said is absent.
@@ -66,7 +66,7 @@ def resolve_launch(
 
 
 def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Flags over the environment over the launch file, each value with its origin."""
+    """Merge flags, environment and launch file, in this order of precedence; each value keeps its origin."""
     said = vars(options)
     named = said.get("config_file")
     path, note = (named, "") if named else find_file(environ)
@@ -96,7 +96,7 @@ def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> 
 
 
 def _processes(settings: Settings, devices: int) -> int:
-    """As said; else one for each device of each machine, and one for each machine without any."""
+    """The number that was set; else one per device of each machine, or one per machine without devices."""
     said = settings.value(rows.PROCESSES)
     return int(said) if said is not None else max(devices, 1) * int(settings.value(rows.MACHINES))
 

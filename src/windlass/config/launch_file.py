@@ -1,4 +1,4 @@
-"""Where the launch file lies, and how one is written."""
+"""Find and write launch files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def default_file(environ: Mapping[str, str]) -> Path:
 
 
 def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The launch file that is read when none is named, and what to say about it.
+    """Find the launch file to read if none is named, and a note to log about it.
 
     Without one of Windlass's own, that of `accelerate config` is taken.
     """
@@ -59,7 +59,7 @@ def basic_settings(precision: str, devices: int, origin: str) -> Settings:
 
 
 def to_document(settings: Settings) -> dict[str, Any]:
-    """The launch file that says `settings`, in the spelling that `accelerate launch` understands as well."""
+    """The launch file with `settings`, in the spelling that `accelerate launch` reads too."""
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(settings)}
     for name in sorted(settings):
         if name == "strategy":
@@ -72,12 +72,12 @@ def to_document(settings: Settings) -> dict[str, Any]:
 
 
 def write_file(settings: Settings, path: Path) -> None:
-    """Write the launch file that says `settings`; its folder is made."""
+    """Write `settings` to a launch file; create its folder."""
     _dump(to_document(settings), path)
 
 
 def updated(path: Path) -> None:
-    """Write the launch file at `path` anew, as YAML without keys that mean nothing."""
+    """Rewrite the launch file at `path` as YAML without unknown keys."""
     _dump(without_unknown(parse_file(path)), path)
 
 

@@ -1,4 +1,4 @@
-"""What is to be launched: the plan that every engine works from."""
+"""The plan of a launch, which every engine reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LaunchPlan:
         script: path of a script, name of a module (`module`), or a program (`no_python`).
         devices: numbers of the accelerators to use; empty uses all.
         environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
-        settings: everything that was said, with its origin.
-        grace: seconds that processes have to save and end when they are told to leave.
+        settings: all settings with their origins.
+        grace: seconds that processes have to save and exit after a request to exit.
     """
 
     script: str

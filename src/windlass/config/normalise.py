@@ -1,4 +1,4 @@
-"""Brings the many ways of saying a thing into one, in place; what is plainly wrong is left for `validate` to name."""
+"""Convert the spellings of a value to one form, in place. Wrong values are left for `validate` to report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
 def hints(cls: Any) -> dict[str, Any]:
-    """The resolved types of the fields that Windlass itself declares (a script's own fields are its own business)."""
+    """The resolved types of the fields that Windlass itself declares (not those of a script's subclass)."""
     return _hints(cls)
 
 
@@ -44,7 +44,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def normalise(args: Any) -> None:
-    """Bring `args` into its one form. May be called again after any assignment; what was derived is derived afresh."""
+    """Normalise `args`. May be called again after any assignment: derived values are derived again."""
     values = args.__dict__
     for name, said in values.get("_derived", {}).items():
         values[name] = said

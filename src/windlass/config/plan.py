@@ -1,4 +1,4 @@
-"""The frozen outcome of resolving a configuration: what every floor below `assemble/` reads, and nothing else."""
+"""The resolved configuration, frozen. The floors below `assemble/` read it and nothing else."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What is done to the model before it trains, in the order of `transforms/apply.py`."""
+    """What is done to the model before it trains, in the order of `transforms/apply.py`. No backend: no compilation."""
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
-    compile: bool = False
     compile_backend: str | None = None
     compile_mode: str | None = None
 
@@ -230,7 +229,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class DistPlan:
-    """How the model is spread over ranks; without meaning in a world of one, but for `shard`, which works there too.
+    """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
     Attributes:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.

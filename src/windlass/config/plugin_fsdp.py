@@ -27,7 +27,7 @@ def _resharding(raw: Any) -> Any:
 
 _TRUTH = kinds.choice("true", "false", also={"true": True, "false": False})
 _RESHARDING = f"must be true, false, or one of {', '.join(rows.SHARDING_WORDS)}, or its number from 1"
-# What means something else in these fields than in a file.
+# Readers of fields whose values have another meaning than in a file.
 _OWN_READERS: dict[str, kinds.Reader] = {
     "reshard_after_forward": _resharding,
     "backward_prefetch": kinds.choice(*rows.PREFETCH_WORDS, also=kinds.numbered(rows.PREFETCH_WORDS)),
@@ -36,7 +36,7 @@ _OWN_READERS: dict[str, kinds.Reader] = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How a model is spread over processes, every one keeping a shard of it. None: not said, so another source may.
+    """How a model is spread over processes, each with a shard of it. None: not set, so another source may set it.
 
     Words may have any case. Those that PyTorch numbers may be given by number from 1, or as PyTorch's own enumerations,
     functions and objects.
@@ -72,14 +72,14 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Say how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
+        """Set how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
         if state_dict_type is not None:
             self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute, reduce and give results in one type, unless a policy was said and `override` is false."""
+        """Set one dtype for compute, reduction and outputs, unless a policy is set and `override` is false."""
         if buffer_autocast:
             fix = "buffers keep their type; leave it False"
             raise ConfigError(Problem("set_mixed_precision.buffer_autocast", buffer_autocast, fix))
@@ -87,7 +87,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = mixed_precision
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Nothing to do: the layers are looked up in the model when it is prepared."""
+        """Does nothing: the layers are looked up in the model when it is prepared."""
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a `ConfigError` if something here cannot be honoured."""
@@ -96,7 +96,7 @@ class FullyShardedDataParallelPlugin:
     validate_cpu_offload = validate_mixed_precision_policy
 
     def settings(self) -> dict[str, Any]:
-        """What was said, by the words of a launch file, each value in its canonical form.
+        """The fields that are set, by the words of a launch file, with canonical values.
 
         Raises:
             ConfigError: something that cannot be honoured, all of it at once.
@@ -114,7 +114,7 @@ class FullyShardedDataParallelPlugin:
         return tuple(name for name, module in named_modules if id(module) in ignored)
 
     def objections(self) -> Iterator[Problem]:
-        """What of this cannot be honoured."""
+        """Problems of this configuration."""
         where = type(self).__name__
         for field, word, value in self._said():
             if fix := _objection(word, value):
@@ -126,7 +126,7 @@ class FullyShardedDataParallelPlugin:
             yield from _state_config_problems(f"{where}.{name}", getattr(self, name))
 
     def _said(self) -> Iterator[tuple[str, str, Any]]:
-        """(field, word of a launch file, value) of everything that was said and that the table knows."""
+        """(field, word of a launch file, value) of each field that is set and is in the table."""
         for name, value in stated(self).items():
             if name == "mixed_precision_policy":
                 yield from ((f"{name}.{role}", role, dtype) for role, dtype in rows.dtypes_of(value).items())
@@ -151,7 +151,7 @@ def _reader(word: str) -> kinds.Reader:
 
 
 def _objection(word: str, value: Any) -> str:
-    """Why a value cannot be had; empty if it can."""
+    """Why a value is refused; empty if it is not."""
     if word not in _KEYS:
         return f"there is no such type: give {', '.join(rows.DTYPE_ROLES)}"
     if _KEYS[word].refused:

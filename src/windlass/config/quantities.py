@@ -57,6 +57,6 @@ def options_from(text: str) -> dict[str, str]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or not value.strip():
-            raise ValueError(f"must be 'key=value, key=value'; {part!r} is not such a pair")
+            raise ValueError(f"must be 'name=value, name=value'; {part!r} is not such a pair")
         options[key.strip()] = value.strip()
     return options

@@ -145,7 +145,7 @@ def markdown() -> str:
 
 
 def _settings() -> Iterator[str]:
-    """The lines about how training is spread and launched: what each setting means, and its spelling in each place."""
+    """The lines of the table of settings: what each means, its default, and its spelling in each place."""
     places = ("flag", "file", "variable", "arguments", "recipe")
     yield from ("", "## Settings of how training is spread and launched", "")
     yield "`windlass explain NAME` says where the value of one comes from."

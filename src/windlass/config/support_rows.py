@@ -1,4 +1,4 @@
-"""The rows of the support table, as data. Those of the arguments stand with the arguments (`sections/`)."""
+"""The rows of the support table, as data. Those of the arguments are declared with the arguments (`sections/`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with the arguments by themselves, found at once.
+"""Checks of the arguments by themselves, which find all problems at once.
 
 What needs the dataset, the model or the device is checked when a run is resolved.
 """
@@ -37,7 +37,7 @@ def check(args: Any) -> None:
 
 
 def problems(args: Any) -> list[Problem]:
-    """Normalise `args` in place and list all that is wrong; rules about values that are wrong by themselves wait."""
+    """Normalise `args` in place and list all that is wrong; rules that read a wrong value are skipped."""
     normalise(args)
     found = list(_value_problems(args))
     wrong = {problem.field.split(".")[0] for problem in found}
@@ -110,7 +110,7 @@ def _one_precision(args: Any) -> Iterator[Problem]:
 
 @_rule("num_train_epochs")
 def _some_length(args: Any) -> Iterator[Problem]:
-    # A max_steps that is wrong by itself gives no length either, so both are told at once.
+    # A max_steps that is wrong by itself gives no length either, so both are reported at once.
     enough = isinstance(args.max_steps, int) and args.max_steps > 0
     if not enough and args.num_train_epochs <= 0:
         fix = f"gives nothing to train with max_steps={args.max_steps!r}; set one of the two above 0"
@@ -244,7 +244,7 @@ def _unbuilt_fields(args: Any) -> Iterator[Problem]:
 
 
 def _is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether `value` asks for nothing: the field's default, or an empty value where the default is empty."""
+    """Return True if `value` requests nothing: the default, or an empty value if the default is empty."""
     if not field.default and (value in (None, False, "", 0) or value == [] or value == {}):
         return True
     return bool(value == field.default)

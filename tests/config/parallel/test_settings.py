@@ -97,3 +97,10 @@ def test_a_weak_value_holds_where_nothing_else_was_said() -> None:
     settings.record(RAM, "true", "FSDP_CPU_RAM_EFFICIENT_LOADING", "variable")
     assert settings.value(RAM) is True
     assert not settings.is_explicit(RAM.name)
+
+
+def test_what_pairs_look_like_is_not_taken_for_a_secret() -> None:
+    """In a message `key=...` is masked."""
+    settings = Settings()
+    settings.record(KEYS["launch.engine_options"], "a", "--engine_options", "flag")
+    assert "name=value" in str(settings.problems[0])

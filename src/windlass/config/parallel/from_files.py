@@ -1,4 +1,4 @@
-"""Settings out of files: the launch file (Windlass's own and those that `accelerate config` wrote), and recipes."""
+"""Settings from files: launch files, written by `windlass config` or `accelerate config`, and recipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselve
 
 
 def from_file(path: str | Path) -> Settings:
-    """What a launch file says (YAML, or JSON); what is wrong with it becomes problems, unknown keys notes."""
+    """Read a launch file (YAML or JSON). Errors become problems of the result, unknown keys notes."""
     settings = Settings()
     try:
         document = parse_file(Path(path).expanduser())
@@ -33,7 +33,7 @@ def from_file(path: str | Path) -> Settings:
 
 
 def parse_file(path: Path) -> Mapping[str, Any]:
-    """The mapping that a YAML or JSON file holds.
+    """Read the mapping in a YAML or JSON file.
 
     Raises:
         OSError: the file cannot be read.
@@ -56,7 +56,7 @@ def parse_file(path: Path) -> Mapping[str, Any]:
 
 
 def from_document(document: Mapping[str, Any], name: str) -> Settings:
-    """What the parsed launch file `name` says."""
+    """Read the settings of the parsed launch file `name`."""
     settings = Settings()
     for word, value in document.items():
         _top_level(settings, str(word), value, name)
@@ -64,7 +64,7 @@ def from_document(document: Mapping[str, Any], name: str) -> Settings:
 
 
 def without_unknown(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A launch file's document without the keys that mean nothing."""
+    """Return a launch file's document without unknown keys."""
     kept: dict[str, Any] = {}
     for word, value in document.items():
         if word in SECTIONS and isinstance(value, Mapping) and word not in UNBUILT_SECTIONS:
@@ -113,7 +113,7 @@ def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Ke
 
 
 def from_recipe(section: Any, name: str) -> Settings:
-    """What the `parallel:` section of recipe `name` says, in canonical names: `fsdp: {cpu_offload: true}`."""
+    """Read the `parallel:` section of recipe `name`, which has canonical names: `fsdp: {cpu_offload: true}`."""
     settings = Settings()
     _nested(settings, section, f"parallel in {name}")
     return settings

@@ -1,4 +1,4 @@
-"""Readers of values: each takes what a file, a flag, a variable or a script said and gives the one canonical form.
+"""Readers of values: each converts the value in a file, flag, variable or script to its canonical form.
 
 A reader raises `ValueError` with the end of a sentence ("must be ...") when it cannot, gives None for what leaves the
 setting unsaid, and accepts its own results.
@@ -65,7 +65,7 @@ def number(raw: Any) -> float:
 
 
 def seconds(raw: Any) -> float:
-    """A time that passes: above 0, and not for ever."""
+    """A time in seconds: above 0, and finite."""
     time = number(raw)
     if not 0 < time < float("inf"):
         raise ValueError("must be a number of seconds above 0")
@@ -103,12 +103,12 @@ def options(raw: Any) -> dict[str, Any]:
     # A pair out of a list may hold commas itself, as `CUDA_VISIBLE_DEVICES=0,1`.
     pairs = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
-        raise ValueError("must be a mapping, or text such as key=value,key=value")
+        raise ValueError("must be a mapping, or text such as name=value,name=value")
     found = {}
     for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"must be key=value pairs with commas between them, and {pair!r} is none")
+            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is none")
         found[key.strip()] = value.strip()
     return found
 
@@ -150,7 +150,7 @@ def choice(
 
 
 def either(*readers: Reader, says: str) -> Reader:
-    """What the first of `readers` that can reads."""
+    """Return a reader that tries `readers` in order and gives the first result."""
 
     def read(raw: Any) -> Any:
         for reader in readers:

@@ -1,4 +1,4 @@
-"""From settings to the plans that floors below read, with everything checked at once."""
+"""Make the plans that lower floors read from settings, after checking all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """What the settings come to.
+    """The plans that settings make.
 
     Attributes:
         accumulation: micro-batches of an update; None when nobody said.
@@ -40,7 +40,7 @@ class Parallel:
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
-    """The plans for `world`; what is accepted and changes nothing is said once.
+    """Make the plans for `world`. Log once what is accepted without an effect.
 
     Raises:
         ConfigError: every problem met while reading, merging and planning.
@@ -65,16 +65,16 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
 
 
 def parallel_problems(settings: Settings, world: World) -> list[Problem]:
-    """Everything wrong with the settings, for `world`."""
+    """All problems of the settings in `world`."""
     return [*settings.problems, *_objections(settings, world)]
 
 
 def is_sharded(settings: Settings) -> bool:
-    """Whether the strategy is FSDP: named so, or a mesh with shards."""
+    """Return True if the strategy is FSDP, by its name or by a mesh with shards."""
     return bool(settings.value(rows.STRATEGY) == "fsdp" or settings.value(rows.MESH_SHARDS) > 1)
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------------
+# --- problems -------------------------------------------------------------------------------------------------------
 
 
 def _objections(settings: Settings, world: World) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
         yield Problem(said[0].origin, replicas, f"must divide the number of processes, which is {world.size}")
 
 
-# --- what changes nothing -------------------------------------------------------------------------------------------
+# --- notes ----------------------------------------------------------------------------------------------------------
 
 
 def _remarks(settings: Settings, world: World) -> Iterator[str]:
@@ -237,7 +237,7 @@ def _replicas(settings: Settings, world: World) -> int:
 
 
 def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
-    """As said; without a word, by what was said beside it: names of layers, or a least size."""
+    """The wrapping that was set; else what follows from names of layers, or from a minimum size."""
     if not settings.is_explicit(rows.FSDP_WRAP.name):
         if settings.value(rows.FSDP_LAYERS):
             return "transformer"
@@ -251,7 +251,7 @@ def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
 
 
 def _dtypes(settings: Settings) -> tuple[Any, Any]:
-    """Of gathered parameters and of gradients: as said, else the precision's, with gradients averaged in fp32."""
+    """Dtypes of gathered parameters and of gradients: as set, else the precision's with gradients averaged in fp32."""
     param = settings.value(rows.FSDP_PARAM_DTYPE)
     reduce = settings.value(rows.FSDP_REDUCE_DTYPE)
     compute = _compute(settings)

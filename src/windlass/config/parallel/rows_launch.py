@@ -109,7 +109,7 @@ _SWITCHES = (
 
 
 def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
-    """Keys that are known and cannot be had; `written` names those that accelerate gives a value unasked."""
+    """Keys that are known and refused; `written` gives the values that accelerate exports by default."""
     row = rows_of(family)
     return tuple(
         row(word, kinds.flag if word in _SWITCHES else kinds.anything, None, "Not built.",

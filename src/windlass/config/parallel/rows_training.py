@@ -22,7 +22,7 @@ _DTYPES = kinds.choice(
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
-# What is launched over several processes and needs no strategy named: plain data parallelism over them.
+# Values of `distributed_type` that mean plain data parallelism over the processes.
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
 _STRATEGIES = kinds.choice(
@@ -97,13 +97,13 @@ _PREFETCH = kinds.either(
     kinds.natural,
     says="must be backward_pre, backward_post, no_prefetch, or how many layers ahead",
 )
-_WRAPPING = {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"}
+WRAPPING = {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"}
 _WRAP = kinds.either(
     kinds.choice(
-        *_WRAPPING,
+        *WRAPPING,
         also={
-            **{spelling.lower(): word for word, spelling in _WRAPPING.items()},
-            **kinds.numbered(_WRAPPING),
+            **{spelling.lower(): word for word, spelling in WRAPPING.items()},
+            **kinds.numbered(WRAPPING),
             "transformer_auto_wrap_policy": "transformer",
             "size_based_auto_wrap_policy": "size",
         },
@@ -111,10 +111,10 @@ _WRAP = kinds.either(
     says="must be one of none, transformer, size: a function of one's own is not called; name the layers' classes in "
     "transformer_cls_names_to_wrap",
 )
-_STATES = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
+STATES = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 _STATE = kinds.choice(
-    *_STATES,
-    also={**{spelling.lower(): word for word, spelling in _STATES.items()}, "1": "full", "3": "sharded"},
+    *STATES,
+    also={**{spelling.lower(): word for word, spelling in STATES.items()}, "1": "full", "3": "sharded"},
     refused=dict.fromkeys(
         ("local_state_dict", "2"), "is FSDP1's raw layout, which FSDP2 does not have; use SHARDED_STATE_DICT"
     ),
@@ -165,7 +165,7 @@ FSDP_RESHARD = _fsdp(
 FSDP_WRAP = _fsdp(
     "wrap", _WRAP, "none",
     "Which submodules are gathered on their own: layers by class, those above a size, or only the whole model.",
-    "auto_wrap_policy", "wrap", write=_WRAPPING.get,
+    "auto_wrap_policy", "wrap", write=WRAPPING.get,
 )  # fmt: skip
 FSDP_LAYERS = _fsdp(
     "layers", kinds.words, (),
@@ -185,7 +185,7 @@ FSDP_OFFLOAD = _fsdp(
 )  # fmt: skip
 FSDP_STATE = _fsdp(
     "state", _STATE, "sharded", "How checkpoints hold the model: whole tensors, or every rank's shards.",
-    "state_dict_type", "state", write=_STATES.get,
+    "state_dict_type", "state", write=STATES.get,
 )  # fmt: skip
 FSDP_BACKWARD_PREFETCH = _fsdp(
     "backward_prefetch", _PREFETCH, "backward_pre",

@@ -1,4 +1,4 @@
-"""How a setting is written in each place that can say it."""
+"""The spelling of a setting in each place where it can be set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.config.parallel.keys import Key
 
 
 def to_arguments(key: Key, value: Any) -> dict[str, Any]:
-    """The fields of `TrainingArguments` that say a value; none for what only a launcher can be told."""
+    """The fields of `TrainingArguments` that set a value; empty for settings of a launcher alone."""
     if key.name == "strategy":
         return {"fsdp": value == "fsdp"}
     if key.name == "precision":
@@ -22,7 +22,7 @@ def to_arguments(key: Key, value: Any) -> dict[str, Any]:
 
 
 def spellings(key: Key) -> Iterator[tuple[str, str]]:
-    """(place, spelling) for each place that can say a setting."""
+    """(place, spelling) for each place where a setting can be set."""
     if key.flags:
         yield "flag", f"--{key.flags[0]}"
     yield "file", key.in_file

@@ -1,4 +1,4 @@
-"""All settings, and the one that each spelling belongs to."""
+"""All settings, and indexes of them by their spellings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING = (
     *rows_training.DDP,
     *rows_training.COMPILE,
 )
-# Families that are refused as a whole; what they would need is not built.
+# Families that are refused as a whole, because what they configure is not built.
 UNBUILT = (*rows_launch.DEEPSPEED, *rows_launch.MEGATRON, *rows_launch.FP8)
 KEYS: dict[str, Key] = index((*TRAINING, *rows_launch.LAUNCH, *UNBUILT))
 FLAGS: dict[str, Key] = {word: key for key in KEYS.values() for word in key.flags}
@@ -43,6 +43,12 @@ UNBUILT_SECTIONS = {FAMILIES[key.family].section for key in UNBUILT}
 TOP_LEVEL = words_of("")
 
 
+# Every spelling of a setting, but for keys of a launch file's sections; where two settings share one, the first counts.
+SPELLINGS: dict[str, Key] = {
+    **{field: key for key in reversed(KEYS.values()) for field in key.fields}, **FLAGS, **VARIABLES, **KEYS
+}  # fmt: skip
+
+
 def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
     """The values of the settings `start.NAME` for those NAMEs that are fields of dataclass `kind`."""
     names = {field.name for field in dataclasses.fields(kind)}
@@ -51,7 +57,7 @@ def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
 
 
 def described(options: type, section: str) -> None:
-    """Add to the docstring of a class of options what the table of settings says about each of its fields."""
+    """Add the documentation of its settings to the docstring of a class of options."""
     keys = SECTIONS[section]
     known = {field.name: keys[field.name] for field in dataclasses.fields(options) if field.name in keys}
     notes = {name: f" It {why}." if (why := key.refused or key.idle) else "" for name, key in known.items()}
@@ -61,7 +67,7 @@ def described(options: type, section: str) -> None:
 
 
 def value_problems(options: Any, section: str) -> Iterator[Problem]:
-    """A problem for each field that was said and that its setting cannot read."""
+    """A problem for each field with a value that its setting cannot read."""
     keys = SECTIONS[section]
     for name, value in stated(options).items():
         try:

@@ -45,7 +45,7 @@ class ScheduleSection:
 class OptimizerSection:
     optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer.")
     optim_args: str | None = setting(
-        None, "Options of the optimizer, as 'key=value, key=value'.", read=options_from
+        None, "Options of the optimizer, as 'name=value, name=value'.", read=options_from
     )
     weight_decay: float = setting(
         0.0, "Decoupled weight decay; norms and biases are left out.", bounds=at_least(0)

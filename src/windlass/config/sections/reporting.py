@@ -26,6 +26,7 @@ class LoggingSection:
         True,
         "Accepted for old scripts; non-finite losses are never hidden.",
         mapped="filters nothing: non-finite losses are logged as they are, and nonfinite_policy decides",
+        noted_at=True,
     )
     include_num_input_tokens_seen: str | bool = setting(
         "no", "Count input tokens: all, non_padding or no.", words=("all", "non_padding", "no")

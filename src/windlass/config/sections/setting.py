@@ -1,4 +1,4 @@
-"""How a section declares one argument: everything that is known of it stands there, and nowhere else."""
+"""The declaration of one argument in a section: default, help and all rules that concern it alone."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class Rules:
         document: it holds a dict, and may be given as JSON text or as the path of a JSON file.
         per_rank: why it may differ between the ranks of a job; empty if it must be the same on all.
         mapped: what it is taken as, if it does not do what its name says.
+        noted_at: the value at which a user is told so; None tells nobody.
         refused: why it cannot be set to other than its default; empty if it can.
     """
 
@@ -59,6 +60,7 @@ class Rules:
     document: bool = False
     per_rank: str = ""
     mapped: str = ""
+    noted_at: Any = None
     refused: str = ""
 
 
@@ -94,7 +96,6 @@ def rules_in(field: dataclasses.Field[Any]) -> Rules:
 
 
 def rules_of(cls: Any) -> dict[str, Rules]:
-    """The rules of the arguments that Windlass declares, in order; a script's own fields are its own affair, and so a
-    field that it declares again keeps its rules."""
+    """The rules of the arguments that Windlass declares, in order. They hold for a subclass that redeclares a field."""
     own = next(base for base in cls.__mro__ if base.__module__.startswith("windlass."))
     return {field.name: field.metadata[_RULES] for field in dataclasses.fields(own)}
