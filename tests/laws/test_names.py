@@ -19,7 +19,6 @@ FILES = {
     "evaluation": "the arguments of evaluations, and the figures of one",
     "memory": "what memory there is, and what of it a run reports",
     "registry": "optimizers and schedules are families alike, each with its registry",
-    "rows": "rows of a report, and rows of predictions",
     "sharded": "tensors in parts over ranks, and files of such parts",
 }
 
