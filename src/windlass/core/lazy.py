@@ -47,3 +47,19 @@ def _import(module: str) -> Any:
     finally:
         if collecting:
             gc.enable()
+
+
+class LazyModule:
+    """A module that is imported when something of it is first asked for.
+
+    Stand-in for `import module` where most users of the importing file never need it. For type checkers, import the
+    module under `TYPE_CHECKING`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(_import(self._name), name)
+        setattr(self, name, value)
+        return value

@@ -13,6 +13,8 @@ from torch import nn
 
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.opening import open_store
@@ -22,6 +24,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import SavePlan
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.events import TrainerCallback
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.redact import has_hidden
@@ -106,6 +109,11 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     """The callbacks that come before a script's own."""
     trackers = [TrackingCallback(args.report_to)] if args.report_to else []
     return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers]
+
+
+def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
+    """What shows the progress of a run."""
+    return PrinterCallback if args.disable_tqdm else ProgressCallback
 
 
 def multiplied_parameters(model: nn.Module) -> int:

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import DataError
@@ -21,7 +19,6 @@ from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.data.stream_loader import StreamLoader
 from windlass.dist.gang import Gang
-from windlass.trainer.wrappers import innermost
 
 Collate = Callable[[list[Any]], Any]
 
@@ -122,19 +119,3 @@ def with_columns(dataset: Any, collate: Collate, columns: list[str], what: str) 
     if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
         return select_columns(dataset, columns, what), collate
     return dataset, ColumnCollator(collate, columns, what)
-
-
-def labels_in_signature(module: nn.Module) -> list[str]:
-    """The names under which a model's forward takes labels; `["labels"]` if its signature does not tell.
-
-    Looks through wrappers, which hide the signature of the model that they wrap.
-    """
-    parameters = inspect.signature(innermost(module).forward).parameters
-    found = [name for name in parameters if "label" in name or name in ("start_positions", "end_positions")]
-    return found or ["labels"]
-
-
-def returns_loss_by_default(module: nn.Module) -> bool:
-    """Whether the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
-    parameter = inspect.signature(innermost(module).forward).parameters.get("return_loss")
-    return parameter is not None and parameter.default is True

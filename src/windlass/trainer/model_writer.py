@@ -15,6 +15,7 @@ from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
 from windlass.core.module_state import bare, state_of, with_copied_buffers
 from windlass.dist.gang import Gang
+from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
 
@@ -25,14 +26,19 @@ class ModelWriter:
         model, strategy: the bare model, and how it is spread over ranks.
 
     Args:
+        strategy: None: one process has it alone.
         tokenizer: returns the tokenizer or processor that is saved with it, or None.
         arguments: returns the run's arguments as plain data, for the reader.
     """
 
     def __init__(
-        self, model: nn.Module, strategy: Strategy, tokenizer: Callable[[], Any], arguments: Callable[[], Any]
+        self,
+        model: nn.Module,
+        strategy: Strategy | None,
+        tokenizer: Callable[[], Any],
+        arguments: Callable[[], Any],
     ) -> None:
-        self.model, self.strategy = model, strategy
+        self.model, self.strategy = model, strategy or Alone(model)
         self._tokenizer, self._arguments = tokenizer, arguments
         self._adapter: tuple[list[int], Adapter | None] | None = None
 

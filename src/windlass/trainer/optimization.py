@@ -9,9 +9,16 @@ from torch import nn
 
 from windlass.assemble.resolve import resolve_optimizer
 from windlass.core.errors import ConfigError, Problem
-from windlass.optim.groups import decay_groups
-from windlass.optim.registry import make_optimizer
+from windlass.optim.groups import decay_groups, decay_parameter_names
+from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.schedule import build_schedule
+
+__all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
+
+
+def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
+    """The optimizer's class and keywords that these arguments ask for."""
+    return optimizer_factory(resolve_optimizer(args, max(args.max_steps, 0)))
 
 
 def new_optimizer(

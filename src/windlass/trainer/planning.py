@@ -8,11 +8,12 @@ from typing import Any
 
 from windlass.assemble.batch import UpdateSize, update_size
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
+from windlass.assemble.resolve import resolve, resolve_batch
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import RunPlan
 from windlass.core.logs import get_job_logger
+from windlass.core.world import World
 from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.dist.gang import Gang
@@ -67,7 +68,7 @@ def plan_run(args: Any, gang: Gang, facts: Facts, loader: Any, checkpoint: Check
 
 
 def planned_lengths(
-    args: Any, gang: Gang, facts: Facts, loader: Any, count: Callable[[Any], int]
+    args: Any, gang: Gang, world: World, loader: Any, count: Callable[[Any], int]
 ) -> tuple[int, int, int, float, int, int, int]:
     """What a run over this loader amounts to; see `Trainer.set_initial_training_values`.
 
@@ -75,8 +76,8 @@ def planned_lengths(
         count: returns the samples of a loader of known length.
     """
     size, _ = update_size(args, gang.size)
-    per_epoch = group_source(args, facts.world, gang, loader).groups_per_epoch(size.accumulation)
-    duration = resolve(args, replace(facts, groups_per_epoch=per_epoch)).duration
+    per_epoch = group_source(args, world, gang, loader).groups_per_epoch(size.accumulation)
+    duration = resolve(args, Facts(world, per_epoch)).duration
     update, steps = size.samples, duration.steps
     if per_epoch is None:
         batches = steps * size.accumulation
@@ -84,3 +85,8 @@ def planned_lengths(
     examples = count(loader)
     seen = update * steps if args.max_steps > 0 else examples * args.num_train_epochs
     return duration.epochs, per_epoch, examples, seen, update, len(loader), steps
+
+
+def samples_of_update(args: Any, world: World) -> int:
+    """Samples of one update: micro-batch, times accumulation, times ranks."""
+    return resolve_batch(args, Facts(world, None)).update

@@ -4,52 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.assemble.resolve import (
-    resolve_evaluation,
-    resolve_preemption,
-)
 from windlass.callbacks.handler import CallbackHandler
-from windlass.callbacks.printer import PrinterCallback
-from windlass.callbacks.progress import ProgressCallback
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
-from windlass.data.columns import signature_columns
-from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
-from windlass.trainer import inputs as loading
-from windlass.trainer.defaults import (
-    check_given,
-    checked_arguments,
-    checked_collator,
-    default_callbacks,
-    first_model,
-    is_placed,
-    one_of,
-    seed_all,
-)  # fmt: skip
-from windlass.trainer.evaluator import asks_for_loss, has_labels, output_has_loss
-from windlass.trainer.hooks import TrainHooks, eval_hooks, loss_hooks, overrides
-from windlass.trainer.interruption import Interruption
 from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
-from windlass.trainer.model_writer import ModelWriter, save_final
-from windlass.trainer.optimization import new_optimizer, new_scheduler
-from windlass.trainer.preparation import begin_call, prepare_run
+from windlass.trainer.machinery import (
+    binding,
+    columns,
+    defaults,
+    evaluation,
+    evaluator,
+    interrupting,
+    loading,
+    model_writer,
+    optimization,
+    preparation,
+    resolve,
+    run_folder,
+    services,
+)  # fmt: skip
 from windlass.trainer.reports import complete_logs, evaluation_speed
-from windlass.trainer.run import Run
-from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.services import Services, open_accelerator
 from windlass.trainer.session import Session
 from windlass.trainer.trainer_names import TrainerNames
-from windlass.trainer.wrappers import innermost
-from windlass.transforms.alone import Alone
+from windlass.trainer.wrappers import innermost, labels_in_signature, returns_loss_by_default
+
+if TYPE_CHECKING:
+    from windlass.trainer.interruption import Interruption
+    from windlass.trainer.model_writer import ModelWriter
+    from windlass.trainer.run import Run
+    from windlass.trainer.run_folder import RunFolder
+    from windlass.transforms.strategy import Strategy
 
 
 class Trainer(TrainerNames):
@@ -98,62 +91,62 @@ class Trainer(TrainerNames):
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
-        self.args = checked_arguments(args)
-        seed_all(self.args)
+        self.args = defaults.checked_arguments(args)
+        defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
         self._session = Session.open(self.args)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
-        self.data_collator = checked_collator(data_collator, processing_class or tokenizer)
+        self.data_collator = defaults.checked_collator(data_collator, processing_class or tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.processing_class = one_of("processing_class", processing_class, "tokenizer", tokenizer)
+        self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
         self._run: Run | None = None
         self._folder: RunFolder | None = None
-        self._take_model(first_model(model, self))
-        check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
-        callbacks = one_of("callbacks", callbacks, "callback", callback) or []
+        self._take_model(defaults.first_model(model, self))
+        defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
         handler = CallbackHandler(
-            [*default_callbacks(self.args, self.output_folder), *callbacks],
+            [*defaults.default_callbacks(self.args, self.output_folder), *callbacks],
             self.model, self.processing_class, self.optimizer, self.lr_scheduler,
         )  # fmt: skip
-        self._services = Services.open(
+        self._services = services.Services.open(
             self._session, self.accelerator, self._engine, lambda: self.args, handler
         )
         self._services.loss.take_model(self.model, self.label_names)
-        self._services.loss.adopt(loss_hooks(self, Trainer))
-        self.add_callback(PrinterCallback if self.args.disable_tqdm else ProgressCallback)
+        self._services.loss.adopt(binding.loss_hooks(self, Trainer))
+        self.add_callback(defaults.display_callback(self.args))
         self._services.events.fire("on_init_end")
 
     # --- construction -----------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `self.accelerator`: device, ranks and precision of this run."""
-        self._engine, self.accelerator = open_accelerator(
+        self._engine, self.accelerator = services.open_accelerator(
             self._session,
             lambda: self.args,
             lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
         )
 
     def _take_model(self, model: nn.Module) -> None:
-        if self.place_model_on_device and not is_placed(model):
+        if self.place_model_on_device and not defaults.is_placed(model):
             model.to(self._session.device)
         self.model = self.model_wrapped = model
-        self._files = self._new_files(Alone(model))
+        self._files = self._new_files(None)
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
         named = self.args.label_names
-        self.label_names = loading.labels_in_signature(model) if named is None else list(named)
-        self.can_return_loss = loading.returns_loss_by_default(model)
+        self.label_names = labels_in_signature(model) if named is None else list(named)
+        self.can_return_loss = returns_loss_by_default(model)
         self._signature_columns: list[str] | None = None
 
-    def _new_files(self, strategy: Any) -> ModelWriter:
-        return ModelWriter(
+    def _new_files(self, strategy: Strategy | None) -> ModelWriter:
+        return model_writer.ModelWriter(
             self.model,
             strategy,
             lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
@@ -163,7 +156,7 @@ class Trainer(TrainerNames):
     @property
     def _model_writer(self) -> ModelWriter:
         if self._files.model is not self.model:  # a script may assign another one
-            self._files = self._new_files(Alone(self.model))
+            self._files = self._new_files(None)
         return self._files
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -191,11 +184,11 @@ class Trainer(TrainerNames):
             NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
             Preempted: a scheduler asked the job to leave (`preemption_signals`); the process ends with code 75.
         """
-        resume = one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
+        resume = defaults.one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
         if resume is None:
             resume = self.args.resume_from_checkpoint
         if self.model_init is not None:
-            seed_all(self.args)
+            defaults.seed_all(self.args)
             self._take_model(self.call_model_init(trial))
             self._services.loss.take_model(self.model, self.label_names)
             self.optimizer, self.lr_scheduler = None, None
@@ -203,12 +196,12 @@ class Trainer(TrainerNames):
             self.lr_scheduler, self._made_scheduler = None, False
         started = Moment()
         # Before anything else that all ranks do together.
-        begin_call(self, Trainer, self._services, "train()", resume)
+        preparation.begin_call(self, Trainer, self._services, "train()", resume)
         earlier, self._run = self._run, None
-        self._folder = RunFolder.of(self.args, self._session.gang)
+        self._folder = run_folder.RunFolder.of(self.args, self._session.gang)
         self._folder.take()
         self.is_in_train = True
-        interruption = Interruption(self._session, resolve_preemption(self.args))
+        interruption = interrupting.Interruption(self._session, resolve.resolve_preemption(self.args))
         try:
             if earlier is not None:  # if an interrupt ended it at once, its thread writes to the same folder
                 earlier.checkpointer.abandon()
@@ -228,10 +221,10 @@ class Trainer(TrainerNames):
 
     def _train(
         self, started: Moment, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
-    ) -> TrainOutput:
+    ) -> TrainOutput:  # fmt: skip
         assert self._folder is not None
-        hooks = TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
-        prepared = prepare_run(
+        hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
+        prepared = preparation.prepare_run(
             self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
             tokenizer=self.processing_class, new_files=self._new_files,
         )  # fmt: skip
@@ -313,7 +306,7 @@ class Trainer(TrainerNames):
                 "training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`"
             )
         dataset, collate = self._with_used_columns(self.train_dataset, "training")
-        sampler = self._get_train_sampler if overrides(self, Trainer, "_get_train_sampler") else None
+        sampler = self._get_train_sampler if binding.overrides(self, Trainer, "_get_train_sampler") else None
         return loading.training_loader(
             self.args, self._session.world, self.train_dataset, dataset, collate, sampler
         )
@@ -332,14 +325,16 @@ class Trainer(TrainerNames):
 
     def _evaluation_loader(self, dataset: Any, what: str) -> Any:
         dataset, collate = self._with_used_columns(dataset, what)
-        sampler = self._get_eval_sampler(dataset) if overrides(self, Trainer, "_get_eval_sampler") else None
+        sampler = (
+            self._get_eval_sampler(dataset) if binding.overrides(self, Trainer, "_get_eval_sampler") else None
+        )
         largest = self._services.fitter.eval
         return loading.evaluation_loader(self.args, self._session.world, dataset, collate, sampler, largest)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Fill `_signature_columns`: what the model's forward takes, and the labels. Override it to add yours."""
         if self._signature_columns is None:
-            self._signature_columns = signature_columns(innermost(self.model), self.label_names)
+            self._signature_columns = columns.signature_columns(innermost(self.model), self.label_names)
 
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         if not self.args.remove_unused_columns:
@@ -357,7 +352,7 @@ class Trainer(TrainerNames):
                 self.args, target
             )
             decaying = self.get_decay_parameter_names(target)
-            self.optimizer = new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
+            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
         return self.optimizer
 
     def create_scheduler(
@@ -366,7 +361,7 @@ class Trainer(TrainerNames):
         """Set and return `self.lr_scheduler`; one that is there already is kept."""
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = new_scheduler(self.args, target, num_training_steps)
+            self.lr_scheduler = optimization.new_scheduler(self.args, target, num_training_steps)
             self._made_scheduler = True
         return self.lr_scheduler
 
@@ -393,7 +388,7 @@ class Trainer(TrainerNames):
                 one = name if eval_dataset is None else dataset
                 metrics.update(self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        begin_call(self, Trainer, self._services, f"evaluate() of {metric_key_prefix!r}")
+        preparation.begin_call(self, Trainer, self._services, f"evaluate() of {metric_key_prefix!r}")
         started, loss_only = Moment(), True if self.compute_metrics is None else None
         with self._services.evaluator.own_randomness():
             loader = self.get_eval_dataloader(eval_dataset)
@@ -412,7 +407,7 @@ class Trainer(TrainerNames):
             Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
             widths are padded with -100.
         """
-        begin_call(self, Trainer, self._services, f"predict() of {metric_key_prefix!r}")
+        preparation.begin_call(self, Trainer, self._services, f"predict() of {metric_key_prefix!r}")
         started = Moment()
         with self._services.evaluator.own_randomness():
             loader = self.get_test_dataloader(test_dataset)
@@ -435,30 +430,31 @@ class Trainer(TrainerNames):
             description: "Evaluation" or "Prediction", for the log.
             prediction_loss_only: keep nothing but the loss; None: as the arguments say.
         """
+        bound = binding.eval_hooks(self, self._model_writer.strategy, ignore_keys)
         return self._services.evaluator.run(
-            dataloader, eval_hooks(self, self._model_writer.strategy, ignore_keys), resolve_evaluation(self.args),
-            loss_only=prediction_loss_only, prefix=metric_key_prefix, predicting=description == "Prediction",
+            dataloader, bound, resolve.resolve_evaluation(self.args), loss_only=prediction_loss_only,
+            prefix=metric_key_prefix, predicting=description == "Prediction",
         )  # fmt: skip
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Loss, predictions and labels of one batch, None where there is none. Override it for a step of your own."""
-        labelled = has_labels(inputs, self.label_names)
+        labelled = evaluator.has_labels(inputs, self.label_names)
         inputs = self._prepare_inputs(inputs)
-        keys = ignored_keys(self.model) if ignore_keys is None else ignore_keys
+        keys = evaluation.ignored_keys(self.model) if ignore_keys is None else ignore_keys
         labels = None
         if isinstance(inputs, Mapping) and labelled:
-            labels = detach(labels_of(inputs, self.label_names))
+            labels = detach(evaluation.labels_of(inputs, self.label_names))
         with torch.no_grad(), self.compute_loss_context_manager():
-            if labelled or asks_for_loss(inputs, self.can_return_loss):
+            if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = loss if isinstance(loss, LossTerms) else loss.detach()
                 by_model = not (self.args.label_smoothing_factor or self.compute_loss_func is not None)
-                has_loss = output_has_loss(outputs, by_model)
+                has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
-            _, logits = split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
+            _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
         return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
 
     # --- reports and files --------------------------------------------------------------------------------------------
@@ -486,8 +482,8 @@ class Trainer(TrainerNames):
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
-            writes = gang.rank == (self._folder or RunFolder.of(self.args, gang)).disks.keeper
-        save_final(place, self._model_writer, self._save, gang, writes)
+            writes = gang.rank == (self._folder or run_folder.RunFolder.of(self.args, gang)).disks.keeper
+        model_writer.save_final(place, self._model_writer, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.

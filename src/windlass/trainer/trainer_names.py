@@ -7,31 +7,26 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.accelerator import Accelerator
-from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve_batch, resolve_optimizer
-from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
 from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
-from windlass.optim.groups import decay_parameter_names
-from windlass.optim.registry import optimizer_factory
-from windlass.trainer.card import ModelCard, write_card
-from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.losses import as_count, on_device
-from windlass.trainer.optimization import existing
-from windlass.trainer.planning import planned_lengths
+from windlass.trainer.machinery import card, defaults, optimization, planning
 from windlass.trainer.reports import readable, show_metrics, write_metrics
-from windlass.trainer.run import Run
-from windlass.trainer.services import Services
 from windlass.trainer.session import Session
+
+if TYPE_CHECKING:
+    from windlass.accelerator.accelerator import Accelerator
+    from windlass.callbacks.handler import CallbackHandler
+    from windlass.trainer.run import Run
+    from windlass.trainer.services import Services
 
 
 class TrainerNames:
@@ -183,7 +178,7 @@ class TrainerNames:
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Samples of one update: micro-batch, times accumulation, times ranks."""
-        return resolve_batch(args or self.args, Facts(self._session.world, None)).update
+        return planning.samples_of_update(args or self.args, self._session.world)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -194,8 +189,8 @@ class TrainerNames:
             (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
             micro-batches per epoch, updates of the run)
         """
-        facts = Facts(self._session.world, None)
-        return planned_lengths(args, self._session.gang, facts, dataloader, self.num_examples)
+        gang, world = self._session.gang, self._session.world
+        return planning.planned_lengths(args, gang, world, dataloader, self.num_examples)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
@@ -239,15 +234,15 @@ class TrainerNames:
         args: Any, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], Any]:
         """The optimizer's class and keywords that these arguments ask for."""
-        return optimizer_factory(resolve_optimizer(args, max(args.max_steps, 0)))
+        return optimization.class_and_keywords(args)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to: all but norms and biases."""
-        return decay_parameter_names(model)
+        return optimization.decay_parameter_names(model)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group, as it stands."""
-        return [group["lr"] for group in existing(self.optimizer).param_groups]
+        return [group["lr"] for group in optimization.existing(self.optimizer).param_groups]
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
         """The parameters of each group; with `param`, the one group that holds it (None where none does).
@@ -255,7 +250,7 @@ class TrainerNames:
         Raises:
             ConfigError: there is no optimizer yet.
         """
-        groups = existing(self.optimizer).param_groups
+        groups = optimization.existing(self.optimizer).param_groups
         if param is None:
             return [group["params"] for group in groups]
         return next((group for group in groups if any(p is param for p in group["params"])), None)
@@ -305,7 +300,7 @@ class TrainerNames:
         if callable(own):
             return int(own(inputs))
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        return 0 if main is None else 6 * multiplied_parameters(self.model) * int(main.numel())
+        return 0 if main is None else 6 * defaults.multiplied_parameters(self.model) * int(main.numel())
 
     def create_model_card(
         self,
@@ -327,7 +322,7 @@ class TrainerNames:
         if not self.is_world_process_zero():
             return
         config = getattr(self.model, "config", None)
-        card = ModelCard(
+        found = card.ModelCard(
             name=model_name or self.output_folder.absolute().name,
             model_class=type(self.model).__name__,
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -347,7 +342,7 @@ class TrainerNames:
             steps=self.state.global_step,
             epochs=self.state.epoch,
         )
-        write_card(self.output_folder / "README.md", card)
+        card.write_card(self.output_folder / "README.md", found)
 
     # --- not built yet -----------------------------------------------------------------------------------------------
 
