@@ -249,12 +249,13 @@ class EvaluationMixin(AlikeMixin, MeasuringMixin, InputsMixin, MemoryMixin, Repo
     def _with_ids(self, loader: Any) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
 
-        Where every forward needs all ranks, equally many on each.
+        Equally many on each rank if every forward needs all of them, or if reading does.
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._gang)
         if isinstance(loader, DealtLoader) and not loader.own_parts:
-            return loader.batches_in_step() if self._strategy.sharded else loader.batches_with_ids()
+            in_step = self._strategy.sharded or loader.must_go_in_step
+            return loader.batches_in_step() if in_step else loader.batches_with_ids()
         reader = Reader("evaluation", self.args.dataloader_start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
         return pad_uneven_batches(unplaced, self._gang) if self._strategy.sharded else unplaced
