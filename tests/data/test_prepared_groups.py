@@ -102,6 +102,9 @@ def test_a_checkpoint_of_a_run_that_read_the_loader_itself_goes_on_behind_as_man
     assert loader.groups_left(position, 2) == 4
     loader.load_state_dict(position)
     assert next(iter(loader.groups(2))).ids == [[4, 5], [6, 7]]
+    loader.load_state_dict(position)
+    list(loader.groups(2))
+    assert sum(map(len, loader)) == 20, "the next pass is a whole one"
 
 
 def test_a_loader_that_gives_nothing_is_an_error() -> None:

@@ -25,6 +25,7 @@ from windlass.dist.gang import Gang, join, leave
 from windlass.dist.lockstep import PeerError
 from windlass.dist.wire import stream
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.uneven_batches import pad_uneven_batches
 
 
 def exact(model: TinyTagger, gang: Gang) -> None:
@@ -78,6 +79,22 @@ def batch_metrics(model: TinyTagger, gang: Gang) -> None:
         assert len(flags) == -(-count // (size * gang.size))
         assert out.metrics["eval_rows"] == count
         assert out.predictions is None
+
+
+def batch_metrics_in_step(model: TinyTagger, gang: Gang) -> None:
+    """Ranks with other numbers of batches that meet before each of them: the rounds of a metric keep to that order."""
+    mine = [([10 * gang.rank + n], collate([10 * gang.rank + n])) for n in range(1 + 2 * gang.rank)]
+    seen: list[int] = []
+
+    def metric(prediction: Any, compute_result: bool) -> dict[str, Any]:
+        seen.extend(prediction.predictions[1].tolist())
+        return {"rows": len(seen)} if compute_result else {}
+
+    request = EvalRequest(compute_metrics=metric, batch_metrics=True)
+    padded = pad_uneven_batches(mine, gang)
+    out = evaluation_loop(padded, predict_step(model), request, weigh=targets, gang=gang, in_step=True)
+    assert sorted(seen) == sorted(10 * rank + n for rank in range(gang.size) for n in range(1 + 2 * rank))
+    assert out.num_samples == out.metrics["eval_rows"] == len(seen)
 
 
 def list_of_batches(model: TinyTagger, gang: Gang) -> None:
@@ -136,6 +153,7 @@ def main() -> None:
     order_without_positions(model, gang)
     token_rows(model, gang)
     batch_metrics(model, gang)
+    batch_metrics_in_step(model, gang)
     list_of_batches(model, gang)
     failure(gang)
     metric_failure(model, gang, batchwise=False)

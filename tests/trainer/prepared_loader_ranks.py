@@ -31,6 +31,13 @@ class Stream(IterableDataset[Any]):
         return TRAINED
 
 
+class OwnPart(IterableDataset[Any]):
+    """Splits itself, into parts of different lengths."""
+
+    def __iter__(self) -> Any:
+        return (row for row in rows(EVALUATED) if WORLD == 1 or (row["index"] < 7) == (RANK == 0))
+
+
 class Prepares(Trainer):
     """Loaders as scripts build them in their overrides."""
 
@@ -97,10 +104,31 @@ def evaluated(folder: Path) -> dict[str, Any]:
     return {"loss": metrics["eval_loss"], "labels": metrics["eval_labels"], "samples": output.num_samples}
 
 
+def evaluated_in_parts(folder: Path) -> dict[str, Any]:
+    """Ranks meet when they read, and once more for each batch of the metric."""
+    seen: list[int] = []
+
+    def metric(prediction: Any, compute_result: bool) -> dict[str, Any]:
+        seen.extend(prediction.label_ids.tolist())
+        return {"labels": sorted(seen)} if compute_result else {}
+
+    trainer = trainer_for(
+        folder, Prepares, remove_unused_columns=False, compute_metrics=metric, batch_eval_metrics=True
+    )
+    loader = trainer.accelerator.prepare(DataLoader(OwnPart(), batch_size=2))
+    output = trainer.evaluation_loop(loader, "Evaluation")
+    return {
+        "loss": output.metrics["eval_loss"],
+        "labels": output.metrics["eval_labels"],
+        "samples": output.num_samples,
+    }
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
+    found["in parts"] = evaluated_in_parts(folder / "in-parts")
     for streams in (False, True):
         name = "streams" if streams else "map"
         whole = trained(folder / name, streams=streams)

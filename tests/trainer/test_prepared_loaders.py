@@ -71,3 +71,8 @@ def test_an_evaluation_counts_every_sample_once(one: dict[str, Any], two: list[d
         assert rank["evaluated"]["samples"] == EVALUATED
         assert rank["evaluated"]["labels"] == one["evaluated"]["labels"] == [i % 2 for i in range(EVALUATED)]
         assert rank["evaluated"]["loss"] == pytest.approx(one["evaluated"]["loss"], rel=1e-12)
+        assert rank["in parts"]["samples"] == EVALUATED
+        assert (
+            rank["in parts"]["labels"] == one["in parts"]["labels"] == sorted(i % 2 for i in range(EVALUATED))
+        )
+        assert rank["in parts"]["loss"] == pytest.approx(one["in parts"]["loss"], rel=1e-12)

@@ -1,4 +1,4 @@
-"""Portions of a stream of which the first pass shows who deals its samples to the ranks."""
+"""Batches of a stream of which the first pass shows who deals its samples to the ranks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class DealtBatch:
 
 
 class BatchReader(Protocol):
-    """A source of dealt_batches. All ranks get the same number of them."""
+    """A source of batches. All ranks get the same number of them."""
 
     @property
     def unit(self) -> str:

@@ -28,6 +28,11 @@ class DealtLoader(DataLoader[Any], GroupSource):
         """Every rank reads a part of its own; positions of samples in it are not those of other ranks."""
         return False
 
+    @property
+    def must_go_in_step(self) -> bool:
+        """Reading may exchange numbers with the other ranks: all must read as many batches, fillers too."""
+        return False
+
     def __len__(self) -> int:
         """Batches of a pass; if the last row is short, a rank may have one less.
 

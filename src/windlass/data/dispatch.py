@@ -54,8 +54,8 @@ class Dispatched:
         self.total_batch_size = None if size is None else size * self._per_row
 
     def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        dealt_batches = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
-        while (dealt := next(dealt_batches, None)) is not None:
+        reading = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
+        while (dealt := next(reading, None)) is not None:
             yield dealt
 
     def accepts(self, unit: str) -> bool:
@@ -95,16 +95,16 @@ class Dispatched:
             self._send_to_all([pack(None, {"error": f"{type(error).__name__}: {error}"})] * self._gang.size)
             raise
 
-    def _rows(self, dealt_batches: Iterator[DealtBatch]) -> Iterator[tuple[list[DealtBatch], bool]]:
+    def _rows(self, reading: Iterator[DealtBatch]) -> Iterator[tuple[list[DealtBatch], bool]]:
         """What makes a batch of every rank, and whether it is the last; read one ahead, to know that."""
-        row = self._row(dealt_batches)
+        row = self._row(reading)
         while row:
-            following = self._row(dealt_batches)
+            following = self._row(reading)
             yield row, not following
             row = following
 
-    def _row(self, dealt_batches: Iterator[DealtBatch]) -> list[DealtBatch]:
-        row = list(islice(dealt_batches, self._per_row))
+    def _row(self, reading: Iterator[DealtBatch]) -> list[DealtBatch]:
+        row = list(islice(reading, self._per_row))
         return [] if self._drop_last and len(row) < self._per_row else row
 
     def _parcels(self, row: list[DealtBatch], last: bool) -> list[torch.Tensor]:

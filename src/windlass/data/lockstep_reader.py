@@ -1,4 +1,4 @@
-"""Portions whose sizes only the rank that reads them knows: ranks tell each other, two batches ahead."""
+"""Batches whose sizes only the rank that reads them knows: ranks tell each other, two batches ahead."""
 
 from __future__ import annotations
 

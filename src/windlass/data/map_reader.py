@@ -1,4 +1,4 @@
-"""Portions of a dataset that has `__getitem__`: any position is reached at once."""
+"""Batches of a dataset that has `__getitem__`: any position is reached at once."""
 
 from __future__ import annotations
 

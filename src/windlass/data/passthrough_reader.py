@@ -1,4 +1,4 @@
-"""Portions of a loader whose class iterates in its own way: its batches are taken as they come."""
+"""Batches of a loader whose class iterates in its own way: its batches are taken as they come."""
 
 from __future__ import annotations
 

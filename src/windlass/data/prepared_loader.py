@@ -82,7 +82,7 @@ class PreparedLoader(DealtLoader):
 
     Args:
         loader: the user's.
-        reader: gives the dealt_batches.
+        reader: gives the batches.
         rank, world: this rank's place among those that have data of their own.
         restores_position: `load_state_dict` goes back into the middle of a pass; otherwise to its start.
     """
@@ -111,6 +111,10 @@ class PreparedLoader(DealtLoader):
     @property
     def epoch(self) -> int:
         return self._place.epoch
+
+    @property
+    def must_go_in_step(self) -> bool:
+        return True
 
     @property
     def iteration(self) -> int:
@@ -213,11 +217,11 @@ class PreparedLoader(DealtLoader):
             DataError: there is no batch.
         """
         place, sandbox, held = self._place, Sandbox(), list[DealtBatch]()
-        epoch, start = place.epoch, place.consumed
-        dealt_batches = self._reader.read(epoch, start, place.bookmark)
+        epoch, start, place.resume = place.epoch, place.consumed, 0
+        reading = self._reader.read(epoch, start, place.bookmark)
         while True:
             with sandbox:
-                dealt = next(dealt_batches, None)
+                dealt = next(reading, None)
             if dealt is None:
                 break
             held.append(dealt)
@@ -232,14 +236,14 @@ class PreparedLoader(DealtLoader):
                 "become shorter since the checkpoint was written."
             )
 
-    def _group(self, dealt_batches: list[DealtBatch], epoch: int) -> Group:
-        own = [dealt for dealt in dealt_batches if dealt.shares[self._rank]]
+    def _group(self, rows: list[DealtBatch], epoch: int) -> Group:
+        own = [row for row in rows if row.shares[self._rank]]
         return Group(
-            batches=[dealt.batch for dealt in own or dealt_batches[:1]],
-            ids=[dealt.ids for dealt in own or dealt_batches[:1]],
-            samples=sum(sum(dealt.shares) for dealt in dealt_batches),
+            batches=[row.batch for row in own or rows[:1]],
+            ids=[row.ids for row in own or rows[:1]],
+            samples=sum(sum(row.shares) for row in rows),
             epoch=epoch,
-            last_in_epoch=dealt_batches[-1].last,
+            last_in_epoch=rows[-1].last,
             filler=not own,
             position=self.state_dict(),
         )

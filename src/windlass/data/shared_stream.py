@@ -1,4 +1,4 @@
-"""Portions of a stream that every rank reads as a whole, keeping its own part of each row."""
+"""Batches of a stream that every rank reads as a whole, keeping its own part of each row."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SharedStream:
             self._passes -= 1
 
     def hold(self, rows: Iterator[StreamRow]) -> None:
-        """Read on in this pass, which was begun before, when dealt_batches are asked for next."""
+        """Read on in this pass, which was begun before, when batches are read next."""
         self._held = rows
 
     def accepts(self, unit: str) -> bool:

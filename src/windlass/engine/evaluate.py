@@ -135,6 +135,7 @@ def evaluation_loop(
             for ids, batch in batches:
                 if ids is None:
                     predict_step(batch)
+                    run.batch_metrics.add(None)
                 else:
                     run.step(predict_step, ids, batch)
                     on_batch()

@@ -22,7 +22,7 @@ Fields = dict[str, Any]
 class NoBatchMetrics:
     """Stands in where metrics are computed at the end, or not at all."""
 
-    def add(self, fields: Fields) -> None:
+    def add(self, fields: Fields | None) -> None:
         pass
 
     def finish(self) -> None:
@@ -52,14 +52,17 @@ class BatchMetrics:
         self._measurable = measurable
         self._gang = gang
         self._waiting: Fields | None = None
+        self._begun = False
         self._device = torch.device("cpu")
         self._result: dict[str, Any] = {}
 
-    def add(self, fields: Fields) -> None:
-        """Take this rank's next batch."""
-        if self._waiting is not None:
+    def add(self, fields: Fields | None) -> None:
+        """Take this rank's next batch, or None for one that only fills in: the other ranks have a round at it."""
+        if self._begun:
             self._round(more=True)
-        self._waiting = {name: map_leaves(_kept, tree) for name, tree in fields.items()}
+        self._begun = True
+        if fields is not None:
+            self._waiting = {name: map_leaves(_kept, tree) for name, tree in fields.items()}
 
     def finish(self) -> dict[str, Any]:
         """Take part in rounds until every rank has run out; the metrics of the last one."""

@@ -89,7 +89,7 @@ class Feed:
         self._position: State = {}
         self._groups: Iterator[Group] = iter(())
         self._rounds = Lockstep[_Counted](gang)
-        # The source's position before and behind the portion that was given last.
+        # The source's position before and behind the update that was given last.
         self._before: State = {}
         self._behind: State = {}
 
@@ -128,8 +128,8 @@ class Feed:
         return self._take()
 
     def _take(self) -> UpdateBatch:
-        """The portion that was fetched ahead; the one behind it is fetched now."""
-        current = self._portion(self._rounds.end())
+        """The update that was fetched ahead; the one behind it is fetched now."""
+        current = self._update_batch(self._rounds.end())
         self._before, self._behind = self._behind, current.group.position
         self._fetch(None if current.last else current.group)
         return current
@@ -187,7 +187,7 @@ class Feed:
         self._inspected = True
         return group
 
-    def _portion(self, told: Round[_Counted]) -> UpdateBatch:
+    def _update_batch(self, told: Round[_Counted]) -> UpdateBatch:
         group, targets, samples = told.item
         weight, total, tokens, positions, *more = told.sums
         if group.samples and 0 < told.going_on < self._gang.size:

@@ -206,12 +206,13 @@ class Evaluator:
     def _placed(self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
 
-        If every forward needs all ranks, equally many on each.
+        Equally many on each rank if every forward needs all of them, or if reading does.
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.gang)
         if isinstance(loader, DealtLoader) and not loader.own_parts:
-            return loader.batches_in_step() if hooks.in_step else loader.batches_with_ids()
+            in_step = hooks.in_step or loader.must_go_in_step
+            return loader.batches_in_step() if in_step else loader.batches_with_ids()
         reader = Reader("evaluation", plan.start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
         return pad_uneven_batches(unplaced, self._session.gang) if hooks.in_step else unplaced
