@@ -127,7 +127,8 @@ class TrainingRun:
         self._trainer._probe_loss(group.batches[0], training=True)
         needed = self._trainer.loss_takes_denominator
         self._count_for_hooks = self._trainer._denominator if needed else _no_count
-        self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
+        with self._trainer.accelerator.discarding():
+            self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
 
     def _discarded_backward(self, batch: Any) -> Tensor:
         targets = self._trainer.count_targets(batch)
