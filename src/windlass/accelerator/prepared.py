@@ -125,6 +125,13 @@ class Prepared:
         name, reference = self._before.get(id(parameter), ("", None))
         return bool(name) and reference is not None and reference() is parameter
 
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds beside models, optimizers and positions in the data, by its name there."""
+        schedules = {f"scheduler_{index}": schedule for index, schedule in enumerate(self.schedules)}
+        custom = {f"custom_checkpoint_{index}": item for index, item in enumerate(self.custom)}
+        return {**schedules, **custom, "scaler": self.scaler}
+
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def executor_of(self, optimizer: PreparedOptimizer) -> NativeExecutor:
