@@ -365,3 +365,15 @@ def test_of_two_models_a_hook_may_save_one(tmp_path: Path) -> None:
     accelerator.load_state(folder)
     assert same(weights(second), want)
     assert not same(weights(first), want)
+
+
+def test_a_hook_may_save_other_weights_in_the_place_of_a_models(tmp_path: Path) -> None:
+    accelerator, model = loop()
+
+    def halved(models: list[nn.Module], states: list[Any], folder: str) -> None:
+        states[0] = {name: value / 2 for name, value in states[0].items()}
+
+    accelerator.register_save_state_pre_hook(halved)
+    folder = accelerator.save_state(tmp_path / "state")
+    want = {name: value / 2 for name, value in weights(model).items()}
+    assert same(loaded(folder), want)

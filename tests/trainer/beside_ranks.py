@@ -65,6 +65,11 @@ def preferences(folder: Path, **way: Any) -> dict[str, Any]:
     if RANK == 0:
         fresh = Bigrams().double().state_dict()
         assert all(torch.equal(state[name], fresh[name]) for name in fresh), "the reference was trained"
+    own = accelerator.get_state_dict(trainer.model)
+    weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
+    assert RANK != 0 or all(torch.equal(own[name], weights[name]) for name in weights), (
+        "known after its run, too"
+    )
     found["after"] = trainer.evaluate()
     trainer.ref_model = accelerator.prepare(Bigrams().double().requires_grad_(False))
     trainer.train()
@@ -99,15 +104,18 @@ class Judged(Trainer):
 
 
 def trained_beside(folder: Path, **way: Any) -> dict[str, Any]:
-    args = arguments(folder, max_steps=3, **way)
-    trainer = Judged(Net(), args, train_dataset=rows(24), eval_dataset=rows(7, seed=1))
-    judge = Net(seed=9)
+    args = arguments(folder, max_steps=3, per_device_train_batch_size=8 // WORLD, **way)
+    data = [{**row, "x": row["x"].double()} for row in rows(31)]
+    trainer = Judged(Net().double(), args, train_dataset=data[:24], eval_dataset=data[24:])
+    judge = Net(seed=9).double()
+    judge.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+    judge.register_forward_pre_hook(lambda judge, inputs: judge.calls.add_(1) and None)
     before = judge.layer.weight.detach().clone()
     optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
     trainer.judge, trainer.judge_optimizer = trainer.accelerator.prepare(judge, optimizer)
     trainer.train()
     trainer.evaluate()
-    weights = [whole(p.detach()) for p in judge.parameters()]
+    weights = [whole(p.detach()) for p in [*judge.parameters(), judge.calls]]
     assert not torch.equal(weights[0], before), "the model beside was not trained"
     return {"weights": [weight.tolist() for weight in weights]}
 

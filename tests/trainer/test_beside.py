@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer import preference_trainer
-from tests.trainer.beside_ranks import WAYS, preferences
+from tests.trainer.beside_ranks import WAYS, preferences, trained_beside
 
 SCRIPT = Path(__file__).parent / "beside_ranks.py"
 
@@ -42,15 +42,20 @@ def test_two_ranks_learn_the_same(said: dict[str, Any], alone: dict[str, Any], w
     found = said[f"preferences {way}"]
     for when in ("before", "after"):
         assert found[when] == pytest.approx(alone[when], rel=1e-12)
-    for ours, theirs in zip(found["weights"], alone["weights"], strict=True):
+    same_weights(found["weights"], alone["weights"])
+
+
+def same_weights(found: list[Any], wanted: list[Any]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
         one, other = (torch.tensor(weight, dtype=torch.float64) for weight in (ours, theirs))
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_model_is_trained_beside(said: dict[str, Any], way: str) -> None:
-    assert said[f"trained_beside {way}"]["weights"]
+def test_a_second_model_is_trained_beside(said: dict[str, Any], tmp_path: Path, way: str) -> None:
+    """Work that is discarded before the first update does not train it either."""
+    same_weights(said[f"trained_beside {way}"]["weights"], trained_beside(tmp_path)["weights"])
 
 
 def test_the_script_is_short_and_uses_public_names() -> None:

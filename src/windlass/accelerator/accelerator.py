@@ -246,6 +246,7 @@ class Accelerator(Ranks):
     prepare_optimizer = method_of("_preparer", Preparer.prepare_optimizer)
     prepare_scheduler = method_of("_preparer", Preparer.prepare_scheduler)
     prepare_data_loader = method_of("_preparer", Preparer.prepare_data_loader)
+    discarding = method_of("_prepared", Prepared.discarding)
     forwards_meet = property_of("_prepared", Prepared.forwards_meet)
     unwrap_model = method_of("_preparer", Preparer.unwrap_model)
     verify_device_map = method_of("_preparer", Preparer.verify_device_map)

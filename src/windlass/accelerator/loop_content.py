@@ -96,11 +96,7 @@ class LoopContent:
                 shared[name], parts[name] = split_optimizer_state(optimizer.optimizer, owner)
             else:
                 shared[name] = save_optimizer_state(optimizer.optimizer, owner)
-        for index, schedule in enumerate(prepared.schedules):
-            shared[f"scheduler_{index}"] = schedule.state_dict()
-        for index, item in enumerate(prepared.custom):
-            shared[f"custom_checkpoint_{index}"] = item.state_dict()
-        shared["scaler"] = prepared.scaler.state_dict()
+        shared |= {name: part.state_dict() for name, part in prepared.parts.items()}
         return Content(
             shared=shared if self._gang.rank == disks.keeper else {},
             per_rank={

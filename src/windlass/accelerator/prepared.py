@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from windlass.data.prepared_loader import PreparedLoader
 from windlass.engine.native import NativeExecutor
 from windlass.precision.scaler import Scaler
 from windlass.transforms.alone import Alone
+from windlass.transforms.buffers import ForwardState
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
 
@@ -52,7 +54,7 @@ class Prepared:
         self.custom: list[Stateful] = []
         self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
-        self._device, self._elsewhere = device, elsewhere
+        self._device, self._elsewhere, self._discards = device, elsewhere, False
         self._restorable: list[Strategy] = []  # whose models were found to load what they save
         # By optimizer: how many parameters it had, and the executor over them.
         self._executors: dict[int, tuple[int, NativeExecutor]] = {}
@@ -94,24 +96,17 @@ class Prepared:
         """All models as one module, in which parameter names are unique."""
         return nn.ModuleList([strategy.module for strategy in self.strategies])
 
-    def add_models(self, strategies: Iterable[Strategy]) -> None:
-        self.strategies += strategies
-        self._executors = {}
-
-    def replacing_parameters(
-        self, modules: list[nn.Module], spread: Callable[[nn.Module], Strategy]
-    ) -> list[Strategy]:
+    def spread(self, modules: list[nn.Module], build: Callable[[nn.Module], Strategy]) -> None:
         """Spread `modules`, and point all prepared optimizers to the parameters that they have afterwards."""
         held = [strategy.module for strategy in self.strategies]
         before = nn.ModuleList([*held, *modules])
         parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
         for key, name in names_of(before).items():
             self._before[key] = name, parameters[key]
-        strategies = [spread(module) for module in modules]
-        self.add_models(strategies)
+        self.strategies += [build(module) for module in modules]
+        self._executors = {}
         for optimizer in self.optimizers:
             self.follow(optimizer.optimizer)
-        return strategies
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters in `optimizer` by the sharded ones that have taken their place."""
@@ -129,6 +124,13 @@ class Prepared:
     def _was_replaced(self, parameter: Tensor) -> bool:
         name, reference = self._before.get(id(parameter), ("", None))
         return bool(name) and reference is not None and reference() is parameter
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds beside models, optimizers and positions in the data, by its name there."""
+        schedules = {f"scheduler_{index}": schedule for index, schedule in enumerate(self.schedules)}
+        custom = {f"custom_checkpoint_{index}": item for index, item in enumerate(self.custom)}
+        return {**schedules, **custom, "scaler": self.scaler}
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -176,8 +178,24 @@ class Prepared:
             if any(id(p) in wanted for p in optimizer.parameters())
         ]
 
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Context of forwards and backwards whose results are discarded: prepared models do not change."""
+        before = [ForwardState(strategy.module) for strategy in self.strategies]
+        self._discards = True
+        try:
+            yield
+        finally:
+            self._discards = False
+            for state in before:
+                state.restore()
+            for optimizer in self.optimizers:
+                optimizer.optimizer.zero_grad()
+
     def step(self, optimizer: PreparedOptimizer) -> bool:
         """Update with one optimizer, and rescale the gradients of the others if that changes the loss scale."""
+        if self._discards:
+            return False
         executor = self.executor_of(optimizer)
         if not self.scaler.active:
             return executor.step()

@@ -144,7 +144,7 @@ class Preparer:
             return self._spread(model, placed[id(model)], evaluation_mode)
 
         if new:
-            self._prepared.replacing_parameters(new, build)
+            self._prepared.spread(new, build)
             for optimizer in self._prepared.optimizers:
                 bring_state_along(optimizer.optimizer)
         found = [self._prepared.strategy_of(model) for model in models]

@@ -72,11 +72,8 @@ def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Load optimizers, schedules, registered objects and the loss scale."""
     for index, optimizer in enumerate(prepared.optimizers):
         checkpoint.load_optimizer(optimizer.optimizer, prepared.owner_of(optimizer), f"optimizer_{index}")
-    for index, schedule in enumerate(prepared.schedules):
-        schedule.load_state_dict(checkpoint.shared(f"scheduler_{index}"))
-    for index, item in enumerate(prepared.custom):
-        item.load_state_dict(checkpoint.shared(f"custom_checkpoint_{index}"))
-    prepared.scaler.load_state_dict(checkpoint.shared("scaler"))
+    for name, part in prepared.parts.items():
+        part.load_state_dict(checkpoint.shared(name))
 
 
 def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: torch.device) -> None:

@@ -285,8 +285,8 @@ class Saver:
         store.agree(step, hooked.make)
         weights = [model.state for model in models]
         store.agree(step, lambda: self._call_save_hooks(weights, hooked.folder))
-        left = {id(state): position for position, state in enumerate(weights)}
-        kept = sorted((model for model in models if id(model.state) in left), key=lambda m: left[id(m.state)])
+        known = {id(model.state): model for model in models}
+        kept = [known.get(id(state)) or ModelContent(state, in_parts=False) for state in weights]
         content = store.agree(step, lambda: self._content.whole(states, kept, store.disks).encoded())
         return replace(content, write_model=hooked.move_into)
 

@@ -49,7 +49,8 @@ class MicroSteps:
         self._loss.measure(batch, training=True)
         self._needs_count = self._loss.needs_count
         self.check_division(accumulation)
-        self._executor.settle(lambda: self._discarded(batch))
+        with self._accelerator.discarding():
+            self._executor.settle(lambda: self._discarded(batch))
 
     def check_division(self, accumulation: int) -> None:
         """Watch the next step of a script's own for a division by the number of micro-batches, if there are several."""
