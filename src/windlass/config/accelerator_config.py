@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """The loader options that scripts pass as `accelerator_config`: read from any form, and checked."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from windlass.config.nearest import did_you_mean
 from windlass.config.plugin_base import count_problems
 from windlass.config.plugins import GradientAccumulationPlugin
-from windlass.config.support_rows import ACCELERATOR_REFUSED
+from windlass.config.sections.setting import rules_of, setting
 from windlass.core.errors import ConfigError, Problem
 
 ACCUMULATION_OPTIONS = tuple(field.name for field in dataclasses.fields(GradientAccumulationPlugin))
@@ -20,23 +21,40 @@ ACCUMULATION_OPTIONS = tuple(field.name for field in dataclasses.fields(Gradient
 class AcceleratorConfig:
     """How batches reach the processes. What Windlass always does is accepted; what it never does is refused.
 
-    Attributes:
-        split_batches: per-device batch sizes mean the whole batch of all processes (refused).
-        dispatch_batches: the main process reads for all (refused); None and False: each process reads its own share.
-        even_batches: pad the last batch by repeating samples; never done, so both values mean the same.
-        use_seedable_sampler: the order of samples follows from the seed; always so.
-        non_blocking: copy batches to the device without waiting; always so from pinned memory.
-        gradient_accumulation_kwargs: `num_steps` stands in for gradient_accumulation_steps=1.
-        use_configured_state: take an accelerator state made before (refused).
+    Each field is declared with its help and with what is not honoured of it.
     """
 
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = True
-    non_blocking: bool = False
-    gradient_accumulation_kwargs: dict[str, Any] | None = None
-    use_configured_state: bool = False
+    split_batches: bool = setting(
+        False,
+        "Per-device batch sizes mean the whole batch of all processes.",
+        refused="is not built: set per_device_train_batch_size to the whole batch divided by the processes",
+    )
+    dispatch_batches: bool | None = setting(
+        None,
+        "The main process reads for all.",
+        refused="is not built: every process reads its own share of the data",
+    )
+    even_batches: bool = setting(
+        True,
+        "Pad the last batch by repeating samples.",
+        mapped="is never done: uneven last batches are shared out, no sample is repeated",
+    )
+    use_seedable_sampler: bool = setting(
+        True,
+        "The order of samples follows from the seed.",
+        mapped="is always so: the order of samples follows from the seed",
+    )
+    non_blocking: bool = setting(
+        False, "Copy batches to the device without waiting.", mapped="is always so from pinned memory"
+    )
+    gradient_accumulation_kwargs: dict[str, Any] | None = setting(
+        None, "Options of accumulation; `num_steps` stands in for gradient_accumulation_steps=1."
+    )
+    use_configured_state: bool = setting(
+        False,
+        "Take an accelerator state made before.",
+        refused="is not built: the state of the processes is read from the environment",
+    )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -77,9 +95,9 @@ def read(value: Any) -> AcceleratorConfig:
 
 def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
     """What of `config` cannot be honoured, or contradicts `gradient_accumulation_steps`."""
-    for name, reason in ACCELERATOR_REFUSED.items():
-        if getattr(config, name):
-            yield Problem(f"accelerator_config.{name}", True, reason)
+    for name, rules in rules_of(AcceleratorConfig).items():
+        if rules.refused and getattr(config, name):
+            yield Problem(f"accelerator_config.{name}", True, rules.refused)
     yield from _accumulation(config, accumulation)
 
 

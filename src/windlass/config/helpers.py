@@ -24,8 +24,6 @@ from windlass.core.world import World, world_from_environment
 if TYPE_CHECKING:
     import torch
 
-# Names that end in "_token" and hold no secret.
-
 
 class WorldHelpers:
     """Answers that depend on the process. A world of one is the normal case; one process drives one device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,18 @@ class TorchTensorParallelPlugin:
             yield Problem("TorchTensorParallelPlugin.torch_device_mesh", self.torch_device_mesh, fix)
 
 
+def _in_use(axes: tuple[str, ...], doc: str) -> property:
+    return property(lambda config: [axis for axis in axes if config.size(axis) > 1], doc=doc)
+
+
+def _is_used(axis: str, doc: str) -> property:
+    return property(lambda config: config.size(axis) > 1, doc=doc)
+
+
+def _product(axes: tuple[str, ...], doc: str) -> property:
+    return property(lambda config: math.prod(config.size(axis) for axis in axes), doc=doc)
+
+
 @dataclass
 class ParallelismConfig:
     """The size of each axis; their product is the number of processes. A size that is not said is 1.
@@ -98,78 +111,24 @@ class ParallelismConfig:
         """Processes along `axis`, a key of `AXES`."""
         return int(getattr(self, AXES[axis]))
 
-    def _names(self, axes: tuple[str, ...]) -> list[str]:
-        return [axis for axis in axes if self.size(axis) > 1]
-
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """Axes in use along which processes have batches of their own."""
-        return self._names(DATA_AXES)
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """Axes in use along which processes share a batch."""
-        return self._names(("tp", "cp", "sp"))
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes in use along which weights are sharded."""
-        return self._names(("dp_shard", "cp"))
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes in use along which losses are averaged."""
-        return self._names((*DATA_AXES, "cp"))
+    dp_dim_names = _in_use(DATA_AXES, "Axes in use along which processes have batches of their own.")
+    non_dp_dim_names = _in_use(("tp", "cp", "sp"), "Axes in use along which processes share a batch.")
+    dp_shard_cp_dim_names = _in_use(("dp_shard", "cp"), "Axes in use along which weights are sharded.")
+    dp_cp_dim_names = _in_use((*DATA_AXES, "cp"), "Axes in use along which losses are averaged.")
+    active_mesh_dims = _in_use((*DATA_AXES, "tp", "cp", "sp"), "All axes in use.")
+    dp_replicate_enabled = _is_used("dp_replicate", "Whether there is more than one copy of the model.")
+    dp_shard_enabled = _is_used("dp_shard", "Whether a copy is sharded.")
+    tp_enabled = _is_used("tp", "Whether tensor parallelism is requested.")
+    cp_enabled = _is_used("cp", "Whether context parallelism is requested.")
+    sp_enabled = _is_used("sp", "Whether sequence parallelism is requested.")
+    data_parallel_size = _product(DATA_AXES, "Processes with batches of their own.")
+    non_data_parallel_size = _product(("tp", "cp", "sp"), "Processes that share each of those batches.")
+    total_size = _product(tuple(AXES), "The number of processes this layout is for.")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """Axes of the mesh that sharded data parallelism is given."""
-        return [*self._names(("dp_replicate",)), "dp_shard_cp"]
-
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """All axes in use."""
-        return self.dp_dim_names + self.non_dp_dim_names
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Processes with batches of their own."""
-        return self.size("dp_replicate") * self.size("dp_shard")
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Processes that share each of those batches."""
-        return self.size("tp") * self.size("cp") * self.size("sp")
-
-    @property
-    def total_size(self) -> int:
-        """The number of processes this layout is for."""
-        return self.data_parallel_size * self.non_data_parallel_size
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there is more than one copy of the model."""
-        return self.size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether a copy is sharded."""
-        return self.size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether tensor parallelism is asked for."""
-        return self.size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether context parallelism is asked for."""
-        return self.size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequence parallelism is asked for."""
-        return self.size("sp") > 1
+        return ["dp_replicate", "dp_shard_cp"] if self.dp_replicate_enabled else ["dp_shard_cp"]
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Refused: the mesh is made when a model is spread over processes; `accelerator.torch_device_mesh` has it."""

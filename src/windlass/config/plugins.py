@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from windlass.config.parallel.rows_training import COMPILE_MODES
-from windlass.config.parallel.table import described, value_problems
+from windlass.config.parallel.table import described
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
@@ -203,7 +202,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
             yield Problem(
                 "DistributedDataParallelKwargs.gradient_as_bucket_view", self.gradient_as_bucket_view, fix
             )
-        yield from value_problems(self, "ddp_config")
 
 
 described(DistributedDataParallelKwargs, "ddp_config")
@@ -324,9 +322,8 @@ class TorchDynamoPlugin(KwargsHandler):
         return changed
 
     def objections(self) -> Iterator[Problem]:
-        yield from type_problems(self)
-        if self.mode not in COMPILE_MODES:
-            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(COMPILE_MODES)}")
+        """None: all of these options are settings, which are checked when they are recorded."""
+        yield from ()
 
 
 described(TorchDynamoPlugin, "dynamo_config")

@@ -6,13 +6,15 @@ It is the one source of what `validate` refuses, what `docs/support.md` says and
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
+from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
@@ -20,7 +22,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
-from windlass.config.sections.setting import rules_of
+from windlass.config.sections.setting import rules_in
 
 Status = Literal["honoured", "mapped", "refused"]
 
@@ -33,10 +35,12 @@ class Support:
         status: honoured: does what its name says. mapped: accepted, and taken as something else that `note` names.
             refused: an error says why, when it is set to other than its default.
         note: a sentence to follow the name.
+        means: what the name stands for, for tables that say so.
     """
 
     status: Status
     note: str = ""
+    means: str = ""
 
 
 def _table(honoured: str, mapped: dict[str, str], refused: dict[str, str]) -> dict[str, Support]:
@@ -46,11 +50,13 @@ def _table(honoured: str, mapped: dict[str, str], refused: dict[str, str]) -> di
     return table
 
 
-def _arguments() -> dict[str, Support]:
+def _declared(cls: Any) -> dict[str, Support]:
+    """The fields of a class whose fields `setting` declared."""
     table = {}
-    for name, rules in rules_of(TrainingArguments).items():
+    for field in dataclasses.fields(cls):
+        rules = rules_in(field)
         status: Status = "refused" if rules.refused else "mapped" if rules.mapped else "honoured"
-        table[name] = Support(status, rules.refused or rules.mapped)
+        table[field.name] = Support(status, rules.refused or rules.mapped, field.metadata["help"])
     return table
 
 
@@ -96,12 +102,10 @@ def _of_setting(key: Key, spelling: str, is_first: bool) -> Support:
 
 
 SECTIONS: dict[str, dict[str, Support]] = {
-    "TrainingArguments": _arguments(),
+    "TrainingArguments": _declared(TrainingArguments),
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _table(rows.HELPERS, {}, {}),
-    "accelerator_config": _table(
-        "gradient_accumulation_kwargs", rows.ACCELERATOR_MAPPED, rows.ACCELERATOR_REFUSED
-    ),
+    "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(" ".join(member.value for member in SchedulerType), {}, {}),
     "report_to": _table(
@@ -137,11 +141,17 @@ def markdown() -> str:
         counts = ", ".join(
             f"{sum(r.status == s for r in table.values())} {s}" for s in ("honoured", "mapped", "refused")
         )
-        lines += ["", f"## {title}", "", f"{counts}.", "", "| name | status | note |", "|---|---|---|"]
-        lines += [
-            f"| `{name}` | {row.status} | {row.note.replace('|', '/')} |" for name, row in table.items()
-        ]
+        lines += ["", f"## {title}", "", f"{counts}.", "", *_rows(table)]
     return "\n".join([*lines, *_settings()]) + "\n"
+
+
+def _rows(table: dict[str, Support]) -> Iterator[str]:
+    means = any(row.means for row in table.values())
+    yield "| name | status | note |" + (" means |" if means else "")
+    yield "|---|---|---|" + ("---|" if means else "")
+    for name, row in table.items():
+        cells = (f"`{name}`", row.status, row.note, *((row.means,) if means else ()))
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def _settings() -> Iterator[str]:

@@ -9,17 +9,6 @@ from windlass.config.sections.saving import HUB
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
-ACCELERATOR_MAPPED = {
-    "even_batches": "is never done: uneven last batches are shared out, no sample is repeated",
-    "use_seedable_sampler": "is always so: the order of samples follows from the seed",
-    "non_blocking": "is always so from pinned memory",
-}
-ACCELERATOR_REFUSED = {
-    "split_batches": "is not built: set per_device_train_batch_size to the whole batch divided by the processes",
-    "dispatch_batches": "is not built: every process reads its own share of the data",
-    "use_configured_state": "is not built: the state of the processes is read from the environment",
-}
-
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",

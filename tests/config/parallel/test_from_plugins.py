@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from windlass.config.parallel import from_environment, from_plugins, merge, plan_parallel
@@ -80,3 +82,21 @@ def test_the_other_plugins() -> None:
 def test_engines_that_are_not_built_are_refused_by_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*not built"):
         plan_parallel(from_plugins({name: object()}), TWO)
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin", "field"),
+    [
+        ("ddp_kwargs", DistributedDataParallelKwargs(comm_wrapper="power_sgd"), "comm_wrapper"),
+        ("ddp_kwargs", DistributedDataParallelKwargs(bucket_cap_mb=0), "bucket_cap_mb"),
+        ("ddp_kwargs", DistributedDataParallelKwargs(static_graph="perhaps"), "static_graph"),
+        ("dynamo_plugin", TorchDynamoPlugin(mode="fast"), "mode"),
+        ("dynamo_plugin", TorchDynamoPlugin(fullgraph="yes"), "fullgraph"),
+        ("dynamo_plugin", TorchDynamoPlugin(dynamic=True), "dynamic"),
+    ],
+)  # fmt: skip
+def test_settings_of_plugins_are_checked_by_the_table_and_reported_once(
+    name: str, plugin: Any, field: str
+) -> None:
+    (problem,) = [*plugin.objections(), *from_plugins({name: plugin}).problems]
+    assert problem.field == f"Accelerator({name}=).{field}"

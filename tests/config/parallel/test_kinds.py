@@ -74,6 +74,7 @@ def test_reads(read: Any, raw: Any, value: Any) -> None:
         (kinds.choice("a"), "c", "one of a"),
         (KEYS["precision"].read, "fp8", "not built"),
         (KEYS["strategy"].read, "DEEPSPEED", "DeepSpeed"),
+        (KEYS["compile.mode"].read, "fast", "max-autotune"),
         (KEYS["fsdp.state"].read, "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         (KEYS["fsdp.reshard_after_forward"].read, "sometimes", "true, false"),
     ],

@@ -320,10 +320,11 @@ COMPILE_BACKEND = _compile(
     "backend", _backend, "no", "Compile the model with this backend of torch.compile.",
     fields=("torch_compile_backend", "torch_compile"), written="no", write=str.upper,
 )  # fmt: skip
-COMPILE_MODE = _compile(
-    "mode", kinds.text, "default", "Mode of the inductor backend.", fields=("torch_compile_mode",), written="default"
-)  # fmt: skip
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILE_MODE = _compile(
+    "mode", kinds.choice(*COMPILE_MODES), "default", "Mode of the inductor backend.", fields=("torch_compile_mode",),
+    written="default",
+)  # fmt: skip
 _NOT_COMPILED = "is not built yet; dynamo_backend compiles the whole model with graph breaks allowed"
 COMPILE = (
     COMPILE_BACKEND,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import FAMILIES, Key, index
 from windlass.config.parallel.settings import Settings
-from windlass.config.plugin_base import stated
-from windlass.core.errors import Problem
 
 TRAINING = (
     *rows_training.RUN,
@@ -64,13 +61,3 @@ def described(options: type, section: str) -> None:
     lines = [f"        {name}: {key.doc}{notes[name]}" for name, key in known.items()]
     if options.__doc__ is not None:
         options.__doc__ = "\n".join([options.__doc__.rstrip(), *lines, "    "])
-
-
-def value_problems(options: Any, section: str) -> Iterator[Problem]:
-    """A problem for each field with a value that its setting cannot read."""
-    keys = SECTIONS[section]
-    for name, value in stated(options).items():
-        try:
-            _ = value if value is None or name not in keys else keys[name].read(value)
-        except ValueError as error:
-            yield Problem(f"{type(options).__name__}.{name}", value, str(error))
