@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from windlass.config.normalise import hints, members
+from windlass.config.canonical import hints, members
 from windlass.config.parallel.kinds import flag
 from windlass.config.plain_yaml import load_yaml
 from windlass.core.errors import ConfigError, Problem

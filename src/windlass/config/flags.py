@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
-from windlass.config.normalise import members
+from windlass.config.canonical import members
 from windlass.config.parallel.kinds import flag
 from windlass.config.sections.setting import flag_options
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from windlass.config import accelerator_config
+from windlass.config.canonical import hints, normalise, read_document
 from windlass.config.enums import METRIC_DRIVEN
-from windlass.config.normalise import hints, normalise, read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.sections.setting import Rules, rules_of
 from windlass.config.support_rows import unbuilt_optimizer, unbuilt_trackers

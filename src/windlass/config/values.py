@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
+from windlass.config.canonical import members
 from windlass.config.nearest import did_you_mean
-from windlass.config.normalise import members
 
 _TYPE_WORDS = {
     int: "a whole number",
