@@ -136,7 +136,7 @@ class Trainer(TrainerNames):
         if self.place_model_on_device and not defaults.is_placed(model):
             model.to(self._session.device)
         self.model = self.model_wrapped = model
-        self._files = self._new_files(None)
+        self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
@@ -145,7 +145,7 @@ class Trainer(TrainerNames):
         self.can_return_loss = returns_loss_by_default(model)
         self._signature_columns: list[str] | None = None
 
-    def _new_files(self, strategy: Strategy | None) -> ModelWriter:
+    def _new_writer(self, strategy: Strategy | None) -> ModelWriter:
         return model_writer.ModelWriter(
             self.model,
             strategy,
@@ -155,9 +155,9 @@ class Trainer(TrainerNames):
 
     @property
     def _model_writer(self) -> ModelWriter:
-        if self._files.model is not self.model:  # a script may assign another one
-            self._files = self._new_files(None)
-        return self._files
+        if self._writer.model is not self.model:  # a script may assign another one
+            self._writer = self._new_writer(None)
+        return self._writer
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -226,9 +226,9 @@ class Trainer(TrainerNames):
         hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
         prepared = preparation.prepare_run(
             self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
-            tokenizer=self.processing_class, new_files=self._new_files,
+            tokenizer=self.processing_class, new_files=self._new_writer,
         )  # fmt: skip
-        self._run, self._files = prepared.run, prepared.files
+        self._run, self._writer = prepared.run, prepared.files
         self.model_wrapped = prepared.run.executor.model
         return prepared.execute(started)
 
