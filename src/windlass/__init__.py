@@ -6,9 +6,10 @@ for, so that `import windlass` itself costs no torch.
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import Any
+
+from windlass.core.lazy import loader_of, reverse
 
 __version__ = "0.1.0"
 
@@ -79,32 +80,13 @@ _MODULES = {
     )
 }  # fmt: skip
 _REFUSED = {"prepare_pippy": "pipelines are not built; shard the model with fsdp_plugin"}
-_NAMES = {name: module for module, names in _HOMES.items() for name in names}
+_NAMES = reverse(_HOMES)
+_load = loader_of("windlass", _NAMES, _REFUSED)
 __all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _REFUSED:
-        # Not an AttributeError: `from windlass import name` would swallow its words.
-        raise ImportError(f"windlass has no {name}: {_REFUSED[name]}")
-    if name not in _NAMES:
-        raise AttributeError(f"module 'windlass' has no attribute {name!r}")
-    value = getattr(_load(_NAMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def _load(module: str) -> Any:
-    """Import with the garbage collector held off: a collection over all that torch made costs a third of the import."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(module)
-    finally:
-        if collecting:
-            gc.enable()
+    return importlib.import_module(_MODULES[name]) if name in _MODULES else _load(name)
 
 
 def __dir__() -> list[str]:

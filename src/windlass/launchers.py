@@ -64,8 +64,8 @@ def notebook_launcher(
 
     count = _devices() or 1 if num_processes is None else num_processes
     settings = Settings()
-    settings.say(
-        KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", weak=False
+    settings.record(
+        KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
     )
     problems = [*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)]
     if count * num_nodes > 1:
@@ -100,7 +100,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     if problems:
         raise ConfigError(problems)
     settings = Settings()
-    settings.say(KEYS["cpu"], True, "debug_launcher", "flag", weak=False)
+    settings.record(KEYS["cpu"], True, "debug_launcher", "flag", implicit=False)
     _launch(
         _Rank(function, tuple(args), settings, threads=1),
         _config(num_processes, _alone()),

@@ -17,6 +17,7 @@ from windlass.accelerator.schedule import PreparedSchedule
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError
+from windlass.data.dealt_loader import DealtLoader
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 
@@ -91,11 +92,15 @@ def test_the_trainer_prepares_its_own_objects_itself() -> None:
     model, beside = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    own = model, optimizer, schedule, DataLoader([1, 2])  # type: ignore[arg-type]
+    own = model, optimizer, schedule
     engine = TrainerEngine(lambda: [model], DistPlan)
     accelerator = of_run("bf16", engine)
     assert accelerator.prepare(model) is model
     assert all(found is given for found, given in zip(accelerator.prepare(*own), own, strict=True))
+    plain = DataLoader([1, 2])  # type: ignore[arg-type]
+    dealt = accelerator.prepare(plain)
+    assert isinstance(dealt, DealtLoader)
+    assert accelerator.prepare(dealt) is dealt
     assert accelerator.prepare_model(model) is model
     assert model(torch.ones(1, 1)).dtype == torch.float32
     assert "forward" not in vars(model), "the run chooses its precision itself"

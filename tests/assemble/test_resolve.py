@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.small import Net, rows
 
-from windlass import TrainingArguments
+from windlass import Trainer, TrainingArguments
 from windlass.assemble.facts import Facts, Progress
-from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_batch, resolve_duration
-from windlass.config.plan import RunPlan
+from windlass.assemble.resolve import (
+    NEVER_CALLED,
+    resolve,
+    resolve_batch,
+    resolve_duration,
+    resolve_precision,
+)
+from windlass.config.parallel import Parallel, Settings, plan_parallel
+from windlass.config.plan import PrecisionPlan, RunPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
@@ -139,6 +148,41 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
         "skip",
     )
     assert (plan.save.total_limit, plan.data.drop_last, plan.transforms.recompute) == (2, True, True)
+
+
+@pytest.fixture
+def plannings(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """The worlds that a parallel plan was made for, in order."""
+    made: list[World] = []
+
+    def counted(settings: Settings, world: World) -> Parallel:
+        made.append(world)
+        return plan_parallel(settings, world)
+
+    monkeypatch.setattr("windlass.assemble.resolve.plan_parallel", counted)
+    return made
+
+
+def test_a_plan_is_resolved_once(plannings: list[World]) -> None:
+    plan_of(bf16=True, bf16_full_eval=True, tf32=None)
+    assert plannings == [FACTS.world]
+    with pytest.raises(ConfigError):
+        plan_of(dataclasses.replace(FACTS, has_training_data=False), fsdp_config={"cpu_offload": True})
+    assert len(plannings) == 2
+
+
+def test_one_train_resolves_once(plannings: list[World], tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, save_strategy="no")
+    trainer = Trainer(Net(), args, train_dataset=rows(32))
+    plannings.clear()
+    trainer.train()
+    assert len(plannings) == 1
+
+
+def test_the_launcher_may_say_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert plan_of().precision == resolve_precision(arguments())
+    assert plan_of(fp16_full_eval=True, tf32=False).precision == PrecisionPlan("bf16", "fp16", False)
 
 
 def test_the_plan_is_frozen() -> None:

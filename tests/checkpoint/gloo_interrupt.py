@@ -1,4 +1,4 @@
-"""What each of two real processes does in `test_interrupt.py`: one of them is interrupted in the middle of saving.
+"""What each of two processes does in `test_interrupted_process.py`: one of them is interrupted while it saves.
 
 Usage: torchrun gloo_interrupt.py ROOT
 """

@@ -32,7 +32,7 @@ from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
 from windlass.config import codec
 from windlass.config.normalise import read_document
-from windlass.config.parallel.files import parse_file
+from windlass.config.parallel.from_files import parse_file
 from windlass.config.parser import HfArgumentParser
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState

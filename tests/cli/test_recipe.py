@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec, Recipe, SampleSpec
-from windlass.config.codec import loads
+from windlass.config.documents import loads
 from windlass.core.errors import ConfigError
 
 GOOD = """\
@@ -213,6 +213,7 @@ def vars_of(recipe: Recipe) -> dict[str, object]:
 
 @settings(max_examples=30)
 @given(prompt=st.text(max_size=20), fraction=st.floats(0, 0.99), size=st.integers(2, 10**6))
+@example(prompt="1e5", fraction=0.1, size=2)
 def test_any_value_survives_printing(prompt: str, fraction: float, size: int) -> None:
     changed = Recipe(
         sample=SampleSpec(prompt=prompt),

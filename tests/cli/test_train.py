@@ -20,8 +20,8 @@ pytest.importorskip("tokenizers")
 
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
-from windlass.cli.build import saved_tokenizer
 from windlass.cli.main import main
+from windlass.cli.recipe_parts import saved_tokenizer
 from windlass.trainer import save_retry
 
 Run = Callable[..., str]

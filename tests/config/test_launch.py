@@ -100,7 +100,7 @@ def test_flags_over_environment_over_the_file(script: str, tmp_path: Path) -> No
     settings = launch_settings(options("--config_file", str(file), "--num_processes", "3", script), environ)
     assert settings["launch.processes"].value == 3
     assert settings["precision"].origin == "ACCELERATE_MIXED_PRECISION"
-    assert [old.origin for old in settings["precision"].over] == [f"mixed_precision in {file}"]
+    assert [old.origin for old in settings["precision"].overridden] == [f"mixed_precision in {file}"]
 
 
 def test_the_file_of_the_cache_folder_is_read_and_that_of_accelerate_named(

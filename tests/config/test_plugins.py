@@ -214,7 +214,7 @@ def test_sharding_in_words_numbers_and_enumerations() -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     for said in ("full_shard", 1, "1", fsdp.ShardingStrategy.FULL_SHARD):
         assert FullyShardedDataParallelPlugin(sharding_strategy=said).settings() == {
-            "sharding_strategy": "FULL_SHARD"
+            "sharding_strategy": "full_shard"
         }
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -225,15 +225,42 @@ def test_sharding_in_words_numbers_and_enumerations() -> None:
         transformer_cls_names_to_wrap="BertLayer, BertPooler",
     )
     assert plugin.settings() == {
-        "fsdp_version": 2,
+        "fsdp_version": "2",
         "reshard_after_forward": False,
-        "backward_prefetch": "BACKWARD_POST",
+        "backward_prefetch": "backward_post",
         "cpu_offload": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "transformer_cls_names_to_wrap": ["BertLayer", "BertPooler"],
+        "state_dict_type": "sharded",
+        "transformer_cls_names_to_wrap": ("BertLayer", "BertPooler"),
     }
     plugin.set_state_dict_type("full_state_dict")
-    assert plugin.settings()["state_dict_type"] == "FULL_STATE_DICT"
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.settings()["state_dict_type"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("field", "said", "canonical"),
+    [
+        ("backward_prefetch", 2, "backward_post"),
+        ("reshard_after_forward", 2, "shard_grad_op"),
+        ("reshard_after_forward", "TRUE", True),
+        ("auto_wrap_policy", "size_based_wrap", "size"),
+        ("auto_wrap_policy", "3", "none"),
+    ],
+)
+def test_numbers_in_a_plugin_are_those_of_pytorchs_enumerations(
+    field: str, said: Any, canonical: Any
+) -> None:
+    """In a launch file they mean ranks and layers."""
+    assert FullyShardedDataParallelPlugin(**{field: said}).settings() == {field: canonical}
+
+
+def test_fields_are_documented_by_the_table_of_settings() -> None:
+    from windlass.config.parallel.table import KEYS
+
+    assert f"cpu_offload: {KEYS['fsdp.cpu_offload'].doc}" in str(FullyShardedDataParallelPlugin.__doc__)
+    fields = [field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)]
+    undocumented = [f for f in fields if f not in str(FullyShardedDataParallelPlugin.__doc__)]
+    assert not undocumented
 
 
 def test_sharding_with_pytorchs_own_objects() -> None:
@@ -245,9 +272,10 @@ def test_sharding_with_pytorchs_own_objects() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=layers, mixed_precision_policy=policy)
     assert plugin.settings() == {
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_cls_names_to_wrap": ["Linear"],
-        "mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+        "auto_wrap_policy": "transformer",
+        "transformer_cls_names_to_wrap": ("Linear",),
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
     }
     sized = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
     assert FullyShardedDataParallelPlugin(auto_wrap_policy=sized).settings()["min_num_params"] == 10
@@ -265,11 +293,13 @@ def test_ignored_modules_get_their_names() -> None:
 
 
 def test_replication_becomes_a_plan() -> None:
-    from windlass.config.plan import DistPlan
+    from windlass.config.parallel import from_plugins, plan_parallel
+    from windlass.core.world import World
 
     options = DistributedDataParallelKwargs(
-        comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2}
+        comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2}, gradient_as_bucket_view=True
     )
-    assert set(options.plan_fields()) == {"comm_hook", "comm_options"}
-    plan = dataclasses.replace(DistPlan(), **options.plan_fields())
+    settings = from_plugins({"ddp_kwargs": options})
+    assert settings.keys() == {"ddp.comm_hook", "ddp.comm_options"}
+    plan = plan_parallel(settings, World(0, 2, 0, 2)).dist
     assert (plan.comm_hook, plan.comm_options) == ("power_sgd", {"start_powerSGD_iter": 2})

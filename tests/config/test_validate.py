@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.support import TRAINING_ARGUMENTS
+from windlass.config.sections.setting import rules_of
 from windlass.config.validate import problems
 from windlass.core.errors import ConfigError
 
@@ -151,7 +151,7 @@ _NOT_NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n, row in TRAINING_ARGUMENTS.items() if row.status == "refused"])
+@pytest.mark.parametrize("name", [n for n, rules in rules_of(TrainingArguments).items() if rules.refused])
 def test_what_is_not_built_is_refused_when_set(name: str) -> None:
     field = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
     value = _NOT_NEUTRAL.get(name, True if field.default is False or "bool" in str(field.type) else "x")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate.utils as peer
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.dist.same import assert_same
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -18,6 +23,16 @@ Pair = namedtuple("Pair", "left right")
 NEST = OrderedDict(
     a=torch.arange(6.0).reshape(2, 3),
     b=[Pair(torch.ones(2, dtype=torch.bfloat16), (torch.zeros(2, 2),)), "word", None],
+)
+LEAVES = st.none() | st.integers(-5, 5).map(torch.tensor)
+NESTS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 TENSORS = {"a": torch.ones(3, 2), "b": [torch.zeros(3, dtype=torch.float16)]}
 
@@ -79,6 +94,11 @@ def test_moving_skips_keys_and_takes_whatever_moves() -> None:
     )
     assert (moved["x"].device.type, moved["keep"].device.type) == ("meta", "cpu")
     assert moved["own"] == ["moved to meta"]
+    noted = trees.send_to_device(
+        {"words": "kept", "text": BatchEncoding({"x": torch.zeros(2)}), "n": 3}, "meta"
+    )
+    assert (noted["words"], noted["n"], type(noted["text"])) == ("kept", 3, BatchEncoding)
+    assert noted["text"]["x"].device.type == "meta"
 
 
 def test_maps_stay_what_they_are() -> None:
@@ -98,3 +118,98 @@ def test_room_for_described_tensors() -> None:
     made = trees.initialize_tensors(trees.get_data_structure(TENSORS))
     assert trees.get_shape(made) == {"a": [3, 2], "b": [[3]]}
     assert made["b"][0].dtype == torch.float16
+
+
+class Noted(dict[str, Any]):
+    """A dict whose constructor takes something else, with an attribute of its own."""
+
+    def __init__(self, note: str, size: int) -> None:
+        super().__init__()
+        self.note, self.size = note, size
+
+
+class Frozen(Mapping[str, Any]):
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self._items = dict(zip(names, values, strict=True))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Padded(list[Any]):
+    def __init__(self, items: list[Any], padding: int) -> None:
+        super().__init__(items)
+        self.padding = padding
+
+
+def test_containers_stay_what_they_are() -> None:
+    batch = OrderedDict(x=Pair(torch.zeros(2), [torch.ones(2), "text"]), y=(1, torch.zeros(1)))
+    changed = trees.map_leaves(lambda tensor: tensor + 1, batch)
+    assert type(changed) is OrderedDict
+    assert type(changed["x"]) is Pair
+    assert type(changed["y"]) is tuple
+    assert changed["x"].right[1] == "text"
+    assert changed["y"][1].tolist() == [1.0]
+    assert batch["y"][1].tolist() == [0.0]
+
+
+def test_a_dict_of_its_own_kind_keeps_its_attributes() -> None:
+    noted = Noted("from the script", 2)
+    noted["x"] = torch.zeros(2)
+    changed = trees.map_leaves(lambda tensor: tensor + 1, noted)
+    assert (type(changed), changed.note, changed.size) == (Noted, "from the script", 2)
+    assert (changed["x"].tolist(), noted["x"].tolist()) == ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_a_container_that_cannot_be_built_from_its_items_becomes_a_plain_one() -> None:
+    nest = [Frozen(["x"], [torch.zeros(1)]), Padded([torch.zeros(1)], 3), torch.Size([2])]
+    changed = trees.map_leaves(lambda tensor: tensor + 1, nest)
+    assert changed == [{"x": torch.ones(1)}, [torch.ones(1)], torch.Size([2])]
+    assert [type(part) for part in changed] == [dict, list, torch.Size]
+
+
+def test_an_error_of_a_change_is_not_taken_for_one_of_a_container() -> None:
+    with pytest.raises(TypeError, match="mine"):
+        trees.map_leaves(lambda tensor: (_ for _ in ()).throw(TypeError("mine")), [torch.zeros(1)])
+
+
+@given(NESTS)
+def test_a_nest_survives_the_way_through_json(nest: Any) -> None:
+    spec, found = trees.flatten(nest, lambda leaf, path: leaf)
+    assert trees.unflatten(json.loads(json.dumps(spec)), found) == nest
+    assert trees.flatten(trees.unflatten(spec, found), lambda leaf, path: leaf)[0] == spec
+
+
+def test_a_flattened_leaf_is_known_by_its_place() -> None:
+    assert trees.flatten({"a": (1, [2])}, lambda leaf, path: f"{path}={leaf}")[1] == [
+        "['a'][0]=1",
+        "['a'][1][0]=2",
+    ]
+
+
+def test_tensors_are_found_in_order() -> None:
+    assert [tensor.dtype for tensor in trees.tensors_in(NEST)] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    ]
+
+
+def test_the_batch_size_is_that_of_the_first_tensor_with_an_axis() -> None:
+    assert trees.batch_size_of({"t": "text", "s": torch.tensor(1), "x": [torch.zeros(3, 2)]}) == 3
+    assert trees.batch_size_of({"flag": True, "ids": np.zeros(7), "x": [torch.ones(4, 2)]}) == 4
+    assert trees.batch_size_of({"flag": True, "n": torch.tensor(3), "x": [np.ones((5, 2))]}) == 5
+    assert trees.batch_size_of({"flag": True, "s": torch.tensor(1)}) is None
+
+
+def test_detached_nests_hold_no_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    nest = trees.detach({"a": Pair(weight * 2, "text")})
+    assert not nest["a"].left.requires_grad
+    assert nest["a"].right == "text"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.core.world import world_from_environment
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.dist.gang import join
 
 DISPATCHED = sys.argv[1] == "dispatched"

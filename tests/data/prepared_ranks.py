@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.world import world_from_environment
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang, join, leave
 
@@ -212,8 +212,11 @@ def dispatching_what_cannot_be_dealt(gang: Gang) -> None:
     broken = prepare(gang, DataLoader(Breaks(0), batch_size=1), dispatch_batches=True)
     kind, words = (OSError, "the disk") if RANK == 0 else (DataError, "OSError: the disk is gone")
     fails(kind, words, lambda: list(broken))
-    odd = prepare(gang, DataLoader([{1, 2}], batch_size=1, collate_fn=list), dispatch_batches=True)
-    fails(DataError, "is a set", lambda: list(odd))
+    odd = prepare(gang, DataLoader([{1, 2}, object()], batch_size=1, collate_fn=list), dispatch_batches=True)
+    words = r"batch\[0\] is a object.*dispatch_batches=False"
+    fails(DataError, words, lambda: list(odd))
+    sets = prepare(gang, DataLoader([{1, RANK}] * SIZE, batch_size=1, collate_fn=list), dispatch_batches=True)
+    assert list(sets) == [[{0, 1}]], "as the main process reads them"
 
 
 def agreements(gang: Gang) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.data.cases import Numbers, Stream
-from tests.data.test_prepared import prepare
+from tests.data.test_prepare_loader import prepare
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from windlass.core.errors import ConfigError, DataError

@@ -1,7 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.cut import cut_rows, share
+from windlass.data.cut import share
+from windlass.data.dealt_rows import SampleRows, cuts
+from windlass.data.order import SequentialOrder
 
 
 @given(count=st.integers(0, 200), world=st.integers(1, 9))
@@ -13,15 +15,36 @@ def test_shares_cover_everything_once_and_differ_by_one_at_most(count: int, worl
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(count=st.integers(1, 120), micro=st.integers(1, 5), world=st.integers(1, 5))
-def test_every_rank_has_work_where_there_is_a_sample_for_it(count: int, micro: int, world: int) -> None:
-    cuts = [cut_rows(list(range(count)), micro, world, rank) for rank in range(world)]
-    assert sorted(i for batches in cuts for ids in batches for i in ids) == list(range(count))
-    assert sum(bool(batches) for batches in cuts) == min(count, world)
-    assert all(0 < len(ids) <= micro for batches in cuts for ids in batches)
+def _micro_batches(count: int, micro: int, world: int, rank: int, accumulation: int) -> list[list[int]]:
+    rows = SampleRows(SequentialOrder(count, seed=0), micro * world, world, drop_last=False)
+    return [ids for cut in cuts(rows.rows(0, 0), accumulation, rank) if not cut.filler for ids in cut.batches]
+
+
+@given(
+    count=st.integers(1, 120),
+    micro=st.integers(1, 5),
+    world=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+)
+def test_every_rank_has_work_where_there_is_a_sample_for_it(
+    count: int, micro: int, world: int, accumulation: int
+) -> None:
+    shares = [_micro_batches(count, micro, world, rank, accumulation) for rank in range(world)]
+    assert sorted(i for batches in shares for ids in batches for i in ids) == list(range(count))
+    assert sum(bool(batches) for batches in shares) == min(count, world)
+    assert all(0 < len(ids) <= micro for batches in shares for ids in batches)
 
 
 def test_only_the_last_row_is_short() -> None:
-    ids = list(range(11))
-    assert cut_rows(ids, 2, 2, 0) == [[0, 1], [4, 5], [8, 9]]
-    assert cut_rows(ids, 2, 2, 1) == [[2, 3], [6, 7], [10]]
+    for accumulation in (1, 2, 3):
+        assert _micro_batches(11, 2, 2, 0, accumulation) == [[0, 1], [4, 5], [8, 9]]
+        assert _micro_batches(11, 2, 2, 1, accumulation) == [[2, 3], [6, 7], [10]]
+
+
+def test_a_rank_without_a_sample_reads_one_only_if_it_has_none_at_all() -> None:
+    rows = SampleRows(SequentialOrder(5, seed=0), 4, 4, drop_last=False)
+    (whole,) = cuts(rows.rows(0, 0), 2, 3)
+    assert (whole.batches, whole.shares, whole.filler) == ([[3]], (2, 1, 1, 1), False)
+    first, second = cuts(rows.rows(0, 0), 1, 3)
+    assert (first.batches, first.filler, first.last) == ([[3]], False, False)
+    assert (second.batches, second.shares, second.filler, second.last) == ([[4]], (1, 0, 0, 0), True, True)

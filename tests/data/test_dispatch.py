@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.dist.launch import ROOT
@@ -50,6 +51,7 @@ def test_a_batch_is_cut_with_its_lists_of_samples() -> None:
         "names": list("abcd"),
         "pair": (torch.eye(4), "all"),
         "scale": torch.tensor(2),
+        "weights": np.arange(4.0),
     }
     part = _cut(batch, slice(1, 3), process_index=0, num_processes=2)
     assert part["x"].tolist() == [1, 2]
@@ -57,3 +59,4 @@ def test_a_batch_is_cut_with_its_lists_of_samples() -> None:
     assert torch.equal(part["pair"][0], torch.eye(4)[1:3])
     assert part["pair"][1] == "all"
     assert part["scale"] == 2
+    assert part["weights"].tolist() == [1.0, 2.0]

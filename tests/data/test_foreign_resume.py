@@ -17,8 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from windlass.checkpoint.codec import decode, encode
 from windlass.config.plan import BatchPlan
-from windlass.data.foreign import ForeignLoader
-from windlass.data.nested import tensors_of
+from windlass.core.trees import tensors_in
+from windlass.data.foreign_loader import ForeignLoader
 
 PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
 COUNT = 26
@@ -70,7 +70,7 @@ def seeded(make: Callable[[], Any]) -> ForeignLoader:
 
 def told(loader: ForeignLoader) -> list[list[Any]]:
     """The numbers in each batch of each group."""
-    return [[[x.tolist() for x in tensors_of(batch)] for batch in group.batches] for group in loader.groups()]
+    return [[[x.tolist() for x in tensors_in(batch)] for batch in group.batches] for group in loader.groups()]
 
 
 @pytest.mark.parametrize("name", [*LOADERS, *READ_AGAIN])

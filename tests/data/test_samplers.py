@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.samplers import SeedableRandomSampler
 from windlass.dist.gang import Gang
 

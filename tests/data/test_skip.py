@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import skip_first_batches as peer_skip
 from tests.data.cases import Augmented, Counted, Numbers, Stream
-from tests.data.test_prepared import Bucketed, prepare
+from tests.data.test_prepare_loader import Bucketed, prepare
 from torch.utils.data import DataLoader, IterableDataset
 
-from windlass.data.choice import Choice
+from windlass.data.choice import ReaderChoice
 from windlass.data.dispatch import Dispatched
 from windlass.data.skip import SkipBatchSampler, skip_first_batches
 from windlass.dist.gang import Gang
@@ -173,12 +173,12 @@ def test_a_stream_with_a_state_is_entered_where_the_state_was_taken(
 def test_readers_on_top_of_a_stream_hand_its_bookmarks_on(said: pytest.LogCaptureFixture) -> None:
     def reader(dataset: Any) -> Any:
         items = DataLoader(dataset, batch_size=None)
-        alone = Choice(items, seed=1, split=False, seedable=False, gang=Gang()).reader(1, 0)
+        alone = ReaderChoice(items, seed=1, split=False, seedable=False, gang=Gang()).reader(1, 0)
         return Dispatched(alone, Gang(), split=False)
 
-    portions = list(reader(Counted(20)).portions(0, 0))
+    portions = list(reader(Counted(20)).read(0, 0))
     dataset = Counted(20)
-    rest = reader(dataset).portions(0, 7, portions[6].bookmark)
+    rest = reader(dataset).read(0, 7, portions[6].bookmark)
     assert [int(portion.batch) for portion in rest] == [*range(7, 20)]
     assert dataset.given == 13
     assert "again" not in said.text

@@ -22,7 +22,7 @@ from windlass import Accelerator, Trainer
 from windlass.config.plan import BatchPlan
 from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
-from windlass.data.foreign import ForeignLoader
+from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.workers import START_TIMEOUT_VARIABLE, start_timeout
 
 PATIENCE = 2.0

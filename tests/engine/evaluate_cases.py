@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from windlass.dist.gang import Gang
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
-from windlass.metrics.gather import EvalGroup
 
 IGNORE = -100
 VOCABULARY = 7
@@ -81,15 +81,13 @@ def predict_step(model: TinyTagger) -> Any:
 
 
 def evaluate(
-    model: TinyTagger, count: int, size: int, group: EvalGroup, *, positions: bool = True, **request: Any
+    model: TinyTagger, count: int, size: int, gang: Gang, *, positions: bool = True, **request: Any
 ) -> Any:
-    batches = [
-        (ids if positions else [], collate(ids)) for ids in shards(count, size, group.rank, group.size)
-    ]
-    return evaluation_loop(batches, predict_step(model), EvalRequest(**request), weigh=targets, group=group)
+    batches = [(ids if positions else [], collate(ids)) for ids in shards(count, size, gang.rank, gang.size)]
+    return evaluation_loop(batches, predict_step(model), EvalRequest(**request), weigh=targets, gang=gang)
 
 
-def check_exact(model: TinyTagger, count: int, size: int, group: EvalGroup) -> None:
+def check_exact(model: TinyTagger, count: int, size: int, gang: Gang) -> None:
     """Loss, order, exact sizes, padding, and metrics on all of it."""
     seen: list[int] = []
 
@@ -98,7 +96,7 @@ def check_exact(model: TinyTagger, count: int, size: int, group: EvalGroup) -> N
         seen.extend(index.tolist())
         return {"rows": index.size, "targets": (labels != IGNORE).sum()}
 
-    out = evaluate(model, count, size, group, compute_metrics=count_rows)
+    out = evaluate(model, count, size, gang, compute_metrics=count_rows)
     expected = reference(model, count)
     assert abs(out.metrics["eval_loss"] - expected) <= 1e-12, (count, size, out.metrics, expected)
     assert out.num_samples == count
@@ -111,6 +109,6 @@ def check_exact(model: TinyTagger, count: int, size: int, group: EvalGroup) -> N
     for i in range(count):
         width = len(sample(i))
         assert (logits[i, :width] == model.table.detach()[sample(i)].numpy()).all()
-    loss_only = evaluate(model, count, size, group, loss_only=True)
+    loss_only = evaluate(model, count, size, gang, loss_only=True)
     assert loss_only.metrics == {"eval_loss": out.metrics["eval_loss"]}
     assert loss_only.predictions is None

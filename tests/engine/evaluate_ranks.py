@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.engine.evaluate_cases import (
     SIZES,
     TinyTagger,
@@ -21,38 +20,48 @@ from tests.engine.evaluate_cases import (
 )
 
 from windlass.core.errors import DataError
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave
+from windlass.dist.lockstep import PeerError
+from windlass.dist.wire import stream
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
-from windlass.metrics.gather import PeerError, ProcessGroupGather
 
 
-def exact(model: TinyTagger, group: ProcessGroupGather) -> None:
+def exact(model: TinyTagger, gang: Gang) -> None:
     for count in SIZES:
         for size in sorted({1, 2, 3, 5, 8, count}):
             if size <= count:
-                check_exact(model, count, size, group)
+                check_exact(model, count, size, gang)
 
 
-def small_messages(model: TinyTagger) -> None:
+def small_messages(gang: Gang) -> None:
     """Chunks smaller than most tensors: many messages, the same outcome."""
-    check_exact(model, 23, 2, ProcessGroupGather(chunk_bytes=64))
+
+    def sent(rank: int) -> list[torch.Tensor]:
+        return [torch.arange(float(count)) + rank for count in (0, 1, 7, 8, 9, 40, 3, 3)][rank:]
+
+    came = list(stream(sent(gang.rank), gang.host_group, chunk_bytes=64))
+    expected = [(rank, index, t) for rank in range(gang.size) for index, t in enumerate(sent(rank))]
+    assert [(rank, index) for rank, index, _ in came] == [(rank, index) for rank, index, _ in expected]
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(came, expected, strict=True))
 
 
-def order_without_positions(model: TinyTagger, group: ProcessGroupGather) -> None:
-    out = evaluate(model, 23, 2, group, positions=False)
+def order_without_positions(model: TinyTagger, gang: Gang) -> None:
+    out = evaluate(model, 23, 2, gang, positions=False)
     assert out.num_samples == 23
     assert out.predictions[1].tolist() == list(range(23)), "batches in turn, rank by rank"
 
 
-def token_rows(model: TinyTagger, group: ProcessGroupGather) -> None:
+def token_rows(model: TinyTagger, gang: Gang) -> None:
     """Outputs flattened over tokens have no row per sample: whole batches keep the dataset's order."""
     request = EvalRequest(preprocess_logits=lambda logits, labels: labels[labels != -100])
-    batches = [(ids, collate(ids)) for ids in shards(23, 2, group.rank, group.size)]
-    out = evaluation_loop(batches, predict_step(model), request, weigh=targets, group=group)
+    batches = [(ids, collate(ids)) for ids in shards(23, 2, gang.rank, gang.size)]
+    out = evaluation_loop(batches, predict_step(model), request, weigh=targets, gang=gang)
     whole = collate(list(range(23)))["labels"]
     assert out.predictions.tolist() == whole[whole != -100].tolist()
 
 
-def batch_metrics(model: TinyTagger, group: ProcessGroupGather) -> None:
+def batch_metrics(model: TinyTagger, gang: Gang) -> None:
     for count, size in ((1, 1), (5, 1), (23, 2), (97, 5)):
         seen: list[int] = []
         flags: list[bool] = []
@@ -63,82 +72,81 @@ def batch_metrics(model: TinyTagger, group: ProcessGroupGather) -> None:
             flags.append(compute_result)
             return {"rows": len(seen)} if compute_result else {}
 
-        out = evaluate(model, count, size, group, compute_metrics=metric, batch_metrics=True)
+        out = evaluate(model, count, size, gang, compute_metrics=metric, batch_metrics=True)
         assert sorted(seen) == list(range(count))
         assert flags == [False] * (len(flags) - 1) + [True]
-        assert len(flags) == -(-count // (size * group.size))
+        assert len(flags) == -(-count // (size * gang.size))
         assert out.metrics["eval_rows"] == count
         assert out.predictions is None
 
 
-def list_of_batches(model: TinyTagger, group: ProcessGroupGather) -> None:
-    out = evaluate(model, 11, 2, group, concat=False)
+def list_of_batches(model: TinyTagger, gang: Gang) -> None:
+    out = evaluate(model, 11, 2, gang, concat=False)
     assert [labels.tolist() for labels in out.label_ids] == [
         collate(i)["labels"].tolist() for i in shards(11, 2, 0, 1)
     ]
 
 
-def failure(group: ProcessGroupGather) -> None:
+def failure(gang: Gang) -> None:
     """One rank fails in the middle: it raises its own error, and the others stop with its words."""
 
     def step(batch: Any) -> Any:
-        if group.rank == 0 and 4 in batch["index"]:
+        if gang.rank == 0 and 4 in batch["index"]:
             raise ArithmeticError("broken sample")
         return torch.tensor(1.0), None, None
 
     batches = [([0], collate([i])) for i in range(8)]
-    expected = ArithmeticError if group.rank == 0 else PeerError
-    words = "broken sample" if group.rank == 0 else "rank 0: ArithmeticError: broken sample"
+    expected = ArithmeticError if gang.rank == 0 else PeerError
+    words = "broken sample" if gang.rank == 0 else "rank 0: ArithmeticError: broken sample"
     with pytest.raises(expected, match=words):
-        evaluation_loop(batches, step, EvalRequest(loss_only=True), weigh=targets, group=group)
+        evaluation_loop(batches, step, EvalRequest(loss_only=True), weigh=targets, gang=gang)
 
 
-def metric_failure(model: TinyTagger, group: ProcessGroupGather, *, batchwise: bool) -> None:
+def metric_failure(model: TinyTagger, gang: Gang, *, batchwise: bool) -> None:
     """A metric that fails on one rank stops all of them, at the end or between batches."""
 
     def metric(prediction: Any, compute_result: bool = True) -> dict[str, Any]:
-        if group.rank == 1:
+        if gang.rank == 1:
             raise ArithmeticError("broken metric")
         return {}
 
-    with pytest.raises(ArithmeticError if group.rank == 1 else PeerError, match="broken metric"):
-        evaluate(model, 7, 1, group, compute_metrics=metric, batch_metrics=batchwise)
+    with pytest.raises(ArithmeticError if gang.rank == 1 else PeerError, match="broken metric"):
+        evaluate(model, 7, 1, gang, compute_metrics=metric, batch_metrics=batchwise)
 
 
-def empty_everywhere(model: TinyTagger, group: ProcessGroupGather) -> None:
+def empty_everywhere(model: TinyTagger, gang: Gang) -> None:
     with pytest.raises(DataError, match="empty"):
-        evaluate(model, 0, 1, group)
+        evaluate(model, 0, 1, gang)
 
 
-def short_types(group: ProcessGroupGather) -> None:
+def short_types(gang: Gang) -> None:
     """Types of every width travel, a rank without rows included."""
     dtypes = (torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
-    mine = [torch.full((group.rank, 3), group.rank).to(dtype) for dtype in dtypes]
-    for rank, index, tensor in group.stream(list(mine)):
+    mine = [torch.full((gang.rank, 3), gang.rank).to(dtype) for dtype in dtypes]
+    for rank, index, tensor in gang.stream(list(mine)):
         assert tensor.dtype == dtypes[index]
         assert torch.equal(tensor, torch.full((rank, 3), rank).to(dtypes[index]))
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group, model = ProcessGroupGather(), TinyTagger()
-    exact(model, group)
-    small_messages(model)
-    order_without_positions(model, group)
-    token_rows(model, group)
-    batch_metrics(model, group)
-    list_of_batches(model, group)
-    failure(group)
-    metric_failure(model, group, batchwise=False)
-    metric_failure(model, group, batchwise=True)
-    empty_everywhere(model, group)
-    short_types(group)
-    losses = [evaluate(model, 97, size, group, loss_only=True).metrics["eval_loss"] for size in (1, 4, 97)]
-    if group.rank == 0:
+    gang, model = join(world_from_environment(), torch.device("cpu")), TinyTagger()
+    exact(model, gang)
+    small_messages(gang)
+    order_without_positions(model, gang)
+    token_rows(model, gang)
+    batch_metrics(model, gang)
+    list_of_batches(model, gang)
+    failure(gang)
+    metric_failure(model, gang, batchwise=False)
+    metric_failure(model, gang, batchwise=True)
+    empty_everywhere(model, gang)
+    short_types(gang)
+    losses = [evaluate(model, 97, size, gang, loss_only=True).metrics["eval_loss"] for size in (1, 4, 97)]
+    if gang.rank == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(losses, file)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

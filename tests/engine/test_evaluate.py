@@ -31,8 +31,8 @@ from torch import Tensor
 
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.core.types import LossTerms
+from windlass.dist.gang import Gang
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
-from windlass.metrics.gather import SoloGroup
 
 HERE = Path(__file__).parent
 
@@ -45,7 +45,7 @@ def model() -> TinyTagger:
 @pytest.mark.parametrize("count", SIZES)
 def test_every_batch_size_gives_the_same(model: TinyTagger, count: int) -> None:
     for size in range(1, count + 1) if count < 10 else (1, 2, 3, 5, 16, 96, 97):
-        check_exact(model, count, size, SoloGroup())
+        check_exact(model, count, size, Gang())
 
 
 @pytest.mark.dist
@@ -145,7 +145,7 @@ def test_metrics_become_python_numbers_with_the_prefix_once(model: TinyTagger) -
             "deep": {"a": np.int64(1)},
         }
 
-    out = evaluate(model, 5, 2, SoloGroup(), compute_metrics=metric, prefix="test")
+    out = evaluate(model, 5, 2, Gang(), compute_metrics=metric, prefix="test")
     assert json.loads(json.dumps(out.metrics)) == out.metrics
     assert {k: v for k, v in out.metrics.items() if k != "test_loss"} == {
         "test_f1": 0.5, "test_hits": 3, "test_each": [1, 2], "test_deep": {"a": 1},
@@ -154,7 +154,7 @@ def test_metrics_become_python_numbers_with_the_prefix_once(model: TinyTagger) -
 
 
 def test_a_metric_cannot_hide_the_loss(model: TinyTagger, capsys: pytest.CaptureFixture[str]) -> None:
-    out = evaluate(model, 5, 2, SoloGroup(), compute_metrics=lambda _: {"loss": -1.0})
+    out = evaluate(model, 5, 2, Gang(), compute_metrics=lambda _: {"loss": -1.0})
     assert abs(out.metrics["eval_loss"] - reference(model, 5)) <= 1e-12
     assert "eval_loss" in capsys.readouterr().err
 
@@ -166,7 +166,7 @@ def test_inputs_and_losses_reach_the_metric(model: TinyTagger) -> None:
         seen.update(inputs=prediction.inputs, losses=prediction.losses)
         return {}
 
-    evaluate(model, 5, 2, SoloGroup(), compute_metrics=metric, include=("inputs", "loss"))
+    evaluate(model, 5, 2, Gang(), compute_metrics=metric, include=("inputs", "loss"))
     assert seen["inputs"].shape == (5, 5)
     assert seen["losses"].shape == (5,)
     assert seen["losses"][0] == seen["losses"][1]
@@ -177,13 +177,13 @@ def test_logits_are_reduced_before_they_are_kept(model: TinyTagger) -> None:
         assert labels.shape == logits[0].shape[:2]
         return logits[0].argmax(-1)
 
-    out = evaluate(model, 7, 3, SoloGroup(), preprocess_logits=best)
+    out = evaluate(model, 7, 3, Gang(), preprocess_logits=best)
     assert out.predictions.shape == (7, 5)
     assert out.predictions[0, 4] == -100
 
 
 def test_a_list_of_batches_where_they_are_not_to_be_joined(model: TinyTagger) -> None:
-    out = evaluate(model, 5, 2, SoloGroup(), concat=False)
+    out = evaluate(model, 5, 2, Gang(), concat=False)
     assert [len(labels) for labels in out.label_ids] == [2, 2, 1]
     assert [logits.shape[1] for logits, _ in out.predictions] == [2, 4, 5]
 
@@ -196,11 +196,11 @@ def test_batch_metrics_see_each_batch_once(model: TinyTagger) -> None:
         return {"batches": len(calls)}
 
     request = {"compute_metrics": metric, "batch_metrics": True}
-    out = evaluate(model, 5, 2, SoloGroup(), **request)
+    out = evaluate(model, 5, 2, Gang(), **request)
     assert calls == [([0, 1], False), ([2, 3], False), ([4], True)]
     assert out.metrics["eval_batches"] == 3
     assert out.predictions is None
-    assert evaluate(model, 5, 2, SoloGroup(), **request, predicting=True).predictions[1].tolist() == [
+    assert evaluate(model, 5, 2, Gang(), **request, predicting=True).predictions[1].tolist() == [
         0,
         1,
         2,
@@ -212,7 +212,7 @@ def test_batch_metrics_see_each_batch_once(model: TinyTagger) -> None:
 class TestBadInput:
     def test_no_batch(self, model: TinyTagger) -> None:
         with pytest.raises(DataError, match="empty"):
-            evaluate(model, 0, 1, SoloGroup())
+            evaluate(model, 0, 1, Gang())
 
     def test_metrics_without_predictions(self) -> None:
         with pytest.raises(ConfigError, match="prediction_loss_only=True"):
@@ -301,7 +301,7 @@ def test_memory_is_flat_unless_predictions_are_asked_for(batch_metrics: bool) ->
 def test_batches_are_let_go_while_they_are_joined() -> None:
     held: list[int] = []
 
-    class Watching(SoloGroup):
+    class Watching(Gang):
         def stream(self, tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
             for streamed in super().stream(tensors):
                 held.append(streamed[2].nbytes + sum(tensor.nbytes for tensor in tensors))
@@ -309,7 +309,7 @@ def test_batches_are_let_go_while_they_are_joined() -> None:
 
     batches = [([i], {"x": torch.ones(1, 1000)}) for i in range(10)]
     evaluation_loop(
-        batches, lambda b: (None, b["x"], None), EvalRequest(), weigh=lambda _: 1.0, group=Watching()
+        batches, lambda b: (None, b["x"], None), EvalRequest(), weigh=lambda _: 1.0, gang=Watching()
     )
     assert held == [80, *(4000 * left for left in range(10, 0, -1))], (
         "positions first, then ever fewer batches"
@@ -318,7 +318,7 @@ def test_batches_are_let_go_while_they_are_joined() -> None:
 
 def test_much_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("windlass.engine.evaluate.HEAVY_BYTES", 1000)
-    evaluate(TinyTagger(), 20, 2, SoloGroup())
+    evaluate(TinyTagger(), 20, 2, Gang())
     assert capsys.readouterr().err.count("preprocess_logits_for_metrics") == 1
 
 
@@ -362,8 +362,8 @@ def test_uneven_shards_cover_the_data() -> None:
 def test_a_rank_that_fails_tells_others_only_where_they_listen(in_step: bool) -> None:
     told: list[Any] = []
 
-    class Told(SoloGroup):
-        def gather_json(self, value: Any) -> list[Any]:
+    class Told(Gang):
+        def gather_objects(self, value: Any) -> list[Any]:
             told.append(value)
             return [value]
 
@@ -372,6 +372,6 @@ def test_a_rank_that_fails_tells_others_only_where_they_listen(in_step: bool) ->
 
     with pytest.raises(ArithmeticError, match="mine"):
         evaluation_loop(
-            [([0], {})], fails, EvalRequest(), weigh=lambda batch: 1.0, group=Told(), in_step=in_step
+            [([0], {})], fails, EvalRequest(), weigh=lambda batch: 1.0, gang=Told(), in_step=in_step
         )
     assert len(told) == (0 if in_step else 1), "others that wait in a forward hear nothing else"

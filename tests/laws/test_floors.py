@@ -63,8 +63,16 @@ def _graph() -> dict[str, set[str]]:
         targets = (
             {t for item in imports(module) for t in windlass_targets(item, known)} if module.room else set()
         )
-        edges[module.name] = {t for t in targets if t in known and t not in (module.name, "windlass")}
+        targets |= {package for target in targets for package in _packages(target)}
+        own = {module.name, "windlass", *_packages(module.name)}
+        edges[module.name] = {t for t in targets if t in known} - own
     return edges
+
+
+def _packages(name: str) -> set[str]:
+    """The packages around a module: importing it runs their files too."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
 def find_cycle(edges: dict[str, set[str]]) -> list[str]:
@@ -102,3 +110,5 @@ def test_the_graph_is_not_empty() -> None:
     edges = _graph()
     assert "windlass.core.errors" in edges["windlass.core.device"]
     assert "windlass.data.group" in edges["windlass.engine.executor"]
+    assert "windlass.config.parallel" in edges["windlass.config.plugin_fsdp"], "by way of a module in it"
+    assert "windlass.config.parallel" not in edges["windlass.config.parallel.keys"], "it runs already"

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.reliability.cases import TRIALS, StepsAndScores, Trial
@@ -15,6 +16,7 @@ from tests.reliability.kill_matrix import Matrix, matrix_in, memory
 from tests.trainer.resume_cases import Case
 
 from windlass import Trainer
+from windlass.checkpoint.store import Store
 
 SEED = 0
 _KINDS = {"kill": KILLS, "interrupt": INTERRUPTS, "leave": LEAVES, "fault": FAULTS}
@@ -55,17 +57,16 @@ class Forgetful(StepsAndScores):
 class Careless(Trainer):
     """Removes old checkpoints before the new one stands."""
 
-    def _checkpoint_manager(self) -> Any:
-        manager = super()._checkpoint_manager()
-        store, commit = manager.store, manager.store.commit
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        commit = Store.commit
 
-        def careless_commit(draft: Any) -> None:
+        def careless_commit(store: Store, draft: Any) -> None:
             for info in store.list():
                 store.remove(info.path)
-            commit(draft)
+            commit(store, draft)
 
-        store.commit = careless_commit
-        return manager
+        with mock.patch.object(Store, "commit", careless_commit):
+            return super().train(*args, **kwargs)
 
 
 def told_of(folder: Path, trial: Trial, *dooms: Doom) -> dict[str, Any]:

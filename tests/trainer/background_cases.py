@@ -12,15 +12,31 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, TrainerCallback
 from windlass.checkpoint.files import Files
+from windlass.trainer.run_saver import RunSaver
 
 
 class Noting(Trainer):
     """Notes of each save: its step, the step at which the run learned how it ended, and the folder."""
 
-    def _save_ended(self, folder: Path | None, as_saved: Any, previous_best: str | None) -> None:
-        notes = self.__dict__.setdefault("notes", [])
-        notes.append((as_saved.global_step, self.state.global_step, folder and folder.name))
-        super()._save_ended(folder, as_saved, previous_best)
+    latest: Noting
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.notes: list[tuple[int, int, str | None]] = []
+        Noting.latest = self
+
+
+def _noting(note_end: Any) -> Any:
+    def noted(saver: RunSaver, step: int, folder: Path | None, newest: Path | None) -> None:
+        trainer = getattr(Noting, "latest", None)
+        if trainer is not None and (trainer.is_in_train or (trainer._run and trainer._run.saver is saver)):
+            trainer.notes.append((step, trainer.state.global_step, None if folder is None else folder.name))
+        note_end(saver, step, folder, newest)
+
+    return noted
+
+
+RunSaver.note_end = _noting(RunSaver.note_end)  # type: ignore[method-assign]
 
 
 class Weights(TrainerCallback):

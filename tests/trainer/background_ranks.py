@@ -19,7 +19,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.metrics.gather import PeerError
+from windlass.dist.lockstep import PeerError
 from windlass.trainer import run_saver, save_retry
 
 RANK = int(os.environ["RANK"])

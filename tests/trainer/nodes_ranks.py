@@ -39,6 +39,9 @@ CASE = Case(
     }
 )
 
+# Another rank may just remove its own.
+LOCK = shutil.ignore_patterns(".windlass-run.lock*")
+
 
 class Place:
     """Where the run `name` writes: under the folder of this rank's disk."""
@@ -157,7 +160,7 @@ def other_machines(place: Place) -> None:
     joined = place.root / "joined"
     if RANK == 0:
         for disk in (0, 1):
-            shutil.copytree(place.disk(disk) / "whole", joined, dirs_exist_ok=True)
+            shutil.copytree(place.disk(disk) / "whole", joined, dirs_exist_ok=True, ignore=LOCK)
     place.meet()
 
     def resume_joined() -> None:
@@ -181,7 +184,9 @@ def sharded(place: Place) -> None:
     assert weights.read_bytes() == trained, "gone on from step 8"
     if RANK == 0:
         for disk in (0, 1):
-            shutil.copytree(place.disk(disk) / "sharded", place.root / "joined_sharded", dirs_exist_ok=True)
+            shutil.copytree(
+                place.disk(disk) / "sharded", place.root / "joined_sharded", dirs_exist_ok=True, ignore=LOCK
+            )
 
     def gathered() -> None:
         whole = {"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -210,7 +211,7 @@ def test_the_best_evaluations_survive_a_resume(tmp_path: Path) -> None:
     scripted(tmp_path, [0.9, 0.1, 0.2], max_steps=3, keep_best=1, greater_is_better=True).train()
     again = scripted(tmp_path, [0.3, 0.4, 0.5], keep_best=1, greater_is_better=True)
     again.train(resume_from_checkpoint=True)
-    assert again._best_evaluations == [[0.9, 1]]
+    assert again._run.best.evaluations == [[0.9, 1]]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
     assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 
@@ -225,7 +226,7 @@ def test_a_checkpoint_says_the_metric_of_its_own_run_and_step(tmp_path: Path) ->
     class Stopping(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step:
-                again._stop_here()
+                signal.raise_signal(signal.SIGINT)
 
     scripted(tmp_path, [0.5, 0.6], max_steps=2).train()
     again = scripted(tmp_path, [])
@@ -237,10 +238,10 @@ def test_a_checkpoint_says_the_metric_of_its_own_run_and_step(tmp_path: Path) ->
     twice.train()
     twice.args.eval_strategy, twice.args.load_best_model_at_end = "no", False
     twice.args.metric_for_best_model = None
-    twice._saves_ephemeral = True  # as the last save of a run may have been
+    twice._run.checkpointer.ephemeral = True  # as the last save of a run may have been
     twice.train()
     assert metrics_of(tmp_path / "twice") == {1: None, 2: None}
-    assert twice._saves_ephemeral is False
+    assert twice._run.checkpointer.ephemeral is False
 
 
 def failing_at_step(step: int) -> Callable[[Files, int, memoryview], int]:
@@ -275,7 +276,7 @@ def test_a_save_that_fails_drives_none_of_the_best_out(
     scores = [0.4, 0.5, 0.9, 0.3, 0.2, 0.1]
     trainer = scripted(tmp_path, scores, greater_is_better=True, keep_best=2, load_best_model_at_end=False)
     trainer.train()
-    assert trainer._best_evaluations == [[0.5, 2], [0.4, 1]]
+    assert trainer._run.best.evaluations == [[0.5, 2], [0.4, 1]]
     assert sorted(metrics_of(tmp_path)) == [1, 2, 6]
 
 

@@ -172,7 +172,7 @@ def test_a_plain_mean_is_said_once_and_terms_are_none(
             return (loss, outputs) if return_outputs else loss
 
     said: list[str] = []
-    monkeypatch.setattr("windlass.trainer.measuring.warn_once", lambda _, text: said.append(text))
+    monkeypatch.setattr("windlass.trainer.loss_policy.warn_once", lambda _, text: said.append(text))
     trainer_for(folder, Own, gradient_accumulation_steps=accumulation).train()
     assert sum("plain mean" in text for text in said) == times
 

@@ -20,7 +20,7 @@ import windlass
 import windlass.utils as ours
 from windlass.accelerator.state import AcceleratorState
 from windlass.core.errors import ConfigError
-from windlass.utils.table import HOMES, REFUSED
+from windlass.utils.homes import HOMES, REFUSED
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +86,12 @@ def test_submodules(name: str) -> None:
     module = importlib.import_module(f"windlass.utils.{name}")
     for public in module.__all__:
         assert getattr(module, public) is getattr(ours, public)
+    theirs = importlib.import_module(f"accelerate.utils.{name}")
+    defined = {n for n, v in vars(theirs).items() if getattr(v, "__module__", "") == theirs.__name__}
+    elsewhere = {"TensorInformation", "convert_outputs_to_fp32"}
+    assert defined & BUILT <= {*module.__all__, *elsewhere}
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = module.nothing_of_the_kind
 
 
 def test_top_level_names_of_the_peer() -> None:

@@ -153,7 +153,7 @@ class Accelerator(Ranks):
             dist=DistPlan(),
             precision=precision,
             accumulation=GradientAccumulationPlugin(num_steps=accumulation),
-            loader=DataLoaderConfiguration(),
+            loader=DataLoaderConfiguration(use_stateful_dataloader=True),
             project=ProjectConfiguration(),
             handlers=Handlers(),
         )
@@ -290,6 +290,7 @@ class Accelerator(Ranks):
     save_state = method_of("_saver", Saver.save_state)  # type: ignore[arg-type]
     load_state = method_of("_saver", Saver.load_state)  # type: ignore[arg-type]
     register_for_checkpointing = method_of("_saver", Saver.register_for_checkpointing)
+    registered_objects = property_of("_saver", Saver.registered_objects)
     register_save_state_pre_hook = method_of("_saver", Saver.register_save_state_pre_hook)
     register_load_state_pre_hook = method_of("_saver", Saver.register_load_state_pre_hook)
     get_state_dict = method_of("_files", ModelFiles.get_state_dict)

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from windlass.accelerator.memory import clear_device_cache
 from windlass.accelerator.schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.data.dealt_loader import DealtLoader
 from windlass.transforms.strategy import Strategy
 
 
@@ -51,6 +51,11 @@ class LoopEngine(Protocol):
         """Free cached device memory; a user's own loop forgets its prepared objects too."""
         ...
 
+    @property
+    def saves_loaders(self) -> bool:
+        """Whether a saved state holds where prepared loaders are."""
+        ...
+
     def check_may_save(self) -> None:
         """Check that `save_state` may be called.
 
@@ -72,6 +77,8 @@ class TrainerEngine:
     Attributes:
         step_was_skipped: set by the run after each update.
     """
+
+    saves_loaders = False  # a run saves where its own loader is
 
     def __init__(self, owned: Callable[[], Iterable[Any]], dist: Callable[[], DistPlan]) -> None:
         self.step_was_skipped = False
@@ -107,8 +114,8 @@ class TrainerEngine:
             return not prepares(item)
         if isinstance(item, LRScheduler | PreparedSchedule):
             return self.keeps(item.optimizer, prepares)
-        # The Trainer deals the loaders of its `get_*_dataloader` methods to the processes.
-        return isinstance(item, DataLoader)
+        # The Trainer has dealt these to the processes; a plain DataLoader of a script's is dealt like any other.
+        return isinstance(item, DealtLoader)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         self._backward(loss)

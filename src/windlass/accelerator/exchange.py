@@ -15,7 +15,6 @@ from windlass.core.trees import recursively_apply
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist import operations
 from windlass.dist.gang import Gang
-from windlass.dist.objects import collect
 
 
 class Exchange:
@@ -51,7 +50,7 @@ class Exchange:
             own = input_data if loader is None or not loader.is_filler else type(input_data)()
             if self._gang.size == 1:
                 return own
-            return [item for part in collect(own, self._gang) for item in part]
+            return [item for part in self._gang.gather_objects(own) for item in part]
         # A stream may end earlier on one process than on another, which then has fillers before the last batch too.
         if loader is not None and (loader.end_of_dataloader or loader.is_filler):
             input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)

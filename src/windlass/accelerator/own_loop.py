@@ -35,6 +35,8 @@ class OwnLoop:
     def strategies(self) -> Sequence[Strategy]:
         return ()
 
+    saves_loaders = True
+
     @property
     def step_was_skipped(self) -> bool:
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)

@@ -24,7 +24,7 @@ from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
-from windlass.data.prepared import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
 from windlass.dist.gang import Gang
@@ -305,7 +305,7 @@ class Preparer:
             gang=self._gang,
         )
         loader.follower = self._accumulation
-        if not any(loader is known for known in self._prepared.loaders):
+        if self._engine.saves_loaders and not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader
 

@@ -171,6 +171,11 @@ class Saver:
             raise ConfigError(problems)
         self._prepared.custom += objects
 
+    @property
+    def registered_objects(self) -> tuple[Any, ...]:
+        """What `register_for_checkpointing` was given."""
+        return tuple(self._prepared.custom)
+
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` on every process in each `save_state`.
 

@@ -16,7 +16,7 @@ import torch
 
 from windlass.accelerator.ranks import Ranks
 from windlass.accelerator.shares import share_of
-from windlass.config.parallel.environment import from_environment
+from windlass.config.parallel.from_launcher import from_environment
 from windlass.config.plugin_words import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.core.errors import ConfigError, ModelError, Problem

@@ -1,4 +1,4 @@
-"""The composition root: where a plan becomes a model in its wrapper, an optimizer, a schedule and an executor."""
+"""The composition root: makes the wrapped model, the optimizer, the schedule and the executor of a plan."""
 
 from __future__ import annotations
 

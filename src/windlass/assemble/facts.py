@@ -1,4 +1,4 @@
-"""What resolving needs to know besides the arguments: the process, the data, and what a subclass overrides."""
+"""The input of resolving besides the arguments: the process, the data, and what a subclass overrides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windlass.core.world import World
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run goes on whose updates have another size than before.
+    """The progress of a continued run whose updates have another size than before.
 
     Attributes:
         steps: updates made so far.

@@ -1,11 +1,12 @@
-"""Every cross-option rule in one table, and the frozen plan that comes out when all of them hold."""
+"""All rules that concern several options, in one table, and the frozen plan of a configuration that meets them."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
@@ -16,16 +17,18 @@ from windlass.config.plan import (
     CadencePlan,
     DataPlan,
     DurationPlan,
+    EvaluationPlan,
     OptimizerPlan,
     PrecisionPlan,
+    PreemptionPlan,
+    ReportPlan,
     RunPlan,
     SavePlan,
     StabilityPlan,
     TransformPlan,
 )
-from windlass.config.quantities import seconds, size_in_bytes
+from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.validate import check
-from windlass.config.values import options_from
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World, world_from_environment
 
@@ -77,24 +80,33 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     """
     check(args)  # scripts assign to arguments after they were made
     problems = [problem for rule in RULES for problem in rule(args, facts)]
+    try:
+        parallel = resolve_parallel(args, facts.world)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
     duration = resolve_duration(args, facts)
-    parallel = resolve_parallel(args, facts.world)
     return RunPlan(
         seed=args.seed,
         batch=resolve_batch(args, facts),
         duration=duration,
         optimizer=resolve_optimizer(args, duration.steps),
-        precision=resolve_precision(args),
+        precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
         data=resolve_data(args),
-        logging=_cadence(args.logging_strategy, args.logging_steps, duration.steps),
-        logging_first_step=args.logging_first_step,
-        evaluation=_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
-        save=resolve_save(args, duration.steps),
+        logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
+        evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
+        save=_save(args, duration.steps),
         dist=parallel.dist,
+        reports=ReportPlan(
+            tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
+            memory=not args.skip_memory_metrics,
+            empty_cache_every=args.torch_empty_cache_steps,
+            restore_callback_args=bool(args.restore_callback_states_from_checkpoint),
+            evaluate_first=bool(args.eval_on_start),
+        ),
     )
 
 
@@ -180,13 +192,6 @@ def _can_cut_smaller(args: Any, facts: Facts) -> Iterator[Problem]:
         yield Problem("auto_find_batch_size", True, fix)
 
 
-def _agrees_with_the_launcher(args: Any, facts: Facts) -> Iterator[Problem]:
-    try:
-        resolve_parallel(args, facts.world)
-    except ConfigError as error:
-        yield from error.problems
-
-
 RULES: tuple[Rule, ...] = (
     _needs_training_data,
     _needs_evaluation_data,
@@ -197,14 +202,17 @@ RULES: tuple[Rule, ...] = (
     _uses_one_graph,
     _divides_the_update,
     _can_cut_smaller,
-    _agrees_with_the_launcher,
 )
 
 
-# --- sections of the plan, each usable alone ------------------------------------------------------------------------
+# --- sections of the plan -------------------------------------------------------------------------------------------
+# Each is a function of the arguments and facts alone and costs microseconds; those that a method of the Trainer needs
+# which scripts call or override before there is a plan are public. What costs more (`resolve_parallel` reads the
+# environment, checks every setting and reports what changes nothing) is done once in `resolve`.
 
 
 def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
+    """The sizes of batches; `facts.groups_per_epoch` may be unknown."""
     size = update_size(args, facts.world.size, facts.saved_size, facts.fits)[0]
     return BatchPlan(
         micro=size.micro,
@@ -234,6 +242,7 @@ def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
 
 
 def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
+    """The optimizer and the schedule of a run of `total_steps` updates."""
     return OptimizerPlan(
         name=_text(args.optim),
         learning_rate=args.learning_rate,
@@ -248,7 +257,7 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
 
 
 def resolve_parallel(args: Any, world: World) -> Parallel:
-    """How the model is spread over `world`, as the arguments and the launcher of this process say together.
+    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process.
 
     Raises:
         ConfigError: with every problem, contradictions of the two among them.
@@ -257,19 +266,24 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:
+    """The precision of this process before there is a run: a trainer may only evaluate."""
+    return _precision(args, resolve_parallel(args, world_from_environment()))
+
+
+def _precision(args: Any, parallel: Parallel) -> PrecisionPlan:
+    full_eval: Literal["no", "bf16", "fp16"]
     full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
-    parallel = resolve_parallel(args, world_from_environment())
-    return PrecisionPlan(parallel.precision.compute, full_eval, args.tf32)  # type: ignore[arg-type]
+    return replace(parallel.precision, full_eval=full_eval, tf32=args.tf32)
 
 
 def resolve_data(args: Any) -> DataPlan:
-    context = args.dataloader_multiprocessing_context
+    """How training data are read."""
     return DataPlan(
         workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
-        multiprocessing_context=context,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
         start_timeout=args.dataloader_start_timeout,
         drop_last=args.dataloader_drop_last,
@@ -279,10 +293,10 @@ def resolve_data(args: Any) -> DataPlan:
     )
 
 
-def resolve_save(args: Any, total_steps: int) -> SavePlan:
+def _save(args: Any, total_steps: int) -> SavePlan:
     return SavePlan(
         output_dir=args.output_dir,
-        cadence=_cadence(args.save_strategy, args.save_steps, total_steps),
+        cadence=resolve_cadence(args.save_strategy, args.save_steps, total_steps),
         total_limit=args.save_total_limit,
         metric=args.metric_for_best_model,
         greater_is_better=bool(args.greater_is_better),
@@ -291,6 +305,31 @@ def resolve_save(args: Any, total_steps: int) -> SavePlan:
         background=args.save_in_background,
         host_memory=None if args.save_host_memory is None else size_in_bytes(args.save_host_memory),
         max_failures=args.max_save_failures,
+        keep_last=args.keep_last,
+        keep_best=args.keep_best,
+        model_only=bool(args.save_only_model),
+        on_each_node=bool(args.save_on_each_node),
+    )
+
+
+def resolve_preemption(args: Any) -> PreemptionPlan:
+    limit = args.preemption_deadline
+    return PreemptionPlan(
+        signals=tuple(args.preemption_signals.split()),
+        deadline=None if limit is None else seconds(limit),
+        deadline_text=str(limit),
+    )
+
+
+def resolve_evaluation(args: Any) -> EvaluationPlan:
+    return EvaluationPlan(
+        loss_only=bool(args.prediction_loss_only),
+        batch_metrics=bool(args.batch_eval_metrics),
+        include=tuple(args.include_for_metrics),
+        accumulate_steps=args.eval_accumulation_steps,
+        concat=bool(args.eval_do_concat_batches),
+        cast="bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else None,
+        start_timeout=args.dataloader_start_timeout,
     )
 
 
@@ -298,13 +337,13 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     return TransformPlan(
         recompute=bool(args.activation_checkpointing),
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile=parallel.compile_backend is not None,
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
     )
 
 
-def _cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
+def resolve_cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
+    """When something happens in a run of `total` updates; `steps` below 1 is a share of them."""
     stride = math.ceil(total * steps) if 0 < steps < 1 else int(steps)
     return CadencePlan(_text(strategy), max(stride, 1))  # type: ignore[arg-type]
 

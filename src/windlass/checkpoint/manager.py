@@ -79,15 +79,22 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder} was saved by {self.world_size} rank(s); it has nothing of rank {rank}"
             )
-        if rank not in self._ranks:
-            self._ranks[rank] = self._load(rank_stem(rank), f"the part of rank {rank}")
-        parts = self._ranks[rank]
+        parts = self._parts_of(rank)
         if name not in parts:
             raise CheckpointError(
                 f"{self.folder} has no part {name!r} of rank {rank}; it has: {', '.join(parts) or 'none'}"
             )
         part: State = parts[name]
         return part
+
+    def has_of_rank(self, name: str, rank: int) -> bool:
+        """Whether rank `rank` saved a part `name`."""
+        return rank < self.world_size and name in self._parts_of(rank)
+
+    def _parts_of(self, rank: int) -> State:
+        if rank not in self._ranks:
+            self._ranks[rank] = self._load(rank_stem(rank), f"the part of rank {rank}")
+        return self._ranks[rank]
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
         """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, ranks' parts, or an

@@ -152,7 +152,7 @@ class RunLock:
     # --- taking it
 
     def _claim(self) -> None:
-        path, passed = self.path, list[_Found]()
+        path, passed = self.path, list[_FoundLock]()
         while not (self._create(path) and self._moves_up(path, passed)):
             dead = None if self.held else _wait_for_end(path)
             if dead is None:  # released or succeeded meanwhile: begin again
@@ -162,7 +162,7 @@ class RunLock:
                 passed.append(dead)
                 path = self._claim_to(dead)
 
-    def _moves_up(self, path: Path, passed: list[_Found]) -> bool:
+    def _moves_up(self, path: Path, passed: list[_FoundLock]) -> bool:
         """Make the file at `path` the lock file; return False if another run has succeeded the dead ones first."""
         if not self._leads_to(path, passed):
             return False
@@ -176,7 +176,7 @@ class RunLock:
             _logger.info("%s: the run that held it has ended (%s)", self.path.parent, passed[-1].holder)
         return True
 
-    def _claim_to(self, dead: _Found) -> Path:
+    def _claim_to(self, dead: _FoundLock) -> Path:
         return self.path.with_name(f"{self.path.name}.{dead.token}")
 
     def _create(self, path: Path) -> bool:
@@ -202,7 +202,7 @@ class RunLock:
             file.close()
         return True
 
-    def _leads_to(self, path: Path, passed: list[_Found]) -> bool:
+    def _leads_to(self, path: Path, passed: list[_FoundLock]) -> bool:
         """Whether the claims still lead from the lock file to `path`: another run may have succeeded the same dead one,
         and moved on, before `path` was created.
         """
@@ -283,7 +283,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundLock:
     """What a lock file says.
 
     Attributes:
@@ -307,7 +307,7 @@ class _Found:
         return None if self.identity is None else self.identity.runs()
 
 
-def _read(path: Path) -> _Found | None:
+def _read(path: Path) -> _FoundLock | None:
     """The lock file at `path`; None if there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -325,10 +325,10 @@ def _read(path: Path) -> _Found | None:
     identity, token = ProcessIdentity.from_dict(record), record.get("token")
     if identity is None or not isinstance(token, str) or not token.isalnum():
         identity, token = None, hashlib.sha256(content).hexdigest()[:16]
-    return _Found(path, content, token, _described(record), identity, locked)
+    return _FoundLock(path, content, token, _described(record), identity, locked)
 
 
-def _wait_for_end(path: Path) -> _Found | None:
+def _wait_for_end(path: Path) -> _FoundLock | None:
     """Watch a lock file until its holder is known to be dead, which is returned; None if the file goes away.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from windlass.cli.options import DTYPES
+from windlass.cli.command_line import DTYPES
 from windlass.core.errors import CheckpointError
 
 

@@ -10,8 +10,8 @@ import torch
 from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_file, export_folder
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
+from windlass.cli.command_line import DTYPES
 from windlass.cli.estimate_memory import in_words
-from windlass.cli.options import DTYPES
 from windlass.config.quantities import size_in_bytes
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url

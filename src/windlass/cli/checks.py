@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from windlass.cli.draft import Draft
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import DataSpec, ModelSpec, Recipe, SampleSpec, TokenizerSpec
 from windlass.config.nearest import nearest
 from windlass.core.errors import Problem
@@ -42,7 +42,7 @@ def format_of(source: str, data: DataSpec) -> str | None:
     return ENDINGS.get(Path(source).suffix.lower())
 
 
-def find_conflicts(recipe: Recipe, draft: Draft) -> list[Problem]:
+def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     """All problems between keys, and all files that are not there."""
 
     def say(dotted: str, value: object, fix: str) -> Problem:
@@ -51,7 +51,6 @@ def find_conflicts(recipe: Recipe, draft: Draft) -> list[Problem]:
     return [
         *_sources(recipe, say),
         *_out_of_place(recipe, say),
-        *_numbers(recipe, say),
         *_model_and_tokenizer(recipe.model, recipe.tokenizer, say),
         *_sample(recipe, say),
     ]
@@ -137,24 +136,6 @@ def _out_of_place(recipe: Recipe, say: Say) -> Iterator[Problem]:
             yield say(
                 f"data.{name}", getattr(data, name), f"has a meaning for {only} data only; leave it out"
             )
-
-
-def _numbers(recipe: Recipe, say: Say) -> Iterator[Problem]:
-    data, sample, train = recipe.data, recipe.sample, recipe.tokenizer.train
-    if not 0 <= data.eval_fraction < 1:
-        yield say("data.eval_fraction", data.eval_fraction, "must be at least 0 and below 1")
-    least: list[tuple[str, int | None, int]] = [
-        ("data.block_size", data.block_size, 2),
-        ("data.max_length", data.max_length, 4),
-        ("data.max_samples", data.max_samples, 1),
-        ("sample.max_new_tokens", sample.max_new_tokens, 1),
-        ("tokenizer.train.vocab_size", train.vocab_size if train else None, 260),
-    ]
-    for dotted, value, bound in least:
-        if value is not None and value < bound:
-            yield say(dotted, value, f"must be at least {bound}")
-    if sample.temperature < 0:
-        yield say("sample.temperature", sample.temperature, "must be 0 or more")
 
 
 def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec, say: Say) -> Iterator[Problem]:

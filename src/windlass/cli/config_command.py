@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.prompts import Prompter, ask_until, prompter
-from windlass.config.launch_file import default_file, find_file, updated, write_file
+from windlass.config.launch_file import basic_settings, default_file, find_file, updated, write_file
 from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.files import from_file
+from windlass.config.parallel.from_files import from_file
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.core.errors import ConfigError, Problem
@@ -21,27 +21,8 @@ from windlass.core.output import say
 Answers = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One question.
-
-    Attributes:
-        key: the setting that it fills.
-        text: what is asked.
-        choices: the words to choose from; none for an answer in one's own words.
-        default: what an empty answer means, given the answers so far.
-        when: whether it is asked at all, given the answers so far.
-    """
-
-    key: Key
-    text: str
-    choices: tuple[str, ...] = ()
-    default: Callable[[Answers], str] = lambda answers: ""
-    when: Callable[[Answers], bool] = lambda answers: True
-
-
-def _always(value: str) -> Callable[[Answers], str]:
-    return lambda answers: value
+def _always(answers: Answers) -> bool:
+    return True
 
 
 def _many(answers: Answers) -> bool:
@@ -56,70 +37,59 @@ def _wraps(kind: str) -> Callable[[Answers], bool]:
     return lambda answers: answers.get("fsdp.wrap") == kind
 
 
-_YES_NO = ("no", "yes")
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question.
+
+    Attributes:
+        key: the setting that it fills.
+        text: what is asked.
+        default: what an empty answer means; of a setting that is true or false it is "no".
+        words: the words to choose from; none for an answer in one's own words.
+        when: whether it is asked at all, given the answers so far.
+    """
+
+    key: Key
+    text: str
+    default: str = ""
+    words: tuple[str, ...] = ()
+    when: Callable[[Answers], bool] = _always
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return ("no", "yes") if isinstance(self.key.default, bool) else self.words
+
+    def default_after(self, answers: Answers) -> str:
+        if self.key is rows_launch.PROCESSES:
+            return str(_usual_processes(answers))
+        return self.default or ("no" if isinstance(self.key.default, bool) else "")
+
+
 QUESTIONS = (
-    Question(
-        rows_training.STRATEGY,
-        "Does every process hold the whole model (ddp), or its share of it (fsdp)?",
-        ("ddp", "fsdp"),
-        _always("ddp"),
-    ),
-    Question(rows_launch.MACHINES, "How many machines take part?", (), _always("1")),
-    Question(rows_launch.MACHINE_RANK, "Which of them is this one, from 0?", (), _always("0"), _many),
-    Question(rows_launch.MAIN_ADDRESS, "What is the address of machine 0?", (), _always("127.0.0.1"), _many),
-    Question(rows_launch.MAIN_PORT, "Which port is free on machine 0?", (), _always("29500"), _many),
-    Question(
-        rows_launch.RENDEZVOUS,
-        "Do machines have the ranks given to them (static), or whichever they get (c10d)?",
-        ("static", "c10d"),
-        _always("static"),
-        _many,
-    ),
-    Question(rows_training.CPU, "Leave accelerators alone and train on the CPU?", _YES_NO, _always("no")),
-    Question(
-        rows_launch.PROCESSES,
-        "How many processes on all machines together?",
-        (),
-        lambda answers: str(_usual_processes(answers)),
-    ),
-    Question(
-        rows_training.FSDP_SHARDING,
-        "What is sharded?",
-        ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"),
-        _always("full_shard"),
-        _sharded,
-    ),
-    Question(
-        rows_training.FSDP_WRAP,
-        "Which parts are gathered on their own: layers by class, those above a size, or only the whole?",
-        ("transformer", "size", "none"),
-        _always("transformer"),
-        _sharded,
-    ),
-    Question(
-        rows_training.FSDP_LAYERS,
-        "Classes of the layers, with commas (empty: the model's own list)?",
-        (),
-        when=_wraps("transformer"),
-    ),
-    Question(
-        rows_training.FSDP_MIN_PARAMETERS, "From how many parameters on?", (), _always("100000000"), _wraps("size")
-    ),
-    Question(
-        rows_training.FSDP_OFFLOAD, "Keep the model in host memory between uses?", _YES_NO, _always("no"), _sharded
-    ),
-    Question(
-        rows_training.FSDP_STATE,
-        "Do checkpoints hold whole tensors (full), or every rank's shards?",
-        ("full", "sharded"),
-        _always("full"),
-        _sharded,
-    ),
-    Question(rows_training.FSDP_RECOMPUTE, "Recompute layers to save memory?", _YES_NO, _always("no"), _sharded),
-    Question(
-        rows_training.FSDP_RAM_EFFICIENT, "Read the weights on the first rank only?", _YES_NO, _always("no"), _sharded
-    ),
-    Question(rows_training.PRECISION, "Which precision?", ("no", "bf16", "fp16"), _always("no")),
+    Question(rows_training.STRATEGY, "Does every process hold the whole model (ddp), or its share of it (fsdp)?",
+             "ddp", ("ddp", "fsdp")),
+    Question(rows_launch.MACHINES, "How many machines take part?", "1"),
+    Question(rows_launch.MACHINE_RANK, "Which of them is this one, from 0?", "0", when=_many),
+    Question(rows_launch.MAIN_ADDRESS, "What is the address of machine 0?", "127.0.0.1", when=_many),
+    Question(rows_launch.MAIN_PORT, "Which port is free on machine 0?", "29500", when=_many),
+    Question(rows_launch.RENDEZVOUS, "Do machines have the ranks given to them (static), or whichever they get (c10d)?",
+             "static", ("static", "c10d"), _many),
+    Question(rows_training.CPU, "Leave accelerators alone and train on the CPU?"),
+    Question(rows_launch.PROCESSES, "How many processes on all machines together?"),
+    Question(rows_training.FSDP_SHARDING, "What is sharded?", "full_shard",
+             ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard"), _sharded),
+    Question(rows_training.FSDP_WRAP,
+             "Which parts are gathered on their own: layers by class, those above a size, or only the whole?",
+             "transformer", ("transformer", "size", "none"), _sharded),
+    Question(rows_training.FSDP_LAYERS, "Classes of the layers, with commas (empty: the model's own list)?",
+             when=_wraps("transformer")),
+    Question(rows_training.FSDP_MIN_PARAMETERS, "From how many parameters on?", "100000000", when=_wraps("size")),
+    Question(rows_training.FSDP_OFFLOAD, "Keep the model in host memory between uses?", when=_sharded),
+    Question(rows_training.FSDP_STATE, "Do checkpoints hold whole tensors (full), or every rank's shards?",
+             "full", ("full", "sharded"), _sharded),
+    Question(rows_training.FSDP_RECOMPUTE, "Recompute layers to save memory?", when=_sharded),
+    Question(rows_training.FSDP_RAM_EFFICIENT, "Read the weights on the first rank only?", when=_sharded),
+    Question(rows_training.PRECISION, "Which precision?", "no", ("no", "bf16", "fp16")),
 )  # fmt: skip
 
 
@@ -142,7 +112,7 @@ def config_command(words: list[str]) -> int:
         _update(options.config_file)
         return 0
     settings = (
-        _default(options.mixed_precision)
+        basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
         if options.action == "default" or options.default
         else asked(prompter())
     )
@@ -180,7 +150,7 @@ def asked(prompt: Prompter) -> Settings:
     answers: Answers = {}
     for question in QUESTIONS:
         if question.when(answers):
-            answers[question.key.name] = _answer(prompt, question, question.default(answers))
+            answers[question.key.name] = _answer(prompt, question, question.default_after(answers))
     return _settings(answers)
 
 
@@ -191,23 +161,6 @@ def _answer(prompt: Prompter, question: Question, default: str) -> Any:
         question.key.read,
         lambda: prompt.ask(question.text, default),
         lambda text: say(text, error=True),
-    )
-
-
-def _default(precision: str) -> Settings:
-    """One process for each accelerator, or one on the CPU."""
-    devices = _devices()
-    settings = Settings()
-    settings.say(rows_training.PRECISION, precision, "--mixed_precision", "flag", weak=False)
-    if settings.problems:
-        raise ConfigError(settings.problems)
-    return _settings(
-        {
-            "launch.machines": 1,
-            "launch.processes": max(devices, 1),
-            "cpu": devices == 0,
-            "precision": settings.value(rows_training.PRECISION),
-        }
     )
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
-from windlass.cli.build import Parts, build_parts, build_trainer
+from windlass.cli.recipe_parts import RecipeParts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import CadencePlan
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
@@ -84,7 +86,7 @@ def _try_output_folder(folder: Path, shown: str) -> None:
         path.rmdir()
 
 
-def _rehearse(recipe: Recipe, parts: Parts, folder: str, say: Callable[[str], None]) -> Findings:
+def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)})
     trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
     findings = Findings(steps=_full_steps(trainer, training_arguments(recipe.training)))
@@ -128,7 +130,7 @@ def _small(folder: str) -> dict[str, Any]:
     }
 
 
-def _evaluate(trainer: Any, parts: Parts, args: TrainingArguments, findings: Findings) -> None:
+def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments, findings: Findings) -> None:
     if parts.evaluation is None:
         return
     batch = args.per_device_eval_batch_size
@@ -146,21 +148,18 @@ def _full_steps(trainer: Any, args: TrainingArguments) -> int:
     return int(steps)
 
 
-def _times(strategy: Any, stride: float, steps: int, epochs: float) -> int:
+def _times(cadence: CadencePlan, steps: int, epochs: float) -> int:
     """How often something on this cadence happens in the run."""
-    name = str(getattr(strategy, "value", strategy))
-    if name == "no":
+    if cadence.strategy == "no":
         return 0
-    if name == "epoch":
-        return max(1, round(epochs))
-    every = stride * steps if stride < 1 else stride
-    return max(1, -(-steps // max(1, int(every))))
+    return max(1, round(epochs) if cadence.strategy == "epoch" else -(-steps // cadence.steps))
 
 
 def _render(args: TrainingArguments, found: Findings) -> str:
-    epochs = args.num_train_epochs
-    evaluations = _times(args.eval_strategy, args.eval_steps or args.logging_steps, found.steps, epochs)
-    saves = _times(args.save_strategy, args.save_steps, found.steps, epochs)
+    steps, epochs = found.steps, args.num_train_epochs
+    stride = args.eval_steps or args.logging_steps
+    evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), steps, epochs)
+    saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), steps, epochs)
     seconds = (
         found.steps * found.step_seconds
         + evaluations * found.eval_batches * found.eval_batch_seconds

@@ -12,9 +12,10 @@ from windlass.config.launch import launch_settings
 from windlass.config.launch_flags import add_setting_flags
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import from_arguments, merge
-from windlass.config.parallel.keys import GROUPS, Key
+from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
-from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.config.parallel.spelling import spellings
+from windlass.config.parallel.table import FLAGS, SPELLINGS
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 
@@ -47,23 +48,11 @@ def find_key(word: str) -> Key:
     """
     spelling = word.lstrip("-").replace("-", "_").removeprefix("TrainingArguments.").removeprefix("parallel.")
     last = spelling.rpartition(".")[2]
-    key = (
-        KEYS.get(spelling)
-        or VARIABLES.get(spelling)
-        or FLAGS.get(spelling)
-        or _of_field(spelling)
-        or FLAGS.get(last)
-    )
+    key = SPELLINGS.get(spelling) or FLAGS.get(last)
     if key is None:
-        hint = did_you_mean(spelling, [*KEYS, *FLAGS, *VARIABLES])
-        raise ConfigError(
-            Problem("KEY", word, f"there is no such setting{hint or '; see: windlass launch --help'}")
-        )
+        hint = did_you_mean(spelling, SPELLINGS) or "; see: windlass launch --help"
+        raise ConfigError(Problem("KEY", word, f"there is no such setting{hint}"))
     return key
-
-
-def _of_field(name: str) -> Key | None:
-    return next((key for key in KEYS.values() if name in key.fields), None)
 
 
 def explain(key: Key, settings: Settings) -> Iterator[str]:
@@ -74,14 +63,14 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
         yield "  from      its default"
     else:
         yield f"  from      {said.origin}{_weakness(said)}"
-        for other in said.over:
+        for other in said.overridden:
             yield f"  over      {_text(other.value)} from {other.origin}{_weakness(other)}"
         yield f"  default   {_text(key.default)}"
     yield f"  means     {key.doc}"
     for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
         if remark:
             yield f"  {remark}"
-    for place, spelling in _spellings(key):
+    for place, spelling in spellings(key):
         yield f"  {place:<9} {spelling}"
     for problem in settings.problems:
         yield f"  problem   {problem}"
@@ -98,21 +87,7 @@ def _all(settings: Settings) -> Iterator[str]:
 
 
 def _weakness(said: Setting) -> str:
-    return " (as tools write it unasked; whatever is meant goes before it)" if said.weak else ""
-
-
-def _spellings(key: Key) -> Iterator[tuple[str, str]]:
-    if key.flags:
-        yield "flag", f"--{key.flags[0]}"
-    yield "file", key.in_file
-    if key.variables:
-        yield "variable", key.variables[0]
-    if key.fields:
-        yield "arguments", ", ".join(key.fields)
-    elif key.group == "fsdp":
-        yield "arguments", f"fsdp_config={{{key.words[0]!r}: ...}}"
-    if GROUPS[key.group] is not GROUPS["launch"]:
-        yield "recipe", f"parallel.{key.name}"
+    return " (as tools write it unasked; whatever is meant goes before it)" if said.implicit else ""
 
 
 def _of_recipe(path: str) -> Settings:

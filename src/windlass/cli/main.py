@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from windlass import __version__
-from windlass.cli.options import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import say, settle
@@ -44,36 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         settle()
 
 
+# Commands that read their words themselves: module, function, and what `windlass --help` says of them. The last words
+# of a launch belong to its script.
+_COMMANDS = {
+    "launch": ("launch_command", "launch_command", "start a script in many processes"),
+    "config": ("config_command", "config_command", "write the file that a launch reads"),
+    "explain": ("explain", "explain_command", "where the value of a setting comes from"),
+    "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
+    "estimate-memory": ("estimate_memory", "estimate_memory_command", "what a model takes in memory"),
+    "checkpoint": ("checkpoint", "checkpoint_command", "look at checkpoints, check, compare, export, remove them"),
+    "merge-weights": ("merge_weights", "merge_weights_command", "weights in parts as one file"),
+}  # fmt: skip
+
+
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] == ["launch"]:
-        # Its last words belong to the script, so it reads all of them itself.
-        from windlass.cli.launch import launch_command
-
-        return launch_command(arguments[1:])
-    if arguments[:1] == ["config"]:
-        from windlass.cli.config_command import config_command
-
-        return config_command(arguments[1:])
-    if arguments[:1] == ["explain"]:
-        from windlass.cli.explain import explain_command
-
-        return explain_command(arguments[1:])
-    if arguments[:1] == ["test"]:
-        from windlass.cli.selftest import selftest_command
-
-        return selftest_command(arguments[1:])
-    if arguments[:1] == ["estimate-memory"]:
-        from windlass.cli.estimate_memory import estimate_memory_command
-
-        return estimate_memory_command(arguments[1:])
-    if arguments[:1] == ["checkpoint"]:
-        from windlass.cli.checkpoint import checkpoint_command
-
-        return checkpoint_command(arguments[1:])
-    if arguments[:1] == ["merge-weights"]:
-        from windlass.cli.merge_weights import merge_weights_command
-
-        return merge_weights_command(arguments[1:])
+    if arguments and arguments[0] in _COMMANDS:
+        module, function, _ = _COMMANDS[arguments[0]]
+        command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
+        return int(command(arguments[1:]))
     parser, train = _parsers()
     options, rest = parser.parse_known_args(arguments)
     flags = [word for word in rest if word.startswith("-")]
@@ -86,7 +75,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return train_command(_train_options(options, rest, train), arguments)
     if options.command == "env":
-        from windlass.cli.environment import environment_command
+        from windlass.cli.environment_command import environment_command
 
         return environment_command()
     if options.command == "version":
@@ -128,15 +117,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         action="store_true",
         help="build everything, run two steps, an evaluation, a save and a load, and say what the full run takes",
     )
-    commands.add_parser("launch", help="start a script in many processes", add_help=False)
-    commands.add_parser("config", help="write the file that a launch reads", add_help=False)
-    commands.add_parser("explain", help="where the value of a setting comes from", add_help=False)
-    commands.add_parser("test", help="check that this installation trains in two processes", add_help=False)
-    commands.add_parser("estimate-memory", help="what a model takes in memory", add_help=False)
-    commands.add_parser(
-        "checkpoint", help="look at checkpoints, check, compare, export, remove them", add_help=False
-    )
-    commands.add_parser("merge-weights", help="weights in parts as one file", add_help=False)
+    for name, (_, _, help_) in _COMMANDS.items():
+        commands.add_parser(name, help=help_, add_help=False)
     commands.add_parser("env", help="versions and devices, for a report of a problem")
     commands.add_parser("version", help="the version of Windlass")
     return parser, train

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.cli.draft import Draft
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
+from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import Problem
 
-_FIELDS = {"cpu": "use_cpu", "accumulation": "gradient_accumulation_steps", "compile.backend": "torch_compile_backend",
-           "compile.mode": "torch_compile_mode"}  # fmt: skip
 _ONLY_AT_LAUNCH = "is said when the processes are started: `windlass launch` with the flag or a launch file"
 
 
 def spread(
-    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: Draft
+    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The `training` section with what `parallel` says, and what is wrong with the latter."""
     settings = from_recipe(parallel, "recipe")
     problems = [_placed(problem, draft) for problem in settings.problems]
     joined = dict(training)
     for setting in settings.values():
-        fields = _fields(setting)
+        fields = to_arguments(KEYS[setting.key], setting.value)
         if not fields:
             problems.append(_problem(draft, setting, _ONLY_AT_LAUNCH))
         for name, value in fields.items():
@@ -37,26 +36,10 @@ def spread(
     return joined, problems
 
 
-def _fields(setting: Setting) -> dict[str, Any]:
-    """The arguments that say it; none for what only a launcher can be told."""
-    key, value = KEYS[setting.key], setting.value
-    if setting.key == "strategy":
-        return {"fsdp": value == "fsdp"}
-    if setting.key == "precision":
-        return {"bf16": value == "bf16", "fp16": value == "fp16"}
-    if key.group == "fsdp":
-        return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
-    if key.group == "mesh":
-        return {"parallelism_config": {key.words[0]: value}}
-    if key.group == "ddp" and key.fields:
-        return {key.fields[0]: value}
-    return {_FIELDS[setting.key]: value} if setting.key in _FIELDS else {}
-
-
-def _problem(draft: Draft, setting: Setting, fix: str) -> Problem:
+def _problem(draft: RecipeDraft, setting: Setting, fix: str) -> Problem:
     return Problem(draft.label("parallel", *setting.key.split(".")), setting.value, fix)
 
 
-def _placed(problem: Problem, draft: Draft) -> Problem:
+def _placed(problem: Problem, draft: RecipeDraft) -> Problem:
     keys = problem.field.partition(" in ")[0].split(".")
     return Problem(draft.label(*keys), problem.value, problem.fix)

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import yaml
-
 from windlass.cli.schema import Recipe
 from windlass.cli.training import training_arguments
+from windlass.config.documents import one_line
 from windlass.core.redact import is_secret_name, redact_text
 
 MARK = "# * "
@@ -26,7 +25,7 @@ def render_config(recipe: Recipe) -> str:
         if item.name == "training":
             continue
         value = getattr(recipe, item.name)
-        lines += _entry(item.name, value, _default(item), item.metadata.get("doc", ""), indent="")
+        lines += _entry(item.name, value, _default(item), item.metadata.get("help", ""), indent="")
     lines.append("\ntraining:")
     lines += _training(recipe)
     return "\n".join(lines) + "\n"
@@ -42,10 +41,10 @@ def _entry(name: str, value: Any, default: Any, doc: str, indent: str) -> Iterat
         base = default if default is not None else type(value)()
         for item in fields(value):
             inner = getattr(value, item.name), getattr(base, item.name)
-            yield from _entry(item.name, *inner, item.metadata.get("doc", ""), indent + "  ")
+            yield from _entry(item.name, *inner, item.metadata.get("help", ""), indent + "  ")
     else:
-        comment = doc if value == default else f"{doc} (default: {_scalar(default)})"
-        yield _line(f"{indent}{name}: {_scalar(value)}", comment, changed=value != default)
+        comment = doc if value == default else f"{doc} (default: {one_line(_plain(default))})"
+        yield _line(f"{indent}{name}: {one_line(_plain(value))}", comment, changed=value != default)
 
 
 def _training(recipe: Recipe) -> Iterator[str]:
@@ -55,21 +54,15 @@ def _training(recipe: Recipe) -> Iterator[str]:
         if is_secret_name(name):
             continue  # secrets stay out of what is printed; the environment holds them
         if name in recipe.training or not is_default:
-            yield _line(f"  {name}: {_scalar(value)}", "", changed=not is_default)
+            yield _line(f"  {name}: {one_line(_plain(value))}", "", changed=not is_default)
         else:
-            yield f"  {name}: {_scalar(value)}"
+            yield f"  {name}: {one_line(_plain(value))}"
 
 
 def _line(text: str, comment: str, *, changed: bool) -> str:
     if changed:
         return f"{text}  {MARK}{comment}".rstrip()
     return f"{text}  # {comment}" if comment else text
-
-
-def _scalar(value: Any) -> str:
-    """`value` on one line of YAML, quoted where a plain word would be read as something else."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), sort_keys=False)
-    return text.removesuffix("...\n").strip()
 
 
 def _plain(value: Any) -> Any:

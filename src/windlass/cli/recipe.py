@@ -5,17 +5,18 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.cli.checks import find_conflicts
-from windlass.cli.draft import Draft
 from windlass.cli.parallel import spread
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, training_fields, training_problems
-from windlass.config.codec import Keys
+from windlass.config.documents import Keys
 from windlass.config.nearest import did_you_mean, nearest
+from windlass.config.sections.setting import rules_in
 from windlass.core.errors import ConfigError, Problem
 
 
@@ -32,7 +33,7 @@ def load_recipe(
     Raises:
         ConfigError: with all problems found.
     """
-    draft = Draft.read(path)
+    draft = RecipeDraft.read(path)
     draft.override(overrides)
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
@@ -51,7 +52,7 @@ def load_recipe(
     return replace(recipe, training=coerced(recipe.training))
 
 
-def _own_data(draft: Draft, overrides: Sequence[str]) -> str | None:
+def _own_data(draft: RecipeDraft, overrides: Sequence[str]) -> str | None:
     """Data laid over the built-in recipe takes the place of its text; gives where it is, None where there is none."""
     data = draft.values.get("data")
     own = data.get("train") if isinstance(data, dict) else None
@@ -72,7 +73,7 @@ def _dotted(problem: Problem) -> str:
     return problem.field.rpartition(": ")[2]
 
 
-def _evaluation_problems(recipe: Recipe, draft: Draft) -> list[Problem]:
+def _evaluation_problems(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     """A run that is to evaluate, on nothing."""
     data, strategy = recipe.data, recipe.training.get("eval_strategy", "no")
     has_none = data.eval is None and data.eval_split is None and data.eval_fraction == 0
@@ -82,14 +83,16 @@ def _evaluation_problems(recipe: Recipe, draft: Draft) -> list[Problem]:
     return [Problem(draft.label("training", "eval_strategy"), strategy, fix)]
 
 
-def _name_the_run(draft: Draft, name: str) -> None:
+def _name_the_run(draft: RecipeDraft, name: str) -> None:
     training = draft.values.setdefault("training", {})
     if isinstance(training, dict):
         training.setdefault("output_dir", f"runs/{name}")
         training.setdefault("log_level", "warning")  # the command says itself what it does
 
 
-def _section(kind: type, tree: Mapping[str, Any], path: Keys, draft: Draft, problems: list[Problem]) -> Any:
+def _section(
+    kind: type, tree: Mapping[str, Any], path: Keys, draft: RecipeDraft, problems: list[Problem]
+) -> Any:
     """Build dataclass `kind` from `tree`; what is wrong goes to `problems`, and the default stands in for it."""
     hints = typing.get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}
@@ -106,11 +109,12 @@ def _section(kind: type, tree: Mapping[str, Any], path: Keys, draft: Draft, prob
                 keys = ", ".join(field_names(NESTED[kind, key]))
                 problems.append(Problem(label, value, f"must be a section with keys out of: {keys}"))
         else:
-            fix = _mismatch(value, hints[key], known[key].metadata.get("choices"))
+            value = float(value) if hints[key] is float and _fits(value, float) else value
+            fix = _mismatch(value, hints[key], known[key])
             if fix:
                 problems.append(Problem(label, value, fix))
             else:
-                values[key] = float(value) if hints[key] is float else value
+                values[key] = value
     return kind(**values)
 
 
@@ -142,18 +146,18 @@ def _all_keys() -> list[Keys]:
 _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _mismatch(value: Any, hint: Any, choices: tuple[str, ...] | None) -> str | None:
+def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
     """What is wrong with `value` for a field of type `hint`, or None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None:
         return None if types.NoneType in options else f"must not be empty; it is {_describe(options[0])}"
-    kind = options[0]
+    kind, choices, bounds = options[0], item.metadata.get("choices"), rules_in(item).bounds
     if not _fits(value, kind):
         quote = "; quote it to make it text" if kind is str and isinstance(value, int | float) else ""
         return f"must be {_describe(kind)}{quote}"
     if choices and value not in choices:
         return f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
-    return None
+    return bounds.words if bounds and not bounds.holds(value) else None
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from windlass.cli.build import Parts
+from windlass.cli.recipe_parts import RecipeParts
 from windlass.core.rng import preserved_rng
 
 # Both sentences are drawn with the same luck, so that what differs between them is the training.
 LUCK = 0
 
 
-def continue_prompt(parts: Parts, model: Any) -> str | None:
+def continue_prompt(parts: RecipeParts, model: Any) -> str | None:
     """`sample.prompt` continued by `model`, on one line; None where the recipe shows nothing."""
     sample = parts.recipe.sample
     if not sample.prompt:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.cli.build import Parts
+from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import Blocks
 from windlass.core.locations import local_folder
 
@@ -18,7 +18,7 @@ FILES = (("log", "metrics.jsonl"), ("report", "report.html"), ("picture", "train
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What the last screen is made of.
 
     Attributes:
@@ -29,7 +29,7 @@ class Outcome:
         command: what resumes the run.
     """
 
-    parts: Parts
+    parts: RecipeParts
     trainer: Any
     runtime: float
     mean_loss: float
@@ -40,7 +40,7 @@ class Outcome:
     command: str
 
 
-def describe_run(parts: Parts, trainer: Any) -> str:
+def describe_run(parts: RecipeParts, trainer: Any) -> str:
     """Model and data in numbers."""
     config = trainer.model.config
     size = sum(p.numel() for p in trainer.model.parameters())
@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def render_screen(outcome: Outcome) -> str:
+def render_screen(outcome: RunOutcome) -> str:
     """The screen that ends a run."""
     rule = "-" * 72
     rows = [*_results(outcome), *_places(outcome)]
@@ -87,7 +87,7 @@ def render_screen(outcome: Outcome) -> str:
     return "\n".join(["", rule, *_sentences(outcome), *lines, f"{'resume':<{MARGIN}}{outcome.command}", rule])
 
 
-def _sentences(outcome: Outcome) -> Iterator[str]:
+def _sentences(outcome: RunOutcome) -> Iterator[str]:
     for name, text in (("before", outcome.before), ("after", outcome.after)):
         if text:
             yield textwrap.fill(
@@ -95,7 +95,7 @@ def _sentences(outcome: Outcome) -> Iterator[str]:
             )
 
 
-def _results(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _results(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     state = outcome.trainer.state
     losses = [(row["step"], row["loss"]) for row in state.log_history if "loss" in row]
     if len(losses) > 1:
@@ -109,7 +109,7 @@ def _results(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "speed", _speed(outcome)
 
 
-def _speed(outcome: Outcome) -> str:
+def _speed(outcome: RunOutcome) -> str:
     state, parts = outcome.trainer.state, outcome.parts
     steps = state.global_step - outcome.first_step
     if steps <= 0:
@@ -126,7 +126,7 @@ def _speed(outcome: Outcome) -> str:
     return f"{rate}, {steps} steps in {duration(outcome.runtime)}"
 
 
-def _places(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _places(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     args, state = outcome.trainer.args, outcome.trainer.state
     folder = local_folder(args.output_path)
     checkpoint = folder / f"checkpoint-{state.global_step}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from windlass.cli.launch import launch_command
+from windlass.cli.launch_command import launch_command
 from windlass.core.output import say
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.options import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import Recipe
@@ -76,10 +76,10 @@ def _speaker() -> Callable[[str], None]:
 def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
     say = _speaker()
     say("Preparing: reading the data, building tokenizer and model ...")
-    from windlass.cli.build import build_parts, build_trainer, saved_tokenizer
     from windlass.cli.course import Course
+    from windlass.cli.recipe_parts import build_parts, build_trainer, saved_tokenizer
     from windlass.cli.sampling import continue_prompt
-    from windlass.cli.screen import Outcome, describe_run, render_screen
+    from windlass.cli.screen import RunOutcome, describe_run, render_screen
 
     parts = build_parts(recipe, args, saved_tokenizer(run_folder(args), resume))
     trainer, course = build_trainer(parts, args), Course()
@@ -96,7 +96,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
         _save_last(trainer, args)
     after = continue_prompt(parts, trainer.model)
-    outcome = Outcome(
+    outcome = RunOutcome(
         parts=parts,
         trainer=trainer,
         runtime=float(output.metrics["train_runtime"]),

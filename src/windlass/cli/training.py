@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.draft import Draft
+from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.arguments import TrainingArguments
-from windlass.config.codec import coerce
+from windlass.config.documents import coerce
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
 
@@ -35,7 +35,7 @@ def run_folder(args: TrainingArguments) -> Path:
     return local_folder(args.output_path)
 
 
-def training_problems(values: Mapping[str, Any], draft: Draft) -> list[Problem]:
+def training_problems(values: Mapping[str, Any], draft: RecipeDraft) -> list[Problem]:
     """What `TrainingArguments` says about the section, with the place in the recipe."""
     try:
         training_arguments(values)
@@ -44,5 +44,5 @@ def training_problems(values: Mapping[str, Any], draft: Draft) -> list[Problem]:
     return []
 
 
-def _placed(problem: Problem, draft: Draft) -> Problem:
+def _placed(problem: Problem, draft: RecipeDraft) -> Problem:
     return Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)

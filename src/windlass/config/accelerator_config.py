@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config.nearest import did_you_mean
+from windlass.config.plugin_base import count_problems
+from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.config.support_rows import ACCELERATOR_REFUSED
 from windlass.core.errors import ConfigError, Problem
 
-ACCUMULATION_OPTIONS = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+ACCUMULATION_OPTIONS = tuple(field.name for field in dataclasses.fields(GradientAccumulationPlugin))
 
 
 @dataclass
@@ -74,12 +77,7 @@ def read(value: Any) -> AcceleratorConfig:
 
 def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
     """What of `config` cannot be honoured, or contradicts `gradient_accumulation_steps`."""
-    refused = {
-        "split_batches": "is not built: set per_device_train_batch_size to the whole batch divided by the processes",
-        "dispatch_batches": "is not built: every process reads its own share of the data",
-        "use_configured_state": "is not built: the state of the processes is read from the environment",
-    }
-    for name, reason in refused.items():
+    for name, reason in ACCELERATOR_REFUSED.items():
         if getattr(config, name):
             yield Problem(f"accelerator_config.{name}", True, reason)
     yield from _accumulation(config, accumulation)
@@ -99,13 +97,8 @@ def _accumulation(config: AcceleratorConfig, accumulation: int) -> Iterator[Prob
             f"{where}.sync_with_dataloader", False, "is not built: an epoch always ends with an update"
         )
     steps = config.num_steps
-    if steps is None:
-        return
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        yield Problem(f"{where}.num_steps", steps, "must be a whole number of at least 1")
-    elif steps != accumulation:
-        yield Problem(
-            f"{where}.num_steps",
-            steps,
-            f"contradicts gradient_accumulation_steps={accumulation}; give one of the two",
-        )
+    wrong = list(count_problems(GradientAccumulationPlugin(steps), ("num_steps",)))
+    yield from (Problem(f"{where}.num_steps", steps, problem.fix) for problem in wrong)
+    if steps is not None and not wrong and steps != accumulation:
+        fix = f"contradicts gradient_accumulation_steps={accumulation}; give one of the two"
+        yield Problem(f"{where}.num_steps", steps, fix)

@@ -14,18 +14,11 @@ from typing import Any
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.renamed import OLD_NAMES, TWINS, translate, twin_problems
+from windlass.config.sections.setting import rules_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
-
-# Said once when the value is given by the user: these names are accepted and do not do what they did.
-NOTES = {
-    "logging_nan_inf_filter": (
-        True,
-        "filters nothing: a non-finite loss is logged as it is, and nonfinite_policy decides",
-    ),
-}
 
 # Names out of other libraries and of habit, which no likeness of letters leads to the right one.
 HABITS = {
@@ -65,7 +58,7 @@ class AcceptsOldNames(type):
         instance = _construct(super().__call__, args, keywords, problems)
         instance.__dict__["_old"] = {n: v for n, v in given.items() if n in OLD_NAMES and n not in names}
         if not copied:
-            _tell(everything)
+            _tell(cls, everything)
         return instance
 
 
@@ -131,7 +124,8 @@ def _unknown(arguments: Mapping[str, Any], names: tuple[str, ...]) -> list[Probl
     ]
 
 
-def _tell(given: Mapping[str, Any]) -> None:
-    for name, (value, note) in NOTES.items():
-        if given.get(name) == value:
-            warn_once(logger, f"the argument {name!r} is accepted, and {note}")
+def _tell(cls: Any, given: Mapping[str, Any]) -> None:
+    """Log once what becomes of arguments that are set to a value which does not do what their name says."""
+    for name, rules in rules_of(cls).items():
+        if rules.noted_at is not None and given.get(name) == rules.noted_at:
+            warn_once(logger, f"the argument {name!r} is accepted, and {rules.mapped}")

@@ -9,21 +9,20 @@ from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from windlass.config.normalise import members
-
-_YES, _NO = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
+from windlass.config.parallel.kinds import flag
+from windlass.config.sections.setting import flag_options
 
 
 def string_to_bool(text: str | bool) -> bool:
-    """Read yes/no, true/false, t/f, y/n, 1/0 in any case.
+    """Read yes/no, true/false, on/off, t/f, y/n, 1/0 in any case.
 
     Raises:
         argparse.ArgumentTypeError: anything else.
     """
-    if isinstance(text, bool):
-        return text
-    if text.lower() in (*_YES, *_NO):
-        return text.lower() in _YES
-    raise argparse.ArgumentTypeError(f"{text!r} is no truth value; use true or false")
+    try:
+        return flag(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no truth value; use true or false") from None
 
 
 def _bool_or_text(text: str) -> bool | str:
@@ -46,7 +45,7 @@ class _OneOrMany(argparse.Action):
 
 def add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add the flags of one dataclass field: `--name`, `--na-me`, aliases, and `--no_name` for a bool that is True."""
-    metadata = dict(field.metadata)
+    metadata = flag_options(field)
     aliases = metadata.pop("aliases", [])
     aliases = [aliases] if isinstance(aliases, str) else aliases
     names = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))

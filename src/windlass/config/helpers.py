@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from windlass.config.enums import ParallelMode
-from windlass.config.parallel.environment import from_environment
+from windlass.config.parallel.from_launcher import from_environment
 from windlass.config.turns import main_process_first
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels

@@ -1,4 +1,4 @@
-"""From flags, environment and launch file to one plan, checked as a whole before a process starts."""
+"""Resolve flags, environment and launch file into one plan, and check it before a process starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from windlass.config.launch_plan import LaunchPlan
 from windlass.config.launch_token import token_problems
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
-from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
-from windlass.config.parallel.files import from_file
-from windlass.config.parallel.flags import from_flags
-from windlass.config.parallel.plan import parallel_problems
+from windlass.config.parallel.from_files import from_file
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment, from_flags, to_environment
+from windlass.config.parallel.parallel_plan import parallel_problems
 from windlass.config.parallel.settings import Settings, merge
+from windlass.config.parallel.table import values_for
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
 
 logger = get_logger(__name__)
-# What limits the accelerators that a process sees, by their kind.
+# Kind of accelerator -> the variable that limits which of them a process sees.
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -39,7 +39,7 @@ __all__ = ["LaunchPlan", "launch_settings", "resolve_launch"]
 def resolve_launch(
     options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
 ) -> LaunchPlan:
-    """What the command line, the launch file and the environment say together.
+    """Resolve the command line, the launch file and the environment into a plan.
 
     Args:
         options: as parsed with `add_launch_flags`; what was not said is absent.
@@ -66,7 +66,7 @@ def resolve_launch(
 
 
 def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    """Flags over the environment over the launch file, each value with its origin."""
+    """Merge flags, environment and launch file, in this order of precedence; each value keeps its origin."""
     said = vars(options)
     named = said.get("config_file")
     path, note = (named, "") if named else find_file(environ)
@@ -78,46 +78,25 @@ def launch_settings(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def _plan(options: argparse.Namespace, settings: Settings, machine: Machine) -> LaunchPlan:
-    machines = settings.value(rows.MACHINES)
-    devices = settings.value(rows.DEVICES)
-    devices = "" if devices == "all" else devices
+    said = values_for(settings, "launch", LaunchPlan)
+    devices = "" if said["devices"] == "all" else said["devices"]
     cpu = settings.value(rows_training.CPU)
+    visible = 0 if cpu else len(devices.split(",")) if devices else machine.devices
     return LaunchPlan(
+        **{**said, "devices": devices, "processes": _processes(settings, visible)},
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,
         no_python=options.no_python,
-        processes=_processes(settings, 0 if cpu else len(devices.split(",")) if devices else machine.devices),
-        machines=machines,
-        machine_rank=settings.value(rows.MACHINE_RANK),
-        main_address=settings.value(rows.MAIN_ADDRESS),
-        main_port=settings.value(rows.MAIN_PORT),
-        rendezvous=settings.value(rows.RENDEZVOUS),
-        rendezvous_options=settings.value(rows.RENDEZVOUS_OPTIONS),
-        token_file=settings.value(rows.TOKEN_FILE),
-        max_restarts=settings.value(rows.MAX_RESTARTS),
-        monitor_interval=settings.value(rows.MONITOR_INTERVAL),
-        log_dir=settings.value(rows.LOG_DIR),
-        tee=settings.value(rows.TEE),
-        threads=settings.value(rows.THREADS),
         bind_cores=True if settings.value(rows.AFFINITY) else None,
-        role=settings.value(rows.ROLE),
-        devices=devices,
-        engine=settings.value(rows.ENGINE),
-        engine_options=settings.value(rows.ENGINE_OPTIONS),
         cpu=cpu,
-        environment=settings.value(rows.ENVIRONMENT),
         settings=settings,
-        stall_timeout=settings.value(rows.STALL_TIMEOUT),
-        machine_timeout=settings.value(rows.MACHINE_TIMEOUT),
         grace=settings.value(rows.PREEMPTION_GRACE),
-        requeue=settings.value(rows.REQUEUE),
-        max_requeues=settings.value(rows.MAX_REQUEUES),
     )
 
 
 def _processes(settings: Settings, devices: int) -> int:
-    """As said; else one for each device of each machine, and one for each machine without any."""
+    """The number that was set; else one per device of each machine, or one per machine without devices."""
     said = settings.value(rows.PROCESSES)
     return int(said) if said is not None else max(devices, 1) * int(settings.value(rows.MACHINES))
 

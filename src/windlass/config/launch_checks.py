@@ -1,4 +1,4 @@
-"""What would make a launch fail, found before the first process starts."""
+"""Checks of a launch before the first process starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.core.errors import Problem
 
-# What an engine settles by itself, so that it cannot be told.
+# Settings that an engine decides itself, and that are refused with it.
 _PLACES = "it settles by itself where the processes meet"
 _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
     "local": (("it has no options of its own", (rows.ENGINE_OPTIONS,)),),
@@ -60,7 +60,7 @@ def _port_in_use(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a launch asks of this machine. The command line fills it in; nothing here loads torch.
+    """What this machine has. The command line fills it in; nothing here loads torch.
 
     Attributes:
         devices: how many accelerators there are.
@@ -76,7 +76,7 @@ class Machine:
 
 
 def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
-    """Everything that stands in the way of `plan` on this machine."""
+    """All problems of `plan` on this machine."""
     yield from _script(plan)
     yield from _sizes(plan)
     yield from _multi_gpu(plan.settings)
@@ -150,7 +150,7 @@ def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def requeue_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """What stands in the way of starting a job again that a scheduler wanted gone."""
+    """Problems of starting a preempted job again."""
     if plan.max_requeues is not None and not plan.requeue:
         yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which was not asked for; add it")
     if plan.requeue and plan.engine == "local" and plan.machines > 1 and SLURM_JOB_VARIABLE not in environ:

@@ -1,4 +1,4 @@
-"""Where the launch file lies, and how one is written."""
+"""Find and write launch files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.config.parallel.files import parse_file, without_unknown
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel import rows_training
+from windlass.config.parallel.from_files import parse_file, without_unknown
+from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import KEYS
+from windlass.core.errors import ConfigError
 
 FILE_NAME = "default_config.yaml"
 
@@ -20,7 +22,7 @@ def default_file(environ: Mapping[str, str]) -> Path:
 
 
 def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """The launch file that is read when none is named, and what to say about it.
+    """Find the launch file to read if none is named, and a note to log about it.
 
     Without one of Windlass's own, that of `accelerate config` is taken.
     """
@@ -42,8 +44,22 @@ def _cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
+def basic_settings(precision: str, devices: int, origin: str) -> Settings:
+    """One process for each accelerator of this machine, or one on the CPU.
+
+    Raises:
+        ConfigError: there is no such precision; `origin` says where it was asked for.
+    """
+    settings = Settings()
+    settings.record(rows_training.PRECISION, precision, origin, "flag", implicit=False)
+    if settings.problems:
+        raise ConfigError(settings.problems)
+    said = {"launch.machines": 1, "launch.processes": max(devices, 1), "cpu": devices == 0}
+    return merge(settings, Settings({key: Setting(key, value, origin) for key, value in said.items()}))
+
+
 def to_document(settings: Settings) -> dict[str, Any]:
-    """The launch file that says `settings`, in the spelling that `accelerate launch` understands as well."""
+    """The launch file with `settings`, in the spelling that `accelerate launch` reads too."""
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _kind(settings)}
     for name in sorted(settings):
         if name == "strategy":
@@ -51,17 +67,17 @@ def to_document(settings: Settings) -> dict[str, Any]:
         key = KEYS[name]
         section, _, word = key.in_file.rpartition(".")
         inside = document.setdefault(section, {}) if section else document
-        inside[word] = _spelling(name, settings[name].value)
+        inside[word] = key.write(settings[name].value)
     return document
 
 
 def write_file(settings: Settings, path: Path) -> None:
-    """Write the launch file that says `settings`; its folder is made."""
+    """Write `settings` to a launch file; create its folder."""
     _dump(to_document(settings), path)
 
 
 def updated(path: Path) -> None:
-    """Write the launch file at `path` anew, as YAML without keys that mean nothing."""
+    """Rewrite the launch file at `path` as YAML without unknown keys."""
     _dump(without_unknown(parse_file(path)), path)
 
 
@@ -80,22 +96,3 @@ def _kind(settings: Settings) -> str:
     if processes in (None, 1):
         return "NO"
     return "MULTI_CPU" if "cpu" in settings and settings["cpu"].value else "MULTI_GPU"
-
-
-# Canonical word -> that of files which accelerate reads.
-_WORDS = {
-    "fsdp.wrap": {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"},
-    "fsdp.state": {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"},
-}
-
-
-def _spelling(name: str, value: Any) -> Any:
-    if name in _WORDS:
-        return _WORDS[name][value]
-    if name == "fsdp.layers":
-        return ",".join(value)
-    if name == "fsdp.version":
-        return int(value)
-    if name == "compile.backend":
-        return value.upper()
-    return value.upper() if name == "fsdp.backward_prefetch" and isinstance(value, str) else value

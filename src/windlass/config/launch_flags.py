@@ -5,17 +5,9 @@ from __future__ import annotations
 import argparse
 
 from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import FAMILIES, Key
 from windlass.config.parallel.table import KEYS
 
-_TITLES = {
-    "run": "training",
-    "launch": "processes and machines",
-    "ddp": "replicated models (DDP)",
-    "fsdp": "sharded models (FSDP2)",
-    "dynamo": "compilation",
-    "mesh": "layout of the processes",
-}
 _SHORT = {"tee": "-t", "quiet": "-q"}
 
 
@@ -38,10 +30,11 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags go before them"
     )
-    groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
+    titles = {name: family.title for name, family in FAMILIES.items() if family.title}
+    groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
     for key in KEYS.values():
         for word in key.flags:
-            _add(groups.get(key.group, parser), key, word)
+            _add(groups.get(key.family, parser), key, word)
 
 
 def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:

@@ -1,4 +1,4 @@
-"""What is to be launched: the plan that every engine works from."""
+"""The plan of a launch, which every engine reads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from windlass.config.parallel.settings import Settings
 class LaunchPlan:
     """A script in many processes.
 
+    Fields that have the name of a launch setting (`config/parallel/rows_launch.py`) hold its value.
+
     Attributes:
         script: path of a script, name of a module (`module`), or a program (`no_python`).
-        processes: on all machines together.
-        main_address, main_port: where machines meet; None leaves the choice to the engine, on one machine.
-        token_file: holds the secret of a job on several machines; None reads `WINDLASS_RDZV_TOKEN`.
-        tee: which streams go to the console and `log_dir`: "0" none, "1" output, "2" errors, "3" both, or by rank.
-        threads: of each process; None shares the machine's cores out.
         devices: numbers of the accelerators to use; empty uses all.
         environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
-        settings: everything that was said, with its origin.
-        stall_timeout: seconds without progress after which the job is ended and reported.
-        machine_timeout: seconds without a sign of another machine's launcher after which that machine is lost.
-        grace: seconds that processes have to save and end when they are told to leave.
-        requeue: a job that left, because a scheduler asked it to, is started again.
-        max_requeues: how often, at most; None without a limit.
+        settings: all settings with their origins.
+        grace: seconds that processes have to save and exit after a request to exit.
     """
 
     script: str

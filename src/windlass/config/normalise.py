@@ -1,4 +1,4 @@
-"""Brings the many ways of saying a thing into one, in place; what is plainly wrong is left for `validate` to name."""
+"""Convert the spellings of a value to one form, in place. Wrong values are left for `validate` to report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import types
+from collections.abc import Mapping
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -14,21 +15,17 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
+from windlass.config.renamed import TWINS
+from windlass.config.sections.setting import STRIDE, Rules, rules_of
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_verbosity
 from windlass.core.plain_text import parse_json, read_text
 
-# Fields that hold a dict, and accept it as JSON text or as the path of a JSON file.
-DICT_FIELDS = (
-    "accelerator_config", "fsdp_config", "deepspeed", "activation_checkpointing_kwargs",
-    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "liger_kernel_config",
-)  # fmt: skip
-STRIDES = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")
 DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
 def hints(cls: Any) -> dict[str, Any]:
-    """The resolved types of the fields that Windlass itself declares (a script's own fields are its own business)."""
+    """The resolved types of the fields that Windlass itself declares (not those of a script's subclass)."""
     return _hints(cls)
 
 
@@ -47,17 +44,18 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def normalise(args: Any) -> None:
-    """Bring `args` into its one form. May be called again after any assignment; what was derived is derived afresh."""
+    """Normalise `args`. May be called again after any assignment: derived values are derived again."""
     values = args.__dict__
     for name, said in values.get("_derived", {}).items():
         values[name] = said
     values["_derived"] = {}
     _paths(values)
-    _documents(values)
+    rules = rules_of(type(args))
+    _documents(values, rules)
     _words(values)
     for name, hint in hints(type(args)).items():
         values[name] = _plain(values[name], members(hint))
-    _strides(values)
+    _strides(values, rules)
     _lists(values)
     _twins(values)
     _derive(args)
@@ -110,8 +108,8 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _documents(values: dict[str, Any]) -> None:
-    for name in DICT_FIELDS:
+def _documents(values: dict[str, Any], rules: Mapping[str, Rules]) -> None:
+    for name in (name for name, rule in rules.items() if rule.document):
         if isinstance(values[name], os.PathLike):
             values[name] = os.fspath(values[name])
         if not isinstance(values[name], str) or not values[name] or name == "deepspeed":
@@ -154,8 +152,8 @@ def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
     return value
 
 
-def _strides(values: dict[str, Any]) -> None:
-    for name in STRIDES:
+def _strides(values: dict[str, Any], rules: Mapping[str, Rules]) -> None:
+    for name in (name for name, rule in rules.items() if rule.bounds is STRIDE):
         value = values[name]
         if isinstance(value, float) and value > 1 and value.is_integer():
             values[name] = int(value)
@@ -178,10 +176,7 @@ def _lists(values: dict[str, Any]) -> None:
 
 
 def _twins(values: dict[str, Any]) -> None:
-    for old, new in (
-        ("gradient_checkpointing", "activation_checkpointing"),
-        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-    ):
+    for old, new in TWINS.items():
         if values[new] is None:
             values[new] = values[old]
         values[old] = values[new]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.config import codec
+from windlass.config import documents
 from windlass.config.accepting import AcceptsOldNames
 from windlass.config.flags import add_field, string_to_bool
 from windlass.config.nearest import did_you_mean
@@ -175,7 +175,7 @@ class HfArgumentParser(argparse.ArgumentParser):
                 keys |= {name for name in OLD_NAMES if not self._declared(name)}
             inputs = {name: value for name, value in args.items() if name in keys}
             used |= set(inputs)
-            outputs.append(dtype(**codec.coerce(dtype, inputs)))
+            outputs.append(dtype(**documents.coerce(dtype, inputs)))
         unused = sorted(set(args) - used)
         if unused and not allow_extra_keys:
             known = [f.name for dtype in self.dataclass_types for f in dataclasses.fields(dtype)]
@@ -188,7 +188,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a JSON file. Raises as `parse_dict`."""
         text = read_text(Path(json_file))
-        values = codec.loads(text, str(json_file), json_text=True).values
+        values = documents.loads(text, str(json_file), json_text=True).values
         return self.parse_dict(values, allow_extra_keys)
 
     def parse_yaml_file(
@@ -196,7 +196,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a YAML file. Raises as `parse_dict`."""
         text = read_text(Path(yaml_file))
-        return self.parse_dict(codec.loads(text, str(yaml_file)).values, allow_extra_keys)
+        return self.parse_dict(documents.loads(text, str(yaml_file)).values, allow_extra_keys)
 
 
 def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:

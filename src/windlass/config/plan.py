@@ -1,4 +1,4 @@
-"""The frozen outcome of resolving a configuration: what every floor below `assemble/` reads, and nothing else."""
+"""The resolved configuration, frozen. The floors below `assemble/` read it and nothing else."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What is done to the model before it trains, in the order of `transforms/apply.py`."""
+    """What is done to the model before it trains, in the order of `transforms/apply.py`. No backend: no compilation."""
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
-    compile: bool = False
     compile_backend: str | None = None
     compile_mode: str | None = None
 
@@ -108,6 +107,10 @@ class SavePlan:
     """What is saved, and when.
 
     Attributes:
+        keep_last: how many of the newest checkpoints are kept; None: all, up to `total_limit`.
+        keep_best: how many checkpoints of the best evaluations are kept; None: that of `load_best_at_end` alone.
+        model_only: checkpoints hold the model and nothing that a run could continue from.
+        on_each_node: the final model is written on every disk.
         every: seconds between ephemeral checkpoints, beside those of the cadence; None: none are made.
         background: checkpoints are written while training goes on.
         host_memory: bytes that the copies for it may take; None: what the host has.
@@ -124,6 +127,67 @@ class SavePlan:
     background: bool = True
     host_memory: int | None = None
     max_failures: int | None = None
+    keep_last: int | None = None
+    keep_best: int | None = None
+    model_only: bool = False
+    on_each_node: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionPlan:
+    """How a run leaves a machine that a scheduler wants back.
+
+    Attributes:
+        signals: names of the signals that say so.
+        deadline: seconds after the first of them at which the process exits, saved or not; None: never.
+        deadline_text: `deadline` as the user wrote it.
+    """
+
+    signals: tuple[str, ...] = ()
+    deadline: float | None = None
+    deadline_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """How evaluations run, whenever they do.
+
+    Attributes:
+        loss_only: keep no predictions.
+        batch_metrics: `compute_metrics` sees each batch.
+        include: what else `compute_metrics` is given: "inputs", "loss".
+        accumulate_steps: batches after which kept predictions move to the host; None: at the end.
+        concat: join batches into one array.
+        cast: the dtype that weights are cast to; None: they stay.
+        start_timeout: seconds for a data worker to start.
+    """
+
+    loss_only: bool = False
+    batch_metrics: bool = False
+    include: tuple[str, ...] = ()
+    accumulate_steps: int | None = None
+    concat: bool = True
+    cast: Literal["bf16", "fp16"] | None = None
+    start_timeout: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPlan:
+    """What a run counts for its reports.
+
+    Attributes:
+        tokens: which tokens `num_input_tokens_seen` counts.
+        memory: report peak memory.
+        empty_cache_every: updates between two releases of cached device memory; None: never.
+        restore_callback_args: a resumed run builds callbacks with the checkpoint's arguments.
+        evaluate_first: evaluate before the first update.
+    """
+
+    tokens: Literal["no", "all", "non_padding"] = "no"
+    memory: bool = False
+    empty_cache_every: int | None = None
+    restore_callback_args: bool = False
+    evaluate_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +229,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class DistPlan:
-    """How the model is spread over ranks; without meaning in a world of one, but for `shard`, which works there too.
+    """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
     Attributes:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
@@ -197,7 +261,7 @@ class RunPlan:
     stability: StabilityPlan
     data: DataPlan
     logging: CadencePlan
-    logging_first_step: bool
     evaluation: CadencePlan
     save: SavePlan
     dist: DistPlan
+    reports: ReportPlan

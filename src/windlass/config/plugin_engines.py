@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windlass.config.support_accelerate import ARGUMENTS_REFUSED
 from windlass.core.errors import ConfigError, Problem
 
 
@@ -42,8 +43,8 @@ class DeepSpeedPlugin:
 
     def objections(self) -> Iterator[Problem]:
         """That it is used at all."""
-        fix = "DeepSpeed is not built; FullyShardedDataParallelPlugin shards as its stages 2 and 3 do"
-        yield Problem("deepspeed_plugin", f"DeepSpeedPlugin(zero_stage={self.zero_stage})", fix)
+        said = f"DeepSpeedPlugin(zero_stage={self.zero_stage})"
+        yield Problem("deepspeed_plugin", said, ARGUMENTS_REFUSED["deepspeed_plugin"])
 
 
 class _Refused:

@@ -1,7 +1,7 @@
 """Sharding as scripts configure it, in the words of either version of PyTorch's sharded data parallelism.
 
-Windlass shards with the second version. This object takes the first version's words and PyTorch's own objects as well,
-and says all of it in plain words (`settings`), which the resolver of the configuration maps onto one plan.
+Windlass shards with the second version. This object takes the first version's words and PyTorch's own objects as well;
+the table of settings reads them.
 """
 
 from __future__ import annotations
@@ -11,51 +11,42 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.config.plugin_base import count_problems, flag_problems, stated
+from windlass.config.parallel import kinds
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.table import SECTIONS, described
+from windlass.config.plugin_base import stated
 from windlass.core.errors import ConfigError, Problem
 
-SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-STATE_KINDS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-_DTYPES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "fp32": "fp32",
-    "fp16": "fp16",
-    "bf16": "bf16",
+_KEYS = SECTIONS["fsdp_config"]
+
+
+def _resharding(raw: Any) -> Any:
+    """A whole number is one of FSDP1's strategies here, and a number of ranks elsewhere."""
+    return raw if isinstance(raw, bool) else kinds.either(_TRUTH, rows.SHARDING, says=_RESHARDING)(raw)
+
+
+_TRUTH = kinds.choice("true", "false", also={"true": True, "false": False})
+_RESHARDING = f"must be true, false, or one of {', '.join(rows.SHARDING_WORDS)}, or its number from 1"
+# Readers of fields whose values have another meaning than in a file.
+_OWN_READERS: dict[str, kinds.Reader] = {
+    "reshard_after_forward": _resharding,
+    "backward_prefetch": kinds.choice(*rows.PREFETCH_WORDS, also=kinds.numbered(rows.PREFETCH_WORDS)),
 }
-_ROLES = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How a model is spread over processes, every one keeping a shard of it. None: not said, so another source may.
+    """How a model is spread over processes, each with a shard of it. None: not set, so another source may set it.
+
+    Words may have any case. Those that PyTorch numbers may be given by number from 1, or as PyTorch's own enumerations,
+    functions and objects.
 
     Attributes:
-        fsdp_version: 1 or 2, whose words the others are; Windlass runs the second in either case.
-        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", its number
-            from 1, or PyTorch's enumeration.
-        reshard_after_forward: the second version's word for it: True frees gathered weights after each forward pass.
-        backward_prefetch: "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", its number from 1, or PyTorch's enumeration.
-        mixed_precision_policy: a type for all ("bf16"), a dict of `param_dtype`, `reduce_dtype`, `output_dtype`, or
+        mixed_precision_policy: a dtype for all ("bf16"), a dict of `param_dtype`, `reduce_dtype`, `output_dtype`, or
             PyTorch's object.
-        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or PyTorch's functions of those.
-        cpu_offload: parameters, gradients and optimizer state stay in host memory; True, or PyTorch's object.
-        ignored_modules: what is not sharded: modules, or a regular expression of their names.
-        state_dict_type: "SHARDED_STATE_DICT" (the default: every rank writes its shards) or "FULL_STATE_DICT": how
-            checkpoints hold it.
         state_dict_config, optim_state_dict_config: PyTorch's objects. Checkpoints are written from the host by the
             process that owns the data, so only that may be said.
-        limit_all_gathers, use_orig_params, sync_module_states: without meaning in the second version.
         param_init_fn: refused: what the meta device holds is filled with the first process's weights.
-        forward_prefetch: gather the next layer while this one computes.
-        activation_checkpointing: recompute the activations of each wrapped layer.
-        activation_checkpointing_offload: refused.
-        cpu_ram_efficient_loading: only the first process of a machine holds the weights before they are sharded.
-        transformer_cls_names_to_wrap: class names of the layers that are gathered one by one.
-        min_num_params: size from which on a module is gathered by itself, for "size_based_wrap".
     """
 
     fsdp_version: int | None = None
@@ -81,14 +72,14 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Say how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
+        """Set how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
         if state_dict_type is not None:
-            self.state_dict_type = _word(state_dict_type, STATE_KINDS)
+            self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute, reduce and give results in one type, unless a policy was said and `override` is false."""
+        """Set one dtype for compute, reduction and outputs, unless a policy is set and `override` is false."""
         if buffer_autocast:
             fix = "buffers keep their type; leave it False"
             raise ConfigError(Problem("set_mixed_precision.buffer_autocast", buffer_autocast, fix))
@@ -96,7 +87,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = mixed_precision
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Nothing to do: the layers are looked up in the model when it is prepared."""
+        """Does nothing: the layers are looked up in the model when it is prepared."""
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a `ConfigError` if something here cannot be honoured."""
@@ -105,21 +96,15 @@ class FullyShardedDataParallelPlugin:
     validate_cpu_offload = validate_mixed_precision_policy
 
     def settings(self) -> dict[str, Any]:
-        """What was said, by field name, in plain words: strings, numbers, booleans, and lists and dicts of them.
+        """The fields that are set, by the words of a launch file, with canonical values.
 
         Raises:
             ConfigError: something that cannot be honoured, all of it at once.
         """
         if problems := list(self.objections()):
             raise ConfigError(problems)
-        said = {name: _PLAIN.get(name, _same)(value) for name, value in stated(self).items()}
-        if isinstance(self.auto_wrap_policy, functools.partial):
-            said |= _wrapping_options(self.auto_wrap_policy)
-        for name in ("state_dict_config", "optim_state_dict_config"):
-            said.pop(name, None)
-        if not isinstance(self.ignored_modules, str):
-            said.pop("ignored_modules", None)
-        return said
+        said = {word: _reader(word)(value) for _, word, value in self._said() if not _KEYS[word].refused}
+        return {word: value for word, value in said.items() if value is not None}
 
     def ignored_names(self, named_modules: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
         """The names of those modules that were given as objects in `ignored_modules`."""
@@ -129,131 +114,53 @@ class FullyShardedDataParallelPlugin:
         return tuple(name for name, module in named_modules if id(module) in ignored)
 
     def objections(self) -> Iterator[Problem]:
-        """What of this cannot be honoured."""
+        """Problems of this configuration."""
         where = type(self).__name__
-        if self.fsdp_version not in (None, 1, 2):
-            yield Problem(f"{where}.fsdp_version", self.fsdp_version, "must be 1 or 2")
-        for name, change in _PLAIN.items():
-            value = getattr(self, name)
-            try:
-                if value is not None:
-                    change(value)
-            except ValueError as error:
-                yield Problem(f"{where}.{name}", value, str(error))
-        yield from flag_problems(self, _FLAGS)
-        yield from count_problems(self, ("min_num_params",), least=0)
-        yield from self._refusals(where)
-
-    def _refusals(self, where: str) -> Iterator[Problem]:
+        for field, word, value in self._said():
+            if fix := _objection(word, value):
+                yield Problem(f"{where}.{field}", value, fix)
         if self.param_init_fn is not None:
             fix = "is not needed: weights on the meta device are filled with the first process's"
             yield Problem(f"{where}.param_init_fn", self.param_init_fn, fix)
-        if self.activation_checkpointing_offload:
-            fix = "is not built: activations are recomputed, not moved to the host"
-            yield Problem(f"{where}.activation_checkpointing_offload", True, fix)
         for name in ("state_dict_config", "optim_state_dict_config"):
             yield from _state_config_problems(f"{where}.{name}", getattr(self, name))
 
-
-_FLAGS = (
-    "limit_all_gathers",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "cpu_ram_efficient_loading",
-)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _word(value: Any, words: tuple[str, ...]) -> str:
-    """One of `words`, said as itself in any case, as its number from 1, or as a member of an enumeration."""
-    said = getattr(value, "name", value)
-    text = str(said).upper()
-    if text.isdigit() and 1 <= int(text) <= len(words):
-        return words[int(text) - 1]
-    if text in words:
-        return text
-    raise ValueError(f"must be one of {', '.join(words)}, or its number from 1")
+    def _said(self) -> Iterator[tuple[str, str, Any]]:
+        """(field, word of a launch file, value) of each field that is set and is in the table."""
+        for name, value in stated(self).items():
+            if name == "mixed_precision_policy":
+                yield from ((f"{name}.{role}", role, dtype) for role, dtype in rows.dtypes_of(value).items())
+            elif name == "ignored_modules" and not isinstance(value, str):
+                continue  # objects, which get their names from the model (`ignored_names`)
+            elif name in _KEYS:
+                yield name, name, value
+        if isinstance(self.auto_wrap_policy, functools.partial):
+            given = self.auto_wrap_policy.keywords
+            if classes := given.get("transformer_layer_cls"):
+                names = sorted(kind.__name__ for kind in classes)
+                yield "auto_wrap_policy", "transformer_cls_names_to_wrap", names
+            if (least := given.get("min_num_params")) is not None:
+                yield "auto_wrap_policy", "min_num_params", int(least)
 
 
-def _resharding(value: Any) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    return _word(value, SHARDING)
+described(FullyShardedDataParallelPlugin, "fsdp_config")
 
 
-def _precision(value: Any) -> dict[str, str]:
-    """The type of each role; what a policy leaves open is left out."""
-    if isinstance(value, str) or type(value).__name__ == "dtype":
-        return dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), _dtype(value))
-    found = value if isinstance(value, dict) else {role: getattr(value, role, None) for role in _ROLES}
-    unknown = sorted(set(found) - set(_ROLES))
-    if unknown:
-        raise ValueError(f"has no {', '.join(unknown)}: give {', '.join(_ROLES)}")
-    return {role: _dtype(dtype) for role, dtype in found.items() if dtype is not None}
+def _reader(word: str) -> kinds.Reader:
+    return _OWN_READERS.get(word) or _KEYS[word].read
 
 
-def _dtype(value: Any) -> str:
-    name = str(value).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ValueError("types must be of fp32, fp16 and bf16")
-    return _DTYPES[name]
-
-
-def _wrapping(value: Any) -> str:
-    if isinstance(value, str):
-        return _word(value, WRAPPING)
-    function = value.func if isinstance(value, functools.partial) else value
-    known = {"transformer_auto_wrap_policy": WRAPPING[0], "size_based_auto_wrap_policy": WRAPPING[1]}
-    name = getattr(function, "__name__", "")
-    if name not in known:
-        raise ValueError(
-            f"must be one of {', '.join(WRAPPING)}: a function of one's own is not called; name the layers' classes in "
-            "transformer_cls_names_to_wrap"
-        )
-    return known[name]
-
-
-def _wrapping_options(policy: functools.partial[Any]) -> dict[str, Any]:
-    """What PyTorch's wrapping functions were given, in this plugin's words."""
-    options: dict[str, Any] = {}
-    if classes := policy.keywords.get("transformer_layer_cls"):
-        options["transformer_cls_names_to_wrap"] = sorted(c.__name__ for c in classes)
-    if (least := policy.keywords.get("min_num_params")) is not None:
-        options["min_num_params"] = int(least)
-    return options
-
-
-def _offload(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    kind = type(value).__name__
-    if kind == "CPUOffload":
-        return bool(value.offload_params)
-    if kind in ("CPUOffloadPolicy", "OffloadPolicy"):
-        return kind == "CPUOffloadPolicy"
-    raise ValueError("must be True, False, or PyTorch's CPUOffload, CPUOffloadPolicy or OffloadPolicy")
-
-
-def _state_kind(value: Any) -> str:
-    word = _word(value, STATE_KINDS)
-    if word == "LOCAL_STATE_DICT":
-        raise ValueError("cannot be read into another number of processes; use SHARDED_STATE_DICT")
-    return word
-
-
-def _class_names(value: Any) -> list[str]:
-    names = value.split(",") if isinstance(value, str) else list(value)
-    if not all(isinstance(name, str) and name.strip() for name in names):
-        raise ValueError("must be class names, as a list or joined by commas")
-    return [name.strip() for name in names]
+def _objection(word: str, value: Any) -> str:
+    """Why a value is refused; empty if it is not."""
+    if word not in _KEYS:
+        return f"there is no such type: give {', '.join(rows.DTYPE_ROLES)}"
+    if _KEYS[word].refused:
+        return _KEYS[word].refused if _KEYS[word].would_change(value) else ""
+    try:
+        _reader(word)(value)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _state_config_problems(field: str, config: Any) -> Iterator[Problem]:
@@ -262,16 +169,3 @@ def _state_config_problems(field: str, config: Any) -> Iterator[Problem]:
         if getattr(config, option, True) is False:
             fix = "checkpoints are written from host memory, whole tensors by the first process; leave both True"
             yield Problem(f"{field}.{option}", False, fix)
-
-
-# field -> what makes a plain value of what scripts write there; a ValueError says what is wrong with it
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "sharding_strategy": functools.partial(_word, words=SHARDING),
-    "reshard_after_forward": _resharding,
-    "backward_prefetch": functools.partial(_word, words=PREFETCH),
-    "mixed_precision_policy": _precision,
-    "auto_wrap_policy": _wrapping,
-    "cpu_offload": _offload,
-    "state_dict_type": _state_kind,
-    "transformer_cls_names_to_wrap": _class_names,
-}

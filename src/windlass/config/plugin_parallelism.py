@@ -6,20 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.config.plugin_base import count_problems
+from windlass.config.parallel import rows_training as rows
+from windlass.config.plugin_base import type_problems
 from windlass.core.errors import ConfigError, Problem
 
-# Axis of the mesh -> the field that holds its size, in the order of the mesh.
-AXES = {
-    "dp_replicate": "dp_replicate_size",
-    "dp_shard": "dp_shard_size",
-    "cp": "cp_size",
-    "sp": "sp_size",
-    "tp": "tp_size",
-}
+# Axis of the mesh -> the field that holds its size.
+AXES = {key.words[1]: key.words[0] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.UNBUILT_AXES)}
 DATA_AXES = ("dp_replicate", "dp_shard")
-# Axes along which a batch is the same on all processes, which Windlass does not split a model along.
-_NOT_BUILT = {"cp": "context parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism"}
 
 
 @dataclass
@@ -188,7 +181,7 @@ class ParallelismConfig:
     def _contradictions(self) -> Iterator[Problem]:
         """What makes no layout at all, whoever runs it."""
         where = type(self).__name__
-        sizes = list(count_problems(self, tuple(AXES.values())))
+        sizes = list(type_problems(self))
         yield from sizes
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:
@@ -212,4 +205,5 @@ class ParallelismConfig:
 
 
 def _not_built(axis: str) -> str:
-    return f"{_NOT_BUILT[axis]} is not built; leave it at 1 and use dp_replicate_size and dp_shard_size"
+    what = next(key.refused for key in rows.UNBUILT_AXES if axis in key.words)
+    return f"{what} and use dp_replicate_size and dp_shard_size"

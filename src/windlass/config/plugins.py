@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from windlass.config.parallel.rows_training import COMPILE_MODES
+from windlass.config.parallel.table import described, value_problems
 from windlass.config.plugin_base import (
     KwargsHandler,
     Refusal,
-    count_problems,
-    flag_problems,
     refused,
-    stated,
+    type_problems,
 )
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
@@ -79,9 +79,6 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     cache_enabled: bool | None = None
 
-    def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("enabled", "cache_enabled"))
-
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
@@ -101,8 +98,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("enabled",))
-        yield from count_problems(self, ("growth_interval",))
+        yield from type_problems(self)
         if not self.init_scale > 0:
             yield Problem("GradScalerKwargs.init_scale", self.init_scale, "must be above 0")
         if not self.growth_factor > 1:
@@ -174,16 +170,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Attributes:
         dim: the axis of the batch (0: the only one that processes share).
-        broadcast_buffers: whether each forward pass starts from the first process's buffers.
-        bucket_cap_mb: how many megabytes of gradients are reduced at once.
-        find_unused_parameters: allow parameters that an update does not use; costs a walk of the graph per update.
         check_reduction: has had no effect in PyTorch for long, and is refused.
         gradient_as_bucket_view: gradients live where they are reduced, which saves a copy; always so, and both values
             mean that.
-        static_graph: the same parameters are used in every update.
-        comm_hook: how gradients are compressed on their way.
-        comm_wrapper: casts to a shorter type around `comm_hook`.
-        comm_state_option: options of PowerSGD (`matrix_approximation_rank`, `start_powerSGD_iter`, ...).
     """
 
     dim: int = 0
@@ -201,20 +190,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
 
-    def plan_fields(self) -> dict[str, Any]:
-        """What was said here and a `DistPlan` carries, under its names."""
-        names = {
-            "find_unused_parameters": "find_unused_parameters",
-            "bucket_cap_mb": "bucket_cap_mb",
-            "broadcast_buffers": "broadcast_buffers",
-            "static_graph": "static_graph",
-            "comm_hook": "comm_hook",
-            "comm_wrapper": "comm_wrapper",
-            "comm_state_option": "comm_options",
-        }
-        said = {names[name]: value for name, value in stated(self).items() if name in names}
-        return {name: str(v) if isinstance(v, DDPCommunicationHookType) else v for name, v in said.items()}
-
     def objections(self) -> Iterator[Problem]:
         yield from refused(
             self,
@@ -223,13 +198,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 Refusal("check_reduction", False, "has had no effect in PyTorch for long; leave it out"),
             ),
         )
-        yield from flag_problems(
-            self, ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        )
-        yield from count_problems(self, ("bucket_cap_mb",))
-        if self.comm_wrapper not in ("no", "fp16", "bf16"):
-            fix = "must be no, fp16 or bf16: a wrapper only casts"
-            yield Problem("DistributedDataParallelKwargs.comm_wrapper", str(self.comm_wrapper), fix)
+        if not isinstance(self.gradient_as_bucket_view, bool):
+            fix = "must be True or False"
+            yield Problem(
+                "DistributedDataParallelKwargs.gradient_as_bucket_view", self.gradient_as_bucket_view, fix
+            )
+        yield from value_problems(self, "ddp_config")
+
+
+described(DistributedDataParallelKwargs, "ddp_config")
 
 
 @dataclass
@@ -258,18 +235,7 @@ class DataLoaderConfiguration:
 
     def objections(self) -> Iterator[Problem]:
         """What of these options has the wrong type."""
-        yield from flag_problems(
-            self,
-            (
-                "split_batches",
-                "dispatch_batches",
-                "even_batches",
-                "use_seedable_sampler",
-                "non_blocking",
-                "use_stateful_dataloader",
-            ),
-        )
-        yield from count_problems(self, ("data_seed",), least=0)
+        yield from type_problems(self, data_seed=0)
 
 
 @dataclass
@@ -303,9 +269,7 @@ class ProjectConfiguration:
 
     def objections(self) -> Iterator[Problem]:
         """What of these options has the wrong type."""
-        yield from flag_problems(self, ("automatic_checkpoint_naming", "save_on_each_node"))
-        yield from count_problems(self, ("total_limit",))
-        yield from count_problems(self, ("iteration",), least=0)
+        yield from type_problems(self, iteration=0)
 
 
 @dataclass
@@ -324,23 +288,14 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    def objections(self) -> Iterator[Problem]:
-        yield from count_problems(self, ("num_steps",))
-        yield from flag_problems(self, ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"))
-
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How the model is compiled.
 
+    Names of backends may have any case; None and "no" compile nothing.
+
     Attributes:
-        backend: compiler, by name in any case; None and "no" compile nothing.
-        mode: "default", "reduce-overhead", "max-autotune" or None.
-        fullgraph: an operation that cannot be compiled is an error instead of a break in the graph.
-        dynamic: whether shapes may vary; None lets the compiler find out.
-        options: passed on to the backend.
-        disable: compile nothing, for tests.
-        use_regional_compilation: compile repeated blocks, one by one, which starts faster.
     """
 
     backend: DynamoBackend | None = None
@@ -369,7 +324,9 @@ class TorchDynamoPlugin(KwargsHandler):
         return changed
 
     def objections(self) -> Iterator[Problem]:
-        yield from flag_problems(self, ("fullgraph", "dynamic", "disable", "use_regional_compilation"))
-        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-        if self.mode not in modes:
-            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(modes)}")
+        yield from type_problems(self)
+        if self.mode not in COMPILE_MODES:
+            yield Problem("TorchDynamoPlugin.mode", self.mode, f"must be one of {', '.join(COMPILE_MODES)}")
+
+
+described(TorchDynamoPlugin, "dynamo_config")

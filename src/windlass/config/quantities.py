@@ -1,4 +1,4 @@
-"""Times and sizes as people write them: `"5min"`, `"8GB"`."""
+"""Times, sizes and options as people write them: `"5min"`, `"8GB"`, `"rank=64, scale=0.1"`."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
     if not 0 < number < float("inf"):
         raise ValueError(f"must be {words}")
     return number
+
+
+def options_from(text: str) -> dict[str, str]:
+    """`"rank=64, scale=0.10"` as {"rank": "64", "scale": "0.10"}.
+
+    Raises:
+        ValueError: a part is not `key=value`.
+    """
+    options = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ValueError(f"must be 'name=value, name=value'; {part!r} is not such a pair")
+        options[key.strip()] = value.strip()
+    return options

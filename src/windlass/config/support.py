@@ -6,18 +6,21 @@ It is the one source of what `validate` refuses, what `docs/support.md` says and
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
+from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
-from windlass.config.parallel.environment import OWN_VARIABLE, REFUSED
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.table import FLAGS, VARIABLES
+from windlass.config.parallel.spelling import spellings
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
+from windlass.config.sections.setting import rules_of
 
 Status = Literal["honoured", "mapped", "refused"]
 
@@ -43,6 +46,14 @@ def _table(honoured: str, mapped: dict[str, str], refused: dict[str, str]) -> di
     return table
 
 
+def _arguments() -> dict[str, Support]:
+    table = {}
+    for name, rules in rules_of(TrainingArguments).items():
+        status: Status = "refused" if rules.refused else "mapped" if rules.mapped else "honoured"
+        table[name] = Support(status, rules.refused or rules.mapped)
+    return table
+
+
 def _old_names() -> dict[str, Support]:
     table = {}
     for name, old in OLD_NAMES.items():
@@ -54,7 +65,7 @@ def _old_names() -> dict[str, Support]:
 def _optimizers() -> dict[str, Support]:
     table = {}
     for member in OptimizerNames:
-        reason = unbuilt_optimizer(member.value)
+        reason = rows.unbuilt_optimizer(member.value)
         table[member.value] = Support("honoured") if reason is None else Support("refused", reason)
     table.update({name: Support("refused", note) for name, note in rows.GONE_OPTIMIZERS.items()})
     return table
@@ -84,26 +95,8 @@ def _of_setting(key: Key, spelling: str, is_first: bool) -> Support:
     return Support("honoured") if is_first else Support("mapped", f"is another word for {spelling}")
 
 
-def unbuilt_optimizer(name: str) -> str | None:
-    """Why optimizer `name` cannot be used; None when it can."""
-    if name in rows.OPTIMIZERS:
-        return None
-    advice = next((note for start, note in rows.OPTIMIZER_ADVICE.items() if start in name), "")
-    return f"is not built yet{advice or '; use one of ' + ', '.join(rows.OPTIMIZERS)}"
-
-
-def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
-    """Each name of `report_to` that cannot be reported to, and why."""
-    for name in report_to:
-        if name in rows.UNBUILT_TRACKERS:
-            yield name, rows.TRACKER_NOTE
-        elif name not in (*rows.TRACKERS, "all"):
-            yield name, f"is not a tracker; known names: all, none, {', '.join(rows.TRACKERS)}"
-
-
-TRAINING_ARGUMENTS = _table(rows.HONOURED, rows.MAPPED, rows.REFUSED)
 SECTIONS: dict[str, dict[str, Support]] = {
-    "TrainingArguments": TRAINING_ARGUMENTS,
+    "TrainingArguments": _arguments(),
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _table(rows.HELPERS, {}, {}),
     "accelerator_config": _table(
@@ -130,19 +123,6 @@ SECTIONS["windlass launch"] = _flags()
 SECTIONS["Environment variables"] = _variables()
 
 
-def refusal(name: str) -> str | None:
-    """Why argument `name` cannot be set; None when it can."""
-    row = TRAINING_ARGUMENTS.get(name)
-    return row.note if row is not None and row.status == "refused" else None
-
-
-def is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether `value` asks for nothing: the field's default, or an empty value where the default is empty."""
-    if not field.default and (value in (None, False, "", 0) or value == [] or value == {}):
-        return True
-    return bool(value == field.default)
-
-
 def markdown() -> str:
     """The table as the page `docs/support.md`."""
     lines = [
@@ -161,7 +141,25 @@ def markdown() -> str:
         lines += [
             f"| `{name}` | {row.status} | {row.note.replace('|', '/')} |" for name, row in table.items()
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_settings()]) + "\n"
+
+
+def _settings() -> Iterator[str]:
+    """The lines of the table of settings: what each means, its default, and its spelling in each place."""
+    places = ("flag", "file", "variable", "arguments", "recipe")
+    yield from ("", "## Settings of how training is spread and launched", "")
+    yield "`windlass explain NAME` says where the value of one comes from."
+    yield from (
+        "",
+        f"| setting | means | default | {' | '.join(places)} |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    for key in KEYS.values():
+        if not key.refused and not key.idle:
+            said = dict(spellings(key))
+            default = json.dumps(list(key.default) if isinstance(key.default, tuple) else key.default)
+            cells = [f"`{said[place]}`" if place in said else "" for place in places]
+            yield f"| `{key.name}` | {key.doc} | `{default}` | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with the arguments by themselves, found at once.
+"""Checks of the arguments by themselves, which find all problems at once.
 
 What needs the dataset, the model or the device is checked when a run is resolved.
 """
@@ -13,12 +13,13 @@ from typing import Any
 
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN
-from windlass.config.normalise import DICT_FIELDS, hints, normalise, read_document
-from windlass.config.parallel.arguments import from_arguments
-from windlass.config.quantities import seconds, size_in_bytes
-from windlass.config.support import is_neutral, refusal, unbuilt_optimizer, unbuilt_trackers
-from windlass.config.values import CHOICES, RANGES, choice_fault, options_from, type_fault
+from windlass.config.normalise import hints, normalise, read_document
+from windlass.config.parallel.from_script import FIELDS, from_arguments
+from windlass.config.sections.setting import Rules, rules_of
+from windlass.config.support_rows import unbuilt_optimizer, unbuilt_trackers
+from windlass.config.values import choice_fault, type_fault
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.redact import is_secret_name
 
 Check = Callable[[Any], Iterator[Problem]]
 _RULES: list[tuple[tuple[str, ...], Check]] = []
@@ -36,7 +37,7 @@ def check(args: Any) -> None:
 
 
 def problems(args: Any) -> list[Problem]:
-    """Normalise `args` in place and list all that is wrong; rules about values that are wrong by themselves wait."""
+    """Normalise `args` in place and list all that is wrong; rules that read a wrong value are skipped."""
     normalise(args)
     found = list(_value_problems(args))
     wrong = {problem.field.split(".")[0] for problem in found}
@@ -58,23 +59,27 @@ def _rule(*reads: str) -> Callable[[Check], Check]:
 
 def _value_problems(args: Any) -> Iterator[Problem]:
     fields = {f.name: f for f in dataclasses.fields(args)}
+    rules = rules_of(type(args))
     for name, hint in hints(type(args)).items():
         value = getattr(args, name)
-        fault = _value_fault(name, value, hint, fields[name].metadata.get("choices"))
+        fault = _value_fault(name, value, hint, rules[name], fields[name].metadata.get("choices"))
         if fault is not None:
             yield Problem(name, value, fault)
 
 
-def _value_fault(name: str, value: Any, hint: Any, choices: Any) -> str | None:
-    if name in DICT_FIELDS:
+def _value_fault(name: str, value: Any, hint: Any, rules: Rules, choices: Any) -> str | None:
+    if rules.document:
         return _document_fault(name, value)
     fault = type_fault(value, hint)
-    if fault is None and value is not None and name in RANGES and not RANGES[name].holds(value):
-        fault = RANGES[name].words
-    choices = choices or CHOICES.get(name)
-    if fault is None and value is not None and choices is not None:
-        fault = choice_fault(value, choices)
-    return fault
+    if fault is not None or value is None:
+        return fault
+    if rules.bounds is not None and not rules.bounds.holds(value):
+        return rules.bounds.words
+    try:
+        _ = rules.read and rules.read(value)
+    except ValueError as error:
+        return str(error)
+    return choice_fault(value, choices or rules.words) if choices or rules.words else None
 
 
 def _document_fault(name: str, value: Any) -> str | None:
@@ -105,7 +110,7 @@ def _one_precision(args: Any) -> Iterator[Problem]:
 
 @_rule("num_train_epochs")
 def _some_length(args: Any) -> Iterator[Problem]:
-    # A max_steps that is wrong by itself gives no length either, so both are told at once.
+    # A max_steps that is wrong by itself gives no length either, so both are reported at once.
     enough = isinstance(args.max_steps, int) and args.max_steps > 0
     if not enough and args.num_train_epochs <= 0:
         fix = f"gives nothing to train with max_steps={args.max_steps!r}; set one of the two above 0"
@@ -210,27 +215,11 @@ def _retention(args: Any) -> Iterator[Problem]:
             yield Problem("keep_best", args.keep_best, fix)
 
 
-@_rule("save_every", "save_host_memory", "preemption_deadline", "save_only_model")
-def _quantities(args: Any) -> Iterator[Problem]:
-    readers = {"save_every": seconds, "save_host_memory": size_in_bytes, "preemption_deadline": seconds}
-    for name, read in readers.items():
-        value = getattr(args, name)
-        try:
-            if value is not None:
-                read(value)
-        except ValueError as error:
-            yield Problem(name, value, str(error))
+@_rule("save_every", "save_only_model")
+def _saves_for_resuming(args: Any) -> Iterator[Problem]:
     if args.save_every is not None and args.save_only_model:
         fix = "is for resuming a run that was cut off, which needs more than the model; set save_only_model=False"
         yield Problem("save_every", args.save_every, fix)
-
-
-@_rule("optim_args")
-def _optimizer_options(args: Any) -> Iterator[Problem]:
-    try:
-        options_from(args.optim_args or "")
-    except ValueError as error:
-        yield Problem("optim_args", args.optim_args, str(error))
 
 
 @_rule("optim", "report_to")
@@ -245,18 +234,23 @@ def _unbuilt_words(args: Any) -> Iterator[Problem]:
 
 @_rule()
 def _unbuilt_fields(args: Any) -> Iterator[Problem]:
-    for field in dataclasses.fields(args):
-        reason = refusal(field.name)
-        if reason is not None and not is_neutral(field, getattr(args, field.name)):
-            value = "***" if field.name.endswith("_token") else getattr(args, field.name)
-            yield Problem(field.name, value, reason if ";" in reason else f"{reason}; leave it out")
+    fields = {field.name: field for field in dataclasses.fields(args)}
+    for name, rules in rules_of(type(args)).items():
+        if rules.refused and not _is_neutral(fields[name], getattr(args, name)):
+            value = "***" if is_secret_name(name) else getattr(args, name)
+            yield Problem(
+                name, value, rules.refused if ";" in rules.refused else f"{rules.refused}; leave it out"
+            )
 
 
-@_rule(
-    "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing", "gradient_accumulation_steps",
-    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_timeout",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode",
-)  # fmt: skip
+def _is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return True if `value` requests nothing: the default, or an empty value if the default is empty."""
+    if not field.default and (value in (None, False, "", 0) or value == [] or value == {}):
+        return True
+    return bool(value == field.default)
+
+
+@_rule(*FIELDS)
 def _spread(args: Any) -> Iterator[Problem]:
     for problem in from_arguments(args).problems:
         yield dataclasses.replace(problem, field=problem.field.removeprefix("TrainingArguments."))

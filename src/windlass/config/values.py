@@ -1,76 +1,12 @@
-"""Checks of one value at a time: its type, its range, its choices."""
+"""Checks of one value at a time: its type, its choices."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.normalise import members
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    holds: Callable[[Any], bool]
-    words: str
-
-
-def at_least(low: float, hint: str = "") -> Range:
-    return Range(lambda v: low <= v < math.inf, f"must be at least {low}{hint}")
-
-
-def between(low: float, high: float) -> Range:
-    """The half-open interval [low, high)."""
-    return Range(lambda v: low <= v < high, f"must be at least {low} and below {high}")
-
-
-_STRIDE = Range(
-    lambda v: v == 0 or 0 < v < 1 or (v >= 1 and v < math.inf and v == int(v)),
-    "must be a whole number of updates, or a share of all updates between 0 and 1",
-)
-_FINITE = Range(math.isfinite, "must be a finite number")
-_POSITIVE = Range(lambda v: 0 < v < math.inf, "must be above 0")
-
-RANGES: dict[str, Range] = {
-    "per_device_train_batch_size": at_least(1),
-    "per_device_eval_batch_size": at_least(1),
-    "num_train_epochs": _FINITE,
-    "max_steps": at_least(-1, "; -1 leaves the length to num_train_epochs"),
-    "learning_rate": at_least(0),
-    "warmup_steps": _STRIDE,
-    "weight_decay": at_least(0),
-    "adam_beta1": between(0, 1),
-    "adam_beta2": between(0, 1),
-    "adam_epsilon": at_least(0),
-    "gradient_accumulation_steps": at_least(1),
-    "max_grad_norm": Range(lambda v: v >= 0, "must be at least 0; 0 switches clipping off"),
-    "label_smoothing_factor": between(0, 1),
-    "torch_empty_cache_steps": at_least(1),
-    "logging_steps": _STRIDE,
-    "eval_steps": _STRIDE,
-    "save_steps": _STRIDE,
-    "eval_delay": at_least(0),
-    "keep_last": at_least(1),
-    "keep_best": at_least(1),
-    "eval_accumulation_steps": at_least(1),
-    "dataloader_num_workers": at_least(0),
-    "dataloader_prefetch_factor": at_least(1),
-    "dataloader_start_timeout": _POSITIVE,
-    "ddp_bucket_cap_mb": at_least(1),
-    "ddp_timeout": _POSITIVE,
-    "seed": at_least(0),
-    "data_seed": at_least(0),
-}
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "include_num_input_tokens_seen": ("all", "non_padding", "no"),
-    "include_for_metrics": ("inputs", "loss"),
-    "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
-    "torch_compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-}
 
 _TYPE_WORDS = {
     int: "a whole number",
@@ -140,18 +76,3 @@ def _describe(kinds: tuple[Any, ...]) -> str:
         elif isinstance(kind, type) and issubclass(kind, Enum):
             words.append("one of " + ", ".join(str(m.value) for m in kind))
     return " or ".join(dict.fromkeys(words))
-
-
-def options_from(text: str) -> dict[str, str]:
-    """`"rank=64, scale=0.10"` as {"rank": "64", "scale": "0.10"}.
-
-    Raises:
-        ValueError: a part is not `key=value`.
-    """
-    options = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip() or not value.strip():
-            raise ValueError(f"must be 'key=value, key=value'; {part!r} is not such a pair")
-        options[key.strip()] = value.strip()
-    return options

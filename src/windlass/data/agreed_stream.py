@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.data.batch_reader import BatchReader, DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.counted import Counted
-from windlass.data.portion import Portion, Reader
+from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.same_stream import begin_together
 from windlass.data.shared_stream import SharedStream
-from windlass.data.stream import Row
+from windlass.data.stream import StreamRow
 from windlass.dist.gang import Gang
 
 
@@ -31,9 +31,9 @@ class AgreedStream:
         self, common: SharedStream, part: SharedStream, gang: Gang, *, rank: int, counted: bool
     ) -> None:
         self._common, self._part, self._gang, self._counted = common, part, gang, counted
-        self._shared: Reader = Counted(common, rank, gang) if counted else common
-        self._own: Reader = Counted(part, 0, gang, own_parts=True)
-        self._reader: Reader = self._shared
+        self._shared: BatchReader = LockstepReader(common, rank, gang) if counted else common
+        self._own: BatchReader = LockstepReader(part, 0, gang, own_parts=True)
+        self._reader: BatchReader = self._shared
         self._agreed = False
 
     @property
@@ -50,15 +50,15 @@ class AgreedStream:
     def total_batch_size(self) -> int | None:
         return self._reader.total_batch_size
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         if not self._agreed:
             self._agree(epoch, start, bookmark)
-        yield from self._reader.portions(epoch, start, bookmark)
+        yield from self._reader.read(epoch, start, bookmark)
 
     def _agree(self, epoch: int, start: int, bookmark: Bookmark | None) -> None:
         samples = self._common.position(epoch, start) if self._counted else start
 
-        def begin(own_parts: bool) -> Iterator[Row]:
+        def begin(own_parts: bool) -> Iterator[StreamRow]:
             return (self._part if own_parts else self._common).rows(epoch, samples, bookmark)
 
         own_parts, rows = begin_together(begin, self._gang, self._common.dataset)
@@ -78,8 +78,8 @@ class AgreedStream:
         self._reader = self._own if own_parts else self._shared
         (self._part if own_parts else self._common).hold(rows)
 
-    def batches(self, epoch: int) -> int | None:
-        return self._reader.batches(epoch)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        return self._reader.count(epoch, start)
 
     def position(self, epoch: int, batches: int) -> int:
         return self._reader.position(epoch, batches)

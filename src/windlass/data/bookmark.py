@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import torch
 
+from windlass.data.checksum import checksum
 from windlass.data.datasets_nodes import has_shuffle_buffer
-from windlass.data.nested import checksum
 
 WITNESSES = 4  # samples that are compared: what a buffer lost shows in one of them, or the order is the same
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
@@ -37,7 +37,7 @@ class Bookmark(TypedDict):
     marks: list[int]
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """The dataset's state behind its first `at` samples of a pass; or the reason why there is none."""
 
     at: int
@@ -76,19 +76,19 @@ class Places:
     def __init__(self, dataset: Any) -> None:
         self._state: Callable[[], Any] | None = getattr(dataset, "state_dict", None)
         self._reason = why_without_state(dataset)
-        self._newest: Place | None = None
+        self._newest: StreamPlace | None = None
         self._rows, self._stride = 0, 1
 
-    def after(self, position: int) -> Place:
+    def after(self, position: int) -> StreamPlace:
         """A place at most some rows before `position`, behind which the dataset stands now. One call a row."""
         if self._reason or self._state is None:
-            return Place(0, None, self._reason)
+            return StreamPlace(0, None, self._reason)
         self._rows += 1
         if self._newest is None or self._rows % self._stride == 0:
             self._newest = self._taken(position)
         return self._newest
 
-    def _taken(self, position: int) -> Place:
+    def _taken(self, position: int) -> StreamPlace:
         assert self._state is not None
         copier = _Copier()
         try:
@@ -98,9 +98,9 @@ class Places:
         except Exception as error:
             self._reason = f"its state_dict failed: {type(error).__name__}: {error}"
         if self._reason:
-            return Place(0, None, self._reason)
+            return StreamPlace(0, None, self._reason)
         self._stride = 1 + copier.values // _CHEAP
-        return Place(position, state, "")
+        return StreamPlace(position, state, "")
 
 
 def why_without_state(dataset: Any) -> str:

@@ -18,17 +18,17 @@ from windlass.config.plan import DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
 from windlass.data.agreed_stream import AgreedStream
+from windlass.data.batch_reader import BatchReader
+from windlass.data.checksum import checksum
 from windlass.data.collate_default import plain_collate
-from windlass.data.counted import Counted
+from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch
 from windlass.data.fetch_item import FetchItem
+from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
-from windlass.data.nested import checksum
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
-from windlass.data.own_iteration import OwnIteration
-from windlass.data.portion import Reader
-from windlass.data.rows import BatchRows, Rows, SampleRows
+from windlass.data.passthrough_reader import PassthroughReader
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.shared_stream import SharedStream
@@ -39,7 +39,7 @@ from windlass.dist.gang import Gang
 logger = get_logger(__name__)
 
 
-class Choice:
+class ReaderChoice:
     """Chooses and builds readers for one loader.
 
     Args:
@@ -66,7 +66,7 @@ class Choice:
 
     def reader(
         self, world: int, rank: int, *, dispatch: bool = False, slice_fn: Callable[..., Any] | None = None
-    ) -> Reader:
+    ) -> BatchReader:
         """The reader of `rank`.
 
         Raises:
@@ -75,7 +75,7 @@ class Choice:
         """
         self._refuse_contradictions(world, dispatch)
         if dispatch and world > 1:
-            alone = Choice(
+            alone = ReaderChoice(
                 self._loader,
                 seed=self._seed,
                 split=self._split,
@@ -91,7 +91,7 @@ class Choice:
             return self._stream(world, rank)
         return self._map(world, rank)
 
-    def _map(self, world: int, rank: int) -> Reader:
+    def _map(self, world: int, rank: int) -> BatchReader:
         loader, seed = self._loader, self._seed
         if not self._unbatched:
             fetch = Fetch(self._dataset, _collate(loader), seed)
@@ -101,7 +101,7 @@ class Choice:
         if many:
             return MapReader(self._batch_rows(loader.sampler, world), source, rank)
         rows = SampleRows(self._order(loader.sampler), world, world, drop_last=False)
-        return Counted(MapReader(rows, source, rank), rank, self._gang)
+        return LockstepReader(MapReader(rows, source, rank), rank, self._gang)
 
     def _rows(self, world: int) -> Rows:
         sampler = self._loader.batch_sampler
@@ -139,7 +139,7 @@ class Choice:
                 "Python's default generator, which are seeded alike, or seed its own the same on every rank."
             )
 
-    def _stream(self, world: int, rank: int) -> Reader:
+    def _stream(self, world: int, rank: int) -> BatchReader:
         if world > 1 and splits_itself(self._dataset):
             return self._own_stream(world)
         size = self._loader.batch_size
@@ -148,7 +148,7 @@ class Choice:
         common = self._shared(row, world, rank)
         if world > 1 and self._gang.size > 1:
             return AgreedStream(common, self._part(world), self._gang, rank=rank, counted=counted)
-        return Counted(common, rank, self._gang) if counted else common
+        return LockstepReader(common, rank, self._gang) if counted else common
 
     def _shared(self, row: int, world: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
@@ -162,19 +162,19 @@ class Choice:
         row = 1 if size is None else max(size // world, 1) if self._split else size
         return self._shared(row, 1, 0)
 
-    def _own_stream(self, world: int) -> Reader:
+    def _own_stream(self, world: int) -> BatchReader:
         name = type(self._dataset).__name__
         logger.info(f"{name} was split by node before: every rank reads its own part, in an order of its own")
-        return Counted(self._part(world), 0, self._gang)
+        return LockstepReader(self._part(world), 0, self._gang)
 
-    def _own_iteration(self, world: int) -> Reader:
+    def _own_iteration(self, world: int) -> BatchReader:
         if world > 1:
             raise DataError(
                 f"{type(self._loader).__name__} has an __iter__ of its own, so its samples cannot be dealt to ranks. "
                 "Set dispatch_batches=True to let the main process iterate it for all, or do not prepare it if every "
                 "rank gets data of its own."
             )
-        return OwnIteration(self._loader, self._plan.start_timeout)
+        return PassthroughReader(self._loader, self._plan.start_timeout)
 
     def _refuse_contradictions(self, world: int, dispatch: bool) -> None:
         problems = []

@@ -1,9 +1,4 @@
-"""How the samples of one update are dealt to ranks and micro-batches.
-
-An update's samples are laid out in *rows* of `micro * world` samples; row j holds micro-batch j of every
-rank, rank r's being the r-th run of `micro` samples. Only the last row of an epoch can be short: it is dealt
-evenly, so that every rank has work if it can.
-"""
+"""How samples are shared out to ranks, and what one rank reads of them at a time."""
 
 from __future__ import annotations
 
@@ -11,19 +6,19 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """One update's share of this rank.
+    """One rank's share of some rows, which it reads as a whole: of one row in a loop, of an update's in a Trainer.
 
     Attributes:
         batches: sample positions of each micro-batch of this rank; for a filler, one position that belongs to
             another rank.
-        samples: number of samples of the update over all ranks.
-        end: samples of the epoch consumed over all ranks once this update is done.
-        last: no update follows in this epoch.
-        filler: this rank has no sample in this update.
+        shares: number of samples of each rank.
+        end: position of the pass once these rows are done.
+        last: no row follows in this pass.
+        filler: this rank has no sample in these rows.
     """
 
     batches: list[list[int]]
-    samples: int
+    shares: tuple[int, ...]
     end: int
     last: bool
     filler: bool
@@ -38,13 +33,7 @@ def share(count: int, world: int, rank: int) -> tuple[int, int]:
     return low, low + base + (rank < extra)
 
 
-def cut_rows(ids: list[int], micro: int, world: int, rank: int) -> list[list[int]]:
-    """This rank's micro-batches of an update that holds the samples `ids`; a rank without any gets an empty list."""
-    row = micro * world
-    whole = len(ids) - len(ids) % row
-    batches = [ids[start : start + micro] for start in range(rank * micro, whole, row)]
-    if whole < len(ids):
-        low, high = share(len(ids) - whole, world, rank)
-        if high > low:
-            batches.append(ids[whole + low : whole + high])
-    return batches
+def dealt(ids: list[int], world: int) -> list[list[int]]:
+    """`ids` shared out to all ranks, in runs."""
+    bounds = (share(len(ids), world, rank) for rank in range(world))
+    return [ids[low:high] for low, high in bounds]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from windlass.core.errors import DataError
+from windlass.core.trees import batch_size_of, map_leaves, tensors_in
+from windlass.data.batch_reader import BatchReader, DealtBatch, shares_of
 from windlass.data.bookmark import Bookmark
 from windlass.data.cut import share
-from windlass.data.nested import batch_size_of, tensors_of
-from windlass.data.parcel import pack, unpack
-from windlass.data.portion import Portion, Reader, shares_of
 from windlass.dist.gang import Gang
+from windlass.dist.wire import pack, unpack
 
 Pieces = list[Any]
 _MAIN = 0
@@ -37,7 +38,7 @@ class Dispatched:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: BatchReader,
         gang: Gang,
         *,
         split: bool,
@@ -52,16 +53,16 @@ class Dispatched:
         size = reader.total_batch_size
         self.total_batch_size = None if size is None else size * self._per_row
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
-        portions = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
-        while (portion := next(portions, None)) is not None:
-            yield portion
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+        dealt_batches = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
+        while (dealt := next(dealt_batches, None)) is not None:
+            yield dealt
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
 
-    def batches(self, epoch: int) -> int | None:
-        count = self._reader.batches(epoch)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        count = self._reader.count(epoch, start)
         if count is None:
             return None
         return count // self._per_row if self._drop_last else -(-count // self._per_row)
@@ -72,21 +73,21 @@ class Dispatched:
     def reseed(self, seed: int) -> None:
         self._reader.reseed(seed)
 
-    def _read(self, epoch: int, start: int, bookmark: Bookmark | None) -> Iterator[Portion]:
-        rows = self._rows(self._reader.portions(epoch, start, bookmark))
+    def _read(self, epoch: int, start: int, bookmark: Bookmark | None) -> Iterator[DealtBatch]:
+        rows = self._rows(self._reader.read(epoch, start, bookmark))
         last = False
         try:
             while not last:
                 row, last, parcels = self._next(rows)
                 self._send_to_all(parcels)
                 if row:
-                    yield replace(_portion(*unpack(parcels[_MAIN])), bookmark=row[-1].bookmark)
+                    yield replace(_dealt(*unpack(parcels[_MAIN])), bookmark=row[-1].bookmark)
         finally:
             self._settle()
 
     def _next(
-        self, rows: Iterator[tuple[list[Portion], bool]]
-    ) -> tuple[list[Portion], bool, list[torch.Tensor]]:
+        self, rows: Iterator[tuple[list[DealtBatch], bool]]
+    ) -> tuple[list[DealtBatch], bool, list[torch.Tensor]]:
         try:
             row, last = next(rows, ([], True))
             return row, last, self._parcels(row, last)
@@ -94,32 +95,35 @@ class Dispatched:
             self._send_to_all([pack(None, {"error": f"{type(error).__name__}: {error}"})] * self._gang.size)
             raise
 
-    def _rows(self, portions: Iterator[Portion]) -> Iterator[tuple[list[Portion], bool]]:
+    def _rows(self, dealt_batches: Iterator[DealtBatch]) -> Iterator[tuple[list[DealtBatch], bool]]:
         """What makes a batch of every rank, and whether it is the last; read one ahead, to know that."""
-        row = self._row(portions)
+        row = self._row(dealt_batches)
         while row:
-            following = self._row(portions)
+            following = self._row(dealt_batches)
             yield row, not following
             row = following
 
-    def _row(self, portions: Iterator[Portion]) -> list[Portion]:
-        row = list(islice(portions, self._per_row))
+    def _row(self, dealt_batches: Iterator[DealtBatch]) -> list[DealtBatch]:
+        row = list(islice(dealt_batches, self._per_row))
         return [] if self._drop_last and len(row) < self._per_row else row
 
-    def _parcels(self, row: list[Portion], last: bool) -> list[torch.Tensor]:
+    def _parcels(self, row: list[DealtBatch], last: bool) -> list[torch.Tensor]:
         """What each rank is sent; an empty batch says that there was none at all."""
         if not row:
             return [pack(None, {"shares": []})] * self._gang.size
         pieces, shares = self._cut(row[0]) if self._split else self._deal(row)
         notes = {"shares": shares, "end": row[-1].end, "last": last}
-        return [pack(piece, notes) for piece in pieces]
+        try:
+            return [pack(piece, notes, "batch") for piece in pieces]
+        except DataError as error:
+            raise DataError(f"{error}, or let every rank read for itself: dispatch_batches=False") from None
 
-    def _deal(self, row: list[Portion]) -> tuple[Pieces, list[int]]:
+    def _deal(self, row: list[DealtBatch]) -> tuple[Pieces, list[int]]:
         idle = self._gang.size - len(row)
-        sizes = [batch_size_of(portion.batch) or sum(portion.shares) for portion in row]
-        return [portion.batch for portion in row] + [row[0].batch] * idle, sizes + [0] * idle
+        sizes = [batch_size_of(dealt.batch) or sum(dealt.shares) for dealt in row]
+        return [dealt.batch for dealt in row] + [row[0].batch] * idle, sizes + [0] * idle
 
-    def _cut(self, whole: Portion) -> tuple[Pieces, list[int]]:
+    def _cut(self, whole: DealtBatch) -> tuple[Pieces, list[int]]:
         count, world = batch_size_of(whole.batch), self._gang.size
         if count is None:
             raise DataError(
@@ -147,7 +151,7 @@ class Dispatched:
             work.wait()
         self._under_way.clear()
 
-    def _receive(self) -> Iterator[Portion]:
+    def _receive(self) -> Iterator[DealtBatch]:
         group = self._gang.host_group
         while True:
             size = torch.zeros(1, dtype=torch.int64)
@@ -159,27 +163,25 @@ class Dispatched:
                 raise DataError(f"the main process failed while reading data for all ranks: {notes['error']}")
             if not notes["shares"]:
                 return
-            yield _portion(batch, notes)
+            yield _dealt(batch, notes)
             if notes["last"]:
                 return
 
 
-def _portion(batch: Any, notes: dict[str, Any]) -> Portion:
-    return Portion(batch, tuple(notes["shares"]), notes["end"], notes["last"])
+def _dealt(batch: Any, notes: dict[str, Any]) -> DealtBatch:
+    return DealtBatch(batch, tuple(notes["shares"]), notes["end"], notes["last"])
 
 
 def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
-    """This part of every tensor's first axis, and of lists with an entry for each sample; the rest goes to all."""
-    return _cut_nest(batch, part, batch_size_of(batch))
+    """This part of the first axis of every tensor and array, and of lists with one entry for each sample.
 
+    The rest goes to all.
+    """
+    count = batch_size_of(batch)
 
-def _cut_nest(batch: Any, part: slice, count: int | None) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch[part] if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        return {name: _cut_nest(value, part, count) for name, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == count and next(tensors_of(batch), None) is None:
-        return batch[part]
-    if type(batch) in (list, tuple):
-        return type(batch)(_cut_nest(value, part, count) for value in batch)
-    return batch
+    def has_rows(piece: Any) -> bool:
+        if isinstance(piece, torch.Tensor | np.ndarray):
+            return piece.ndim > 0
+        return isinstance(piece, list) and len(piece) == count and next(tensors_in(piece), None) is None
+
+    return map_leaves(lambda piece: piece[part], batch, has_rows)

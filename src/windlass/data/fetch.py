@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
-from windlass.data.seeding import Sandbox, Watch, collator_reseeder, fingerprint
+from windlass.data.seeding import DrawWatch, Sandbox, collator_reseeder, fingerprint
 
 _AS_THEY_ARE = nullcontext()
 
@@ -31,7 +31,7 @@ class Fetch:
 
     def __init__(self, dataset: Any, collate: Collator, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
-        self._sandbox, self._watch = Sandbox(), Watch()
+        self._sandbox, self._watch = Sandbox(), DrawWatch()
         self._quiet: bool | None = None  # draws nothing; None: not known before the first batch
         self._epoch: int | None = None
         self._bind()

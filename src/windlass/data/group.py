@@ -1,9 +1,10 @@
-"""The unit in which the engine takes data: all micro-batches of one update."""
+"""The unit in which the engine takes data, all micro-batches of one update, and what it takes them from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from windlass.core.types import State
 
@@ -29,3 +30,35 @@ class Group:
     last_in_epoch: bool
     filler: bool = False
     position: State = field(default_factory=dict)
+
+
+class GroupSource(Protocol):
+    """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign_loader`."""
+
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        """The groups from the current position to the end of its pass; the next call goes on with the next pass."""
+        ...
+
+    def groups_per_epoch(self, accumulation: int) -> int | None:
+        """Updates of a pass; None if only reading tells."""
+        ...
+
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` (a `state_dict`) to the end of its pass, in the sizes of this run."""
+        ...
+
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """The position behind so many updates of `epoch`, for a run that another program began."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, unless a restored position already lies in it."""
+        ...
+
+    def state_dict(self) -> State:
+        """Where the group after the last one taken begins."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to where `state` was taken."""
+        ...

@@ -9,27 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
-from windlass.data.cut import Cut
+from windlass.data.dealt_loader import DealtLoader
+from windlass.data.dealt_rows import BalancedRows, SampleRows, cuts
 from windlass.data.fetch import Fetch
 from windlass.data.group import Group
-from windlass.data.order import Order
+from windlass.data.order import Order, RebalancedOrder
 from windlass.data.source import Source
 
 logger = get_logger(__name__)
 
 
-class Loader(DataLoader[Any]):
+class Loader(DealtLoader):
     """A PyTorch `DataLoader` to user code, and a source of `Group`s to the engine.
 
     Its whole state is (seed, epoch, samples consumed over all ranks). `groups` moves it; plain iteration
     never does: it is a full pass of this rank's micro-batches, in the order of the current epoch (and of the
     following ones, pass after pass).
+
+    Attributes:
+        passes_alike: every plain pass is that of epoch 0, as an evaluation wants.
 
     Subclasses give the groups of a (part of an) epoch through `_groups`, and the number of samples through `_length`.
     """
@@ -49,14 +52,13 @@ class Loader(DataLoader[Any]):
             **(workers if plan.workers else {}),  # type: ignore[arg-type]
         )
         self.batch, self.plan = batch, plan
-        self.seed, self.epoch, self.consumed = plan.seed, 0, 0
+        self.seed, self._epoch, self.consumed = plan.seed, 0, 0
         self._passes = 0
-        self._fixed_epoch = False
+        self.passes_alike = False
 
     @property
-    def own_parts(self) -> bool:
-        """Every rank reads a part of its own; positions in it are not those of other ranks."""
-        return False
+    def epoch(self) -> int:
+        return self._epoch
 
     @property
     def total_batch_size(self) -> int:
@@ -68,35 +70,14 @@ class Loader(DataLoader[Any]):
         """Samples of an epoch over all ranks; None where only reading the stream to its end would tell."""
         return self._length(self.epoch)
 
-    def __len__(self) -> int:
-        """Micro-batches of an epoch on a rank; where the last row is short, a rank may have one less.
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        length = self._length(epoch)
+        return None if length is None else max(-(-(length - start) // self.total_batch_size), 0)
 
-        Raises:
-            TypeError: a stream, whose length nobody knows.
-        """
-        count = self._length(self.epoch)
-        if count is None:
-            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
-        return -(-count // self.total_batch_size)
-
-    def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
-        """Updates of an epoch, None for a stream without a length."""
-        count = self._length(self.epoch)
-        return (
-            None
-            if count is None
-            else -(-count // (self.total_batch_size * (accumulation or self.batch.accumulation)))
-        )
-
-    def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` (a `state_dict`) to the end of its epoch, in this loader's sizes."""
-        count = self._length(int(position["epoch"]))
-        if count is None:
-            return None
-        return max(-(-(count - int(position["consumed"])) // (self.total_batch_size * accumulation)), 0)
+    def position_in(self, state: State) -> int:
+        return int(state["consumed"])
 
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """A `state_dict` as of so many updates of `epoch`, in this loader's sizes."""
         consumed = updates * self.total_batch_size * accumulation
         return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self._length(epoch)}
 
@@ -109,22 +90,15 @@ class Loader(DataLoader[Any]):
         """
         length = self._length(self.epoch)
         if length is not None and self.consumed >= length:
-            self.epoch, self.consumed = self.epoch + 1, 0
+            self._epoch, self.consumed = self.epoch + 1, 0
         for group in self._groups(
             self.epoch, self.consumed, accumulation or self.batch.accumulation, private=False
         ):
             self._moved_to(group.position)
             yield group
 
-    def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
-        """A full pass of this rank's micro-batches, each with the positions of its samples in the dataset."""
-        return ((ids, batch) for ids, batch in self.batches_in_step() if ids is not None)
-
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
-        """The same, where all ranks get equally many: one that has run out gets a batch to fill in with, whose
-        positions are None.
-        """
-        epoch = 0 if self._fixed_epoch else self.epoch + self._passes
+        epoch = 0 if self.passes_alike else self.epoch + self._passes
         for group in self._groups(epoch, 0, self._plain_accumulation(), private=True):
             ids: list[list[int] | None] = [None] if group.filler else [*group.ids]
             yield from zip(ids, group.batches, strict=True)
@@ -141,13 +115,11 @@ class Loader(DataLoader[Any]):
         self.batch = replace(self.batch, micro=micro, accumulation=accumulation)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; a no-op where it is the current one, so that a restored position is kept."""
         self._passes = 0
         if epoch != self.epoch:
-            self.epoch, self.consumed = epoch, 0
+            self._epoch, self.consumed = epoch, 0
 
     def state_dict(self) -> State:
-        """Where the group after the last one taken begins. O(1) in size and time."""
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -158,7 +130,7 @@ class Loader(DataLoader[Any]):
     def load_state_dict(self, state: State) -> None:
         """Continue where `state` was taken, under its seed, in any world and with any batch size."""
         self._passes = 0
-        self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+        self._epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         if int(state["seed"]) != self.seed:
             logger.warning(
                 f"the data order continues under the checkpoint's seed {state['seed']}, not under {self.seed}"
@@ -173,7 +145,7 @@ class Loader(DataLoader[Any]):
             )
 
     def _moved_to(self, position: State) -> None:
-        self.epoch, self.consumed = position["epoch"], position["consumed"]
+        self._epoch, self.consumed = position["epoch"], position["consumed"]
 
     def _position(self, epoch: int, consumed: int, last: bool, length: int | None) -> State:
         if last:
@@ -226,12 +198,17 @@ class MapLoader(Loader):
             f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.world)}."
         )
 
+    def _rows(self, accumulation: int) -> SampleRows:
+        order, size, world, drop_last = self._order, self.total_batch_size, self.batch.world, self.drop_last
+        if isinstance(order, RebalancedOrder):
+            return BalancedRows(order, size, world, drop_last, accumulation)
+        return SampleRows(order, size, world, drop_last)
+
     def _length(self, epoch: int) -> int:
-        count = len(self._order.of(epoch))
-        return count - count % self.total_batch_size if self.drop_last else count
+        return self._rows(1).length(epoch)
 
     def _plain_accumulation(self) -> int:
-        return self.batch.accumulation if self._order.needs_accumulation else 1
+        return self.batch.accumulation if isinstance(self._order, RebalancedOrder) else 1
 
     def _reseed(self, seed: int) -> None:
         self._order.seed = seed
@@ -241,24 +218,14 @@ class MapLoader(Loader):
         if not private:
             self._order.set_epoch(epoch)
         length = self._length(epoch)
-
-        cuts = self._cuts(epoch, start, length, accumulation)
-        for cut, batches in self._source.batches(epoch, cuts, private, resumed=start > 0):
+        tasks = cuts(self._rows(accumulation).rows(epoch, start), accumulation, self.batch.rank)
+        for cut, batches in self._source.batches(epoch, tasks, private, resumed=start > 0):
             yield Group(
                 batches=batches,
                 ids=[[]] if cut.filler else cut.batches,
-                samples=cut.samples,
+                samples=sum(cut.shares),
                 epoch=epoch,
                 last_in_epoch=cut.last,
                 filler=cut.filler,
                 position=self._position(epoch, cut.end, cut.last, length),
             )
-
-    def _cuts(self, epoch: int, start: int, length: int, accumulation: int) -> Iterator[Cut]:
-        order, batch = self._order.of(epoch), self.batch
-        size = batch.micro * accumulation * batch.world
-        for begin in range(start, length, size):
-            end = min(begin + size, length)
-            ids = order[begin:end].tolist()
-            batches = self._order.cut(ids, batch.micro, accumulation, batch.world, batch.rank)
-            yield Cut(batches or [ids[:1]], end - begin, end, end == length, filler=not batches)

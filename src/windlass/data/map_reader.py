@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.portion import Portion
-from windlass.data.rows import Row, Rows
+from windlass.data.dealt_rows import Rows, cuts
 from windlass.data.source import Source
-
-
-class _Task(NamedTuple):
-    batches: list[list[int]]
-    shares: tuple[int, ...]
-    end: int
-    last: bool
 
 
 class MapReader:
@@ -29,22 +21,23 @@ class MapReader:
         self._passes = 0
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
-        tasks = (self._task(row) for row in self._rows.rows(epoch, start))
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+        tasks = cuts(self._rows.rows(epoch, start), 1, self._rank)
         # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
         private = self._passes > 0
         self._passes += 1
         try:
-            for task, (batch,) in self._source.batches(epoch, tasks, private):
-                yield Portion(batch, task.shares, task.end, task.last)
+            for cut, (batch,) in self._source.batches(epoch, tasks, private):
+                ids = [] if cut.filler else cut.batches[0]
+                yield DealtBatch(batch, cut.shares, cut.end, cut.last, ids)
         finally:
             self._passes -= 1
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
 
-    def batches(self, epoch: int) -> int:
-        return self._rows.count(epoch)
+    def count(self, epoch: int, start: int = 0) -> int:
+        return self._rows.count(epoch, start)
 
     def position(self, epoch: int, batches: int) -> int:
         return self._rows.position(epoch, batches)
@@ -52,9 +45,3 @@ class MapReader:
     def reseed(self, seed: int) -> None:
         self._rows.reseed(seed)
         self._source.reseed(seed)
-
-    def _task(self, row: Row) -> _Task:
-        own = row.parts[self._rank]
-        if not own:  # a filler
-            own = next(part for part in row.parts if part)[:1]
-        return _Task([own], tuple(map(len, row.parts)), row.end, row.last)

@@ -13,9 +13,7 @@ from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, derive_seed
-from windlass.data.cut import cut_rows
 from windlass.data.lengths import sample_lengths
-from windlass.data.rebalance import balanced_batches
 from windlass.data.seeding import Sandbox, first_seed, rewind
 
 logger = get_logger(__name__)
@@ -28,9 +26,6 @@ class Order(Sampler[int]):
         length: number of samples in an epoch.
         seed: the run's data seed.
     """
-
-    # Whether micro-batches depend on how many of them make an update.
-    needs_accumulation = False
 
     def __init__(self, length: int, seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -52,10 +47,6 @@ class Order(Sampler[int]):
         if self._cached is None or self._cached[0] != key:
             self._cached = (key, self._order(epoch))
         return self._cached[1]
-
-    def cut(self, ids: list[int], micro: int, accumulation: int, world: int, rank: int) -> list[list[int]]:
-        """This rank's micro-batches of the update that holds `ids`."""
-        return cut_rows(ids, micro, world, rank)
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         raise NotImplementedError
@@ -111,19 +102,12 @@ class LengthGroupedOrder(Order):
 
 class RebalancedOrder(RandomOrder):
     """A random order whose updates are dealt to ranks and micro-batches by padded cost, not by count
-    (token-budget batches).
+    (token-budget batches): by `rows.BalancedRows`.
     """
-
-    needs_accumulation = True
 
     def __init__(self, lengths: np.ndarray[Any, Any], seed: int) -> None:
         super().__init__(len(lengths), seed)
         self.lengths = lengths
-
-    def cut(self, ids: list[int], micro: int, accumulation: int, world: int, rank: int) -> list[list[int]]:
-        rows = -(-len(ids) // (micro * world))
-        dealt = balanced_batches(ids, self.lengths[ids].tolist(), rows, world)
-        return [row[rank] for row in dealt if row[rank]]
 
 
 class SamplerOrder(Order):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from windlass.data.nested import map_leaves
+from windlass.core.trees import map_leaves
 
 
 def wants_pinning(asked: bool) -> bool:
@@ -19,7 +19,7 @@ def wants_pinning(asked: bool) -> bool:
 
 def pin(batch: Any) -> Any:
     """The same batch with its CPU tensors page-locked; containers are rebuilt, everything else is handed through."""
-    return map_leaves(batch, _pinned, "pin_memory")
+    return map_leaves(_pinned, batch, lambda part: hasattr(part, "pin_memory"))
 
 
 def _pinned(value: Any) -> Any:

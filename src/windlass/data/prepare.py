@@ -70,7 +70,7 @@ def build_eval_loader(
         _refuse_unreadable(dataset, needs_length=sampler is None)
         order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
         loader = MapLoader(dataset, order, batch, plan, collate)
-    loader._fixed_epoch = True
+    loader.passes_alike = True
     return loader
 
 

@@ -10,11 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
+from windlass.core.trees import send_to_device
 from windlass.core.types import State
+from windlass.data.batch_reader import BatchReader, DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.nested import move
-from windlass.data.portion import Portion, Reader
+from windlass.data.dealt_loader import DealtLoader
+from windlass.data.group import Group
+from windlass.data.seeding import Sandbox
 from windlass.dist.beacon import AFTER, beacon
 
 logger = get_logger(__name__)
@@ -56,9 +60,9 @@ class _Place:
     bookmark: Bookmark | None = None
 
 
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(DealtLoader):
     """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
-    same number of batches.
+    same number of batches. Iterated, it gives them to a loop of the user's; a Trainer takes them as groups (`groups`).
 
     The tail of a pass is shared out evenly. A rank for which no sample is left gets a *filler*: a batch to run along
     with, so that collectives meet, and which must weigh nothing.
@@ -78,7 +82,7 @@ class PreparedLoader(DataLoader[Any]):
 
     Args:
         loader: the user's.
-        reader: gives the portions.
+        reader: gives the dealt_batches.
         rank, world: this rank's place among those that have data of their own.
         restores_position: `load_state_dict` goes back into the middle of a pass; otherwise to its start.
     """
@@ -86,7 +90,7 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self,
         loader: DataLoader[Any],
-        reader: Reader,
+        reader: BatchReader,
         *,
         seed: int,
         rank: int,
@@ -103,6 +107,10 @@ class PreparedLoader(DataLoader[Any]):
         self._drops_last = _drops_last(loader)
         self._place, self._skip = _Place(seed), 0
         self._enter()
+
+    @property
+    def epoch(self) -> int:
+        return self._place.epoch
 
     @property
     def iteration(self) -> int:
@@ -137,16 +145,9 @@ class PreparedLoader(DataLoader[Any]):
         """The current batch is none of this rank's, and must weigh nothing."""
         return self.samples_here == 0
 
-    def __len__(self) -> int:
-        """Batches of a pass, on each rank alike.
-
-        Raises:
-            TypeError: a stream, whose length nobody knows.
-        """
-        count = self._reader.batches(self._place.epoch)
-        if count is None:
-            raise TypeError(f"{type(self.dataset).__name__} has no length, so its loader has none")
-        return max(count - self._skip, 0)
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        count = self._reader.count(epoch, start)
+        return None if count is None else max(count - self._skip, 0)
 
     def __iter__(self) -> Any:
         return self._pass()
@@ -157,10 +158,10 @@ class PreparedLoader(DataLoader[Any]):
         self._enter()
         self.follower.begin(self)
         try:
-            for portion in self._reader.portions(epoch, start, place.bookmark):
-                self._take(portion, epoch)
+            for dealt in self._reader.read(epoch, start, place.bookmark):
+                self._take(dealt, epoch)
                 beacon().call(f"{AFTER}read data")
-                yield portion.batch if self.device is None else self._moved(portion.batch)
+                yield dealt.batch if self.device is None else self._moved(dealt.batch)
                 beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
@@ -169,7 +170,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _moved(self, batch: Any) -> Any:
         assert self.device is not None
-        return move(batch, self.device, self._non_blocking)
+        return send_to_device(batch, self.device, self._non_blocking)
 
     def _start(self) -> int:
         start, self._place.resume = self._place.resume, 0
@@ -180,6 +181,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _enter(self) -> None:
         self.end_of_dataloader = False
+        self._ids: list[int] = []
         self.shares: tuple[int, ...] = (0,) * self._world
         self.remainder = self._known_remainder()
 
@@ -188,13 +190,69 @@ class PreparedLoader(DataLoader[Any]):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
-    def _take(self, portion: Portion, epoch: int) -> None:
-        self.shares, self.end_of_dataloader = portion.shares, portion.last
+    def _take(self, dealt: DealtBatch, epoch: int) -> None:
+        self.shares, self.end_of_dataloader, self._ids = dealt.shares, dealt.last, dealt.ids
         place = self._place
-        place.epoch, place.consumed = (epoch + 1, 0) if portion.last else (epoch, portion.end)
-        place.bookmark = portion.bookmark
-        if portion.last and not self._drops_last and self.total_batch_size:
+        place.epoch, place.consumed = (epoch + 1, 0) if dealt.last else (epoch, dealt.end)
+        place.bookmark = dealt.bookmark
+        if dealt.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
+
+    # --- for a Trainer ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the dataset; None for a stream."""
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        """The groups from the current position to the end of its pass, in host memory; the next call goes on with the
+        next pass. The default generators are as they were after it.
+
+        Raises:
+            DataError: there is no batch.
+        """
+        place, sandbox, held = self._place, Sandbox(), list[DealtBatch]()
+        epoch, start = place.epoch, place.consumed
+        dealt_batches = self._reader.read(epoch, start, place.bookmark)
+        while True:
+            with sandbox:
+                dealt = next(dealt_batches, None)
+            if dealt is None:
+                break
+            held.append(dealt)
+            if len(held) == accumulation or dealt.last:
+                self._take(dealt, epoch)
+                yield self._group(held, epoch)
+                held = []
+        if place.epoch == epoch:
+            raise DataError(
+                f"the prepared loader of {type(self.dataset).__name__} gave no batch (epoch {epoch}, from "
+                f"{self._reader.unit} {place.consumed} on): it is empty, drop_last drops all of it, or the data has "
+                "become shorter since the checkpoint was written."
+            )
+
+    def _group(self, dealt_batches: list[DealtBatch], epoch: int) -> Group:
+        own = [dealt for dealt in dealt_batches if dealt.shares[self._rank]]
+        return Group(
+            batches=[dealt.batch for dealt in own or dealt_batches[:1]],
+            ids=[dealt.ids for dealt in own or dealt_batches[:1]],
+            samples=sum(sum(dealt.shares) for dealt in dealt_batches),
+            epoch=epoch,
+            last_in_epoch=dealt_batches[-1].last,
+            filler=not own,
+            position=self.state_dict(),
+        )
+
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        consumed = self._reader.position(epoch, updates * accumulation)
+        return {**self.state_dict(), "epoch": epoch, "consumed": consumed, "bookmark": None}
+
+    def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
+        for batch in self:
+            yield None if self.is_filler else self._ids, batch
+
+    # --- where it stands ----------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the coming pass; a no-op where it is that already, so that a restored position is kept."""
@@ -221,30 +279,32 @@ class PreparedLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: State) -> None:
         """Go back to where `state` was taken: to the position itself, or else to the start of its pass."""
-        place, consumed = self._place, int(state["consumed"])
+        place = self._place
         if int(state["seed"]) != place.seed:
             place.seed = int(state["seed"])
             self._reader.reseed(place.seed)
         place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
-        place.resume = place.consumed = self._position_to_resume(consumed, state["unit"])
+        place.resume = place.consumed = self.position_in(state)
+        if place.consumed != state.get("consumed", place.consumed):
+            reason = (
+                f"positions are counted in {self._reader.unit} here"
+                if self._restores_position
+                else "set use_stateful_dataloader=True to continue there, or call skip_first_batches"
+            )
+            logger.warning(
+                f"the state was taken {state['consumed']} {state.get('unit', 'samples')} into a pass, and the loader "
+                f"begins that pass anew: {reason}"
+            )
 
-    def _position_to_resume(self, consumed: int, unit: str) -> int:
-        if not consumed:
-            return 0
-        if self._restores_position and self._reader.accepts(unit):
-            return consumed
-        reason = (
-            f"positions are counted in {self._reader.unit} here"
-            if self._restores_position
-            else "set use_stateful_dataloader=True to continue there, or call skip_first_batches"
-        )
-        logger.warning(
-            f"the state was taken {consumed} {unit} into a pass, and the loader begins that pass anew: {reason}"
-        )
-        return 0
+    def position_in(self, state: State) -> int:
+        """Where `state` was taken, in the reader's unit; the start of the pass if it cannot be continued there."""
+        if "batches" in state:  # of a Trainer that read the loader batch by batch, as it was
+            return self._reader.position(int(state["epoch"]), int(state["batches"]))
+        enterable = self._restores_position and self._reader.accepts(state.get("unit", "samples"))
+        return int(state["consumed"]) if enterable else 0
 
 
-def _options(loader: DataLoader[Any], reader: Reader, world: int) -> dict[str, Any]:
+def _options(loader: DataLoader[Any], reader: BatchReader, world: int) -> dict[str, Any]:
     """What a `DataLoader` shows of itself, as the user's says it, with the batch size of one rank."""
     total = reader.total_batch_size
     options: dict[str, Any] = {

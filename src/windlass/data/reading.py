@@ -10,8 +10,8 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_SAMPLE, derive_seed
 from windlass.data.bookmark import (
     Bookmark,
-    Place,
     Places,
+    StreamPlace,
     belongs,
     marks_of,
     plain_copy,
@@ -37,7 +37,7 @@ class Reading:
         self._position = 0  # of the sample that the dataset gives next
         self._ahead: deque[Any] = deque()
         self._places = Places(dataset)
-        self._place_before_look = Place(0, None, "")
+        self._place_before_look = StreamPlace(0, None, "")
         self._stream: Iterator[Any] = iter(())
 
     def begin(self, state: Any = None, at: int = 0) -> None:
@@ -71,7 +71,7 @@ class Reading:
                 return False
         return True
 
-    def place(self) -> Place:
+    def place(self) -> StreamPlace:
         """Where the dataset stands now, or stood a little before; to be asked once a row."""
         return self._place_before_look if self._ahead else self._places.after(self._position)
 

@@ -40,7 +40,7 @@ class Sandbox:
         seed_generators(seed)
 
 
-class Watch:
+class DrawWatch:
     """Tells whether reading drew from one of the three generators, at a fifth of what seeding them would cost.
 
     NumPy's and PyTorch's states are compared as bytes. Python's is not to be had so cheaply: it goes in step with a
@@ -59,9 +59,9 @@ class Watch:
 
     def __reduce__(self) -> Any:
         # A worker makes its own: what goes in step here would not there.
-        return Watch, ()
+        return DrawWatch, ()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> DrawWatch:
         if _draw_python() != self._draw_twin():
             self._twin.setstate(random.getstate())  # somebody else drew: fall into step again
         self._gauss = _PYTHON.gauss_next

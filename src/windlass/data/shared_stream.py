@@ -8,9 +8,9 @@ from typing import Any
 from windlass.config.plan import DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
+from windlass.data.batch_reader import DealtBatch, shares_of
 from windlass.data.bookmark import Bookmark
-from windlass.data.portion import Portion, shares_of
-from windlass.data.stream import Row, StreamReader, StreamRows, can_be_read_once
+from windlass.data.stream import StreamReader, StreamRow, StreamRows, can_be_read_once
 
 
 class SharedStream:
@@ -38,14 +38,14 @@ class SharedStream:
         self._stream = StreamRows(reader, plan)
         self.dataset, self._world, self._drop_last = dataset, world, plan.drop_last
         self.total_batch_size = row
-        self._held: Iterator[Row] | None = None
+        self._held: Iterator[StreamRow] | None = None
         self._passes, self._had_samples = 0, False
 
-    def rows(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Row]:
+    def rows(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[StreamRow]:
         """The rows of a pass; one that runs beside another has workers of its own."""
         return self._stream.rows(epoch, start, self._passes > 0, bookmark)
 
-    def portions(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[Portion]:
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
         held, self._held = self._held, None
         rows = self.rows(epoch, start, bookmark) if held is None else held
         before = start
@@ -54,25 +54,25 @@ class SharedStream:
             for row in rows:
                 self._had_samples = True
                 shares = shares_of(row.end - before, self._world)
-                yield Portion(row.batch, shares, row.end, row.last, row.bookmark)
+                yield DealtBatch(row.batch, shares, row.end, row.last, row.ids, row.bookmark)
                 before = row.end
             if before == 0 and self._had_samples:
                 raise DataError(can_be_read_once(type(self.dataset).__name__, epoch))
         finally:
             self._passes -= 1
 
-    def hold(self, rows: Iterator[Row]) -> None:
-        """Read on in this pass, which was begun before, when portions are asked for next."""
+    def hold(self, rows: Iterator[StreamRow]) -> None:
+        """Read on in this pass, which was begun before, when dealt_batches are asked for next."""
         self._held = rows
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
 
-    def batches(self, epoch: int) -> int | None:
+    def count(self, epoch: int, start: int = 0) -> int | None:
         if not hasattr(self.dataset, "__len__"):
             return None
-        count = len(self.dataset)
-        return count // self.total_batch_size if self._drop_last else -(-count // self.total_batch_size)
+        left, size = max(len(self.dataset) - start, 0), self.total_batch_size
+        return left // size if self._drop_last else -(-left // size)
 
     def position(self, epoch: int, batches: int) -> int:
         return batches * self.total_batch_size

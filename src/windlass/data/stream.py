@@ -13,7 +13,7 @@ from windlass.config.plan import DataPlan
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_COLLATE, derive_seed
 from windlass.core.types import Collator
-from windlass.data.bookmark import WITNESSES, Bookmark, Place, belongs, marks_of, why_read_again
+from windlass.data.bookmark import WITNESSES, Bookmark, StreamPlace, belongs, marks_of, why_read_again
 from windlass.data.cut import share
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.reading import Reading, open_reading
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Row:
+class StreamRow:
     """One micro-batch of every rank, seen from this rank.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
     marks: list[int]
     bookmark: Bookmark | None = None
 
-    def pin_memory(self) -> Row:
+    def pin_memory(self) -> StreamRow:
         self.batch = pin(self.batch)
         return self
 
@@ -63,7 +63,7 @@ class _Raw:
     head: list[Any]
     first: int
     end: int
-    place: Place | None
+    place: StreamPlace | None
 
 
 class StreamRows:
@@ -73,7 +73,9 @@ class StreamRows:
         self._reader, self._plan = reader, plan
         self._pool: DataLoader[Any] | None = None
 
-    def rows(self, epoch: int, start: int, private: bool, bookmark: Bookmark | None = None) -> Iterator[Row]:
+    def rows(
+        self, epoch: int, start: int, private: bool, bookmark: Bookmark | None = None
+    ) -> Iterator[StreamRow]:
         """Rows of `epoch` from sample `start` on, with bookmarks; entered by `bookmark` where it was made there.
 
         A `private` pass leaves the lasting workers alone, and makes no bookmarks.
@@ -150,7 +152,7 @@ class StreamReader:
         workers: int,
         bookmark: Bookmark | None = None,
         keep: bool = False,
-    ) -> Iterator[tuple[int, Row]]:
+    ) -> Iterator[tuple[int, StreamRow]]:
         """Rows `worker`, `worker + workers`, ... of `epoch` from sample `start` on, numbered.
 
         Args:
@@ -203,13 +205,13 @@ class StreamReader:
             if len(samples) < size:
                 return
 
-    def _own(self, samples: list[Any], position: int, place: Place | None) -> _Raw:
+    def _own(self, samples: list[Any], position: int, place: StreamPlace | None) -> _Raw:
         low, high = share(len(samples), self._world, self._rank)
         ids = list(range(position + low, position + high))
         own, head = samples[low:high] or samples[:1], samples[:WITNESSES]
         return _Raw(ids, own, head, position, position + len(samples), place)
 
-    def _collated(self, raw: _Raw, epoch: int, marks: list[int], following: _Raw | None) -> Row:
+    def _collated(self, raw: _Raw, epoch: int, marks: list[int], following: _Raw | None) -> StreamRow:
         bookmark = None
         if raw.place is not None and following is not None:
             bookmark = raw.place.bookmark(epoch, raw.end, following.head)
@@ -224,7 +226,7 @@ class StreamReader:
             except Exception as error:
                 error.add_note(f"raised while collating the samples {raw.ids[:16]} of the stream")
                 raise
-        return Row(raw.ids, batch, raw.end, following is None, marks, bookmark)
+        return StreamRow(raw.ids, batch, raw.end, following is None, marks, bookmark)
 
 
 def can_be_read_once(name: str, epoch: int) -> str:
@@ -247,7 +249,7 @@ class _WorkerStream(IterableDataset[Any]):
     def seek(self, epoch: int, start: int) -> None:
         self._at[0], self._at[1] = epoch, start
 
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
+    def __iter__(self) -> Iterator[tuple[int, StreamRow]]:
         if self._place is None:
             info = get_worker_info()
             assert info is not None

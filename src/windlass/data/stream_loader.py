@@ -14,7 +14,7 @@ from windlass.data.bookmark import Bookmark, belongs
 from windlass.data.group import Group
 from windlass.data.loader import Loader
 from windlass.data.same_stream import NoSampleError, begin_together, splits_itself
-from windlass.data.stream import Row, StreamReader, StreamRows
+from windlass.data.stream import StreamReader, StreamRow, StreamRows
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
@@ -26,7 +26,7 @@ class _Held(NamedTuple):
 
     epoch: int
     start: int
-    rows: Iterator[Row]
+    rows: Iterator[StreamRow]
 
 
 class StreamLoader(Loader):
@@ -69,7 +69,7 @@ class StreamLoader(Loader):
         self._compare_due = True
         if not position:
             self._held = _Held(
-                self.epoch, self.consumed, self._opened(self.epoch, self.consumed, self._fixed_epoch)
+                self.epoch, self.consumed, self._opened(self.epoch, self.consumed, self.passes_alike)
             )
 
     @property
@@ -138,7 +138,7 @@ class StreamLoader(Loader):
     def _reseed(self, seed: int) -> None:
         self._stream.reseed(seed)
 
-    def _opened(self, epoch: int, start: int, private: bool) -> Iterator[Row]:
+    def _opened(self, epoch: int, start: int, private: bool) -> Iterator[StreamRow]:
         """The rows of a pass; where ranks are to be compared first, the first row has been read."""
         held, self._held = self._held, None
         if held is not None and (held.epoch, held.start) == (epoch, start):
@@ -148,10 +148,10 @@ class StreamLoader(Loader):
         self._compare_due = False
         own = self._rows(own_parts=True)
 
-        def begin(own_parts: bool) -> Iterator[Row]:
+        def begin(own_parts: bool) -> Iterator[StreamRow]:
             return (own if own_parts else self._stream).rows(epoch, start, private, self._bookmark)
 
-        own_parts, rows = begin_together(begin, self._gang, self.dataset, may_be_empty=self._fixed_epoch)
+        own_parts, rows = begin_together(begin, self._gang, self.dataset, may_be_empty=self.passes_alike)
         if own_parts and start:
             raise DataError(
                 f"the ranks read different samples behind sample {start} of {type(self.dataset).__name__}, where the "
@@ -163,10 +163,10 @@ class StreamLoader(Loader):
         return rows
 
     def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
-        rows: list[Row] = []
+        rows: list[StreamRow] = []
         before = start
         # A part of an evaluation set may be empty.
-        empty = contextlib.suppress(NoSampleError) if self._own_parts and self._fixed_epoch else _NOTHING
+        empty = contextlib.suppress(NoSampleError) if self._own_parts and self.passes_alike else _NOTHING
         with empty:
             for row in self._opened(epoch, start, private):
                 rows.append(row)
@@ -175,7 +175,7 @@ class StreamLoader(Loader):
                     yield self._group(rows, before, epoch)
                     rows, before = [], row.end
 
-    def _check_size(self, row: Row, start: int) -> None:
+    def _check_size(self, row: StreamRow, start: int) -> None:
         size = _size(self.dataset)
         if row.last and self._own_parts and not start and size is not None and row.end < size:
             logger.warning(
@@ -183,7 +183,7 @@ class StreamLoader(Loader):
                 f"__len__ says {size}. Let __len__ count this rank's samples alone: the run's length follows from it"
             )
 
-    def _group(self, rows: list[Row], before: int, epoch: int) -> Group:
+    def _group(self, rows: list[StreamRow], before: int, epoch: int) -> Group:
         own = [row for row in rows if row.ids]
         end, last, bookmark = rows[-1].end, rows[-1].last, rows[-1].bookmark
         return Group(

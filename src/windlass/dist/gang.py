@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -16,9 +17,9 @@ from torch import Tensor
 from windlass.core.device import backend_for
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, waiting
-from windlass.dist.exchange import gather_json
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.watchdog import watch
+from windlass.dist.wire import Streamed, gather, own_stream, stream
 
 
 class Pending(Protocol):
@@ -97,12 +98,20 @@ class Gang:
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Values are what JSON can carry; they never pass through pickle."""
+        """Every rank's value, in rank order. Values are what `dist/wire.py` can carry; they are never pickled.
+
+        Raises:
+            DataError: on all ranks: the value of one of them cannot be sent.
+        """
         return [value]
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value."""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`; those of other ranks are not looked at. Raises as `gather_objects` does."""
         return value
+
+    def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
+        """Every rank's tensors one after another, in rank order (`wire.stream`); empties `tensors` as it goes."""
+        return own_stream(tensors)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -147,10 +156,13 @@ class ProcessGang(Gang):
 
     def gather_objects(self, value: Any) -> list[Any]:
         with waiting("gather objects"):
-            return gather_json(value, self._host)
+            return gather(value, self._host)
 
-    def broadcast_object(self, value: Any) -> Any:
-        return self.gather_objects(value if self.rank == 0 else None)[0]
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return self.gather_objects(value if self.rank == source else None)[source]
+
+    def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
+        return stream(tensors, self._host)
 
     def barrier(self) -> None:
         with waiting("barrier"):

@@ -17,59 +17,8 @@ from torch import Tensor
 
 from windlass.core.device import choose_device
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.trees import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_namedtuple,
-    is_tensor_information,
-    is_torch_tensor,
-    listify,
-    pad_input_tensors,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-    tensors_of,
-    with_tensors,
-)
+from windlass.core.trees import tensors_of, with_tensors
 from windlass.dist.gang import Gang, current
-from windlass.dist.objects import collect, hand_out
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "broadcast",
-    "broadcast_object_list",
-    "check_operations",
-    "concatenate",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
 
 _REDUCTIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -115,7 +64,7 @@ def gather_object(object: Any, *, gang: Gang | None = None) -> Any:
     """The lists of all processes, joined in rank order. With one process, the object itself.
 
     Raises:
-        DataError: a value that only this process could read (see `dist/objects.py`), or something that is no list.
+        DataError: a value that cannot be sent (see `dist/wire.py`), or something that is not a list.
     """
     gang = gang or current()
     if gang.size == 1:
@@ -124,7 +73,7 @@ def gather_object(object: Any, *, gang: Gang | None = None) -> Any:
         raise DataError(
             f"gather_object joins lists; it was given a {type(object).__name__}: wrap it in a list"
         )
-    return [item for part in collect(object, gang) for item in part]
+    return [item for part in gang.gather_objects(object) for item in part]
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -> Any:
@@ -133,8 +82,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
     own = tensors_of(tensor, "broadcast")
     if gang.size == 1:
         return tensor
-    if not 0 <= from_process < gang.size:
-        raise DataError(f"broadcast: there is no process {from_process}; there are {gang.size}, from 0 on")
+    _check_source("broadcast", from_process, gang)
     if _checking:
         _kinds_everywhere(own, gang, "broadcast")
     for part in own:
@@ -151,9 +99,11 @@ def broadcast_object_list(
     """Replace the items of the list, in place, by those of process `from_process`.
 
     Raises:
-        DataError: a value that only that process could read, named (see `dist/objects.py`).
+        DataError: a value that cannot be sent, named (see `dist/wire.py`).
     """
-    object_list[:] = hand_out(list(object_list), from_process, gang or current())
+    gang = gang or current()
+    _check_source("broadcast_object_list", from_process, gang)
+    object_list[:] = gang.broadcast_object(list(object_list), from_process)
     return object_list
 
 
@@ -211,7 +161,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = 
         DataError: no process has one, or several have.
     """
     gang = gang or current()
-    said = collect(None if tensor is None else [*_kind(tensor), tensor.device.type], gang)
+    said = gang.gather_objects(None if tensor is None else [*_kind(tensor), tensor.device.type])
     owners = [rank for rank, kind in enumerate(said) if kind is not None]
     if len(owners) != 1:
         raise DataError(
@@ -223,6 +173,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = 
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
     copied: Tensor = broadcast(tensor, owners[0], gang=gang)
     return copied
+
+
+def _check_source(operation: str, process: int, gang: Gang) -> None:
+    if not 0 <= process < gang.size:
+        raise DataError(f"{operation}: there is no process {process}; there are {gang.size}, counted from 0")
 
 
 def _group(tensor: Tensor, gang: Gang) -> Any:

@@ -17,12 +17,13 @@ import torch
 
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree, telling_others
 from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
-from windlass.metrics.gather import EvalGroup, SoloGroup, agree, telling_others
-from windlass.metrics.nested import batch_size_of
-from windlass.metrics.rows import OrderLog, RowStore
+from windlass.metrics.kept_rows import OrderLog, RowStore
 
 logger = get_logger(__name__)
 
@@ -98,7 +99,7 @@ def evaluation_loop(
     request: EvalRequest,
     *,
     weigh: Callable[[Any], float],
-    group: EvalGroup | None = None,
+    gang: Gang | None = None,
     in_step: bool = False,
     on_batch: Callable[[], None] = lambda: None,
 ) -> EvalLoopOutput:
@@ -110,7 +111,7 @@ def evaluation_loop(
         predict_step: what the model makes of a batch, without gradients.
         request: what is wanted of it.
         weigh: number of targets in a batch, on the host: the weight of its mean loss.
-        group: the ranks; a world of one by default.
+        gang: the ranks; a world of one by default.
         in_step: every forward needs all ranks. One that fails then tells nobody, for the others wait for it in a
             forward, where they hear nothing else: they are let go when its process ends.
         on_batch: called after each batch of this rank.
@@ -126,7 +127,7 @@ def evaluation_loop(
         ConfigError: `compute_metrics` returns no dict.
         PeerError: another rank failed.
     """
-    ranks = SoloGroup() if group is None else group
+    ranks = gang or Gang()
     run = _Evaluation(request, weigh, ranks)
     with contextlib.nullcontext() if in_step else telling_others(ranks):
         # Closed before anything is told: ranks may be answering each other between batches.
@@ -150,17 +151,17 @@ def closing_if_possible(batches: Any) -> AbstractContextManager[Any]:
 class _Evaluation:
     """One evaluation on this rank: what it counts, and what it keeps."""
 
-    def __init__(self, request: EvalRequest, weigh: Callable[[Any], float], group: EvalGroup) -> None:
+    def __init__(self, request: EvalRequest, weigh: Callable[[Any], float], gang: Gang) -> None:
         self._request = request
         self._weigh = weigh
-        self._group = group
+        self._gang = gang
         self._loss = MeanLoss()
         self._samples = 0
         self._batches = 0
         self._said_heavy = False
         self._order = OrderLog()
         self._kept = {name: RowStore(name, request.concat) for name in _kept_fields(request)}
-        self.batch_metrics = _batch_metrics(request, group)
+        self.batch_metrics = _batch_metrics(request, gang)
 
     def step(self, predict_step: PredictStep, ids: list[int], batch: Any) -> None:
         # All that is read of the batch is read before the step: a loss may take labels out of it.
@@ -223,14 +224,14 @@ class _Evaluation:
 
     def conclude(self, totals: dict[str, Any], batchwise: dict[str, Any] | None) -> EvalLoopOutput:
         """Meet the other ranks: totals first, then whatever was kept."""
-        messages = agree(self._group, totals)
+        messages = agree(self._gang, totals)
         if not sum(message["batches"] for message in messages):
             raise DataError("the evaluation data is empty: no batch came on any rank")
         loss = mean_of([message["loss"] for message in messages])
         fields = self._gathered()
-        with telling_others(self._group):
+        with telling_others(self._gang):
             metrics = self._metrics(fields) if batchwise is None else batchwise
-        agree(self._group, {})  # no rank goes on while another stands still with an error of its metrics
+        agree(self._gang, {})  # no rank goes on while another stands still with an error of its metrics
         return EvalLoopOutput(
             predictions=fields["predictions"],
             label_ids=fields["label_ids"],
@@ -241,8 +242,8 @@ class _Evaluation:
     def _gathered(self) -> Fields:
         fields: Fields = dict.fromkeys(FIELDS)
         if self._kept:
-            order = self._order.exchange(self._group)
-            fields |= {name: store.gather(order, self._group) for name, store in self._kept.items()}
+            order = self._order.exchange(self._gang)
+            fields |= {name: store.gather(order, self._gang) for name, store in self._kept.items()}
         return fields
 
     def _metrics(self, fields: Fields) -> dict[str, Any]:
@@ -267,10 +268,10 @@ def _measurable(fields: Fields, request: EvalRequest) -> bool:
     return True
 
 
-def _batch_metrics(request: EvalRequest, group: EvalGroup) -> BatchMetrics | NoBatchMetrics:
+def _batch_metrics(request: EvalRequest, gang: Gang) -> BatchMetrics | NoBatchMetrics:
     if not (request.batch_metrics and request.compute_metrics):
         return NoBatchMetrics()
-    return BatchMetrics(request.compute_metrics, lambda fields: _measurable(fields, request), group)
+    return BatchMetrics(request.compute_metrics, lambda fields: _measurable(fields, request), gang)
 
 
 def _kept_fields(request: EvalRequest) -> list[str]:

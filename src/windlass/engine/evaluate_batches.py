@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
+from windlass.core.trees import Spec, map_leaves, unflatten
 from windlass.core.types import EvalPrediction
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree
 from windlass.metrics.evaluation import checked_metrics
-from windlass.metrics.gather import EvalGroup, agree
-from windlass.metrics.nested import Spec, flatten, map_tensors, pad_concat, unflatten
+from windlass.metrics.joining import pad_concat, take_apart
 
 Fields = dict[str, Any]
 
@@ -40,15 +42,15 @@ class BatchMetrics:
     Args:
         compute_metrics: the user's function.
         measurable: whether a round's fields can be measured; raises where they should be and cannot.
-        group: the ranks.
+        gang: the ranks.
     """
 
     def __init__(
-        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], group: EvalGroup
+        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], gang: Gang
     ) -> None:
         self._compute = compute_metrics
         self._measurable = measurable
-        self._group = group
+        self._gang = gang
         self._waiting: Fields | None = None
         self._device = torch.device("cpu")
         self._result: dict[str, Any] = {}
@@ -57,7 +59,7 @@ class BatchMetrics:
         """Take this rank's next batch."""
         if self._waiting is not None:
             self._round(more=True)
-        self._waiting = {name: map_tensors(tree, _kept) for name, tree in fields.items()}
+        self._waiting = {name: map_leaves(_kept, tree) for name, tree in fields.items()}
 
     def finish(self) -> dict[str, Any]:
         """Take part in rounds until every rank has run out; the metrics of the last one."""
@@ -68,8 +70,8 @@ class BatchMetrics:
     def _round(self, *, more: bool) -> bool:
         """One round over all ranks. Returns whether any rank has a further batch."""
         fields, self._waiting = self._waiting, None
-        spec, leaves = flatten(fields)
-        messages = agree(self._group, {"spec": spec, "more": more})
+        spec, leaves = take_apart(fields)
+        messages = agree(self._gang, {"spec": spec, "more": more})
         others_more = any(message["more"] for message in messages)
         joined = self._joined([message["spec"] for message in messages], leaves)
         if joined is not None and self._measurable(joined):
@@ -90,7 +92,7 @@ class BatchMetrics:
         if leaves:
             self._device = leaves[0].device
         parts: dict[int, list[Tensor]] = {}
-        for _, index, tensor in self._group.stream(leaves):
+        for _, index, tensor in self._gang.stream(leaves):
             parts.setdefault(index, []).append(tensor.to(self._device))
         tree = unflatten(seen[0], [pad_concat(parts[index]) for index in sorted(parts)])
         assert isinstance(tree, dict)

@@ -5,43 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.core.types import State
-from windlass.data.group import Group
-from windlass.dist.gang import Gang, Pending
+from windlass.data.group import Group, GroupSource
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import Lockstep, Round
 from windlass.metrics.tokens import rows
 
-_Fetched = tuple[Group, list[float], list[int], Pending]
 
+class _Counted(NamedTuple):
+    """A group of this rank, with the targets and samples of each of its micro-batches."""
 
-class GroupSource(Protocol):
-    """What the loop takes data from: `data.loader.Loader`, or a user's own loader in `data.foreign`."""
-
-    def groups(self, accumulation: int) -> Iterator[Group]: ...
-
-    def groups_per_epoch(self, accumulation: int) -> int | None: ...
-
-    def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` to the end of its epoch, in the sizes of this run; None where nobody knows."""
-        ...
-
-    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """The position behind so many updates of `epoch`, for a run that another program began."""
-        ...
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`, unless a restored position already lies in it."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
+    group: Group
+    targets: list[float]
+    samples: list[int]
 
 
 @dataclass(slots=True)
-class Portion:
+class UpdateBatch:
     """One update's data on this rank, and what it weighs among all ranks.
 
     Attributes:
@@ -105,7 +88,7 @@ class Feed:
         self._inspected = False
         self._position: State = {}
         self._groups: Iterator[Group] = iter(())
-        self._ahead: _Fetched | None = None
+        self._rounds = Lockstep[_Counted](gang)
         # The source's position before and behind the portion that was given last.
         self._before: State = {}
         self._behind: State = {}
@@ -126,38 +109,30 @@ class Feed:
         if position:
             self._source.load_state_dict(position)
 
-    def epoch(self, number: int) -> Generator[Portion, None, None]:
+    def epoch(self, number: int) -> Generator[UpdateBatch, None, None]:
         """The updates that are left of epoch `number`."""
-        self._ahead = self._fetch(self._open(number))
+        self._fetch(self._open(number))
         try:
-            while self._ahead is not None:
-                yield self._take(self._ahead)
+            while self._rounds.under_way:
+                yield self._take()
         finally:
-            # The epoch may be left early, on all ranks: an exchange left under way could outlive the process group.
-            self._let_go()
+            self._rounds.close()  # the epoch may be left early, on all ranks
             self._groups = iter(())  # workers that read for this epoch alone end with it
 
-    def again(self, accumulation: int) -> Portion:
+    def again(self, accumulation: int) -> UpdateBatch:
         """What was given last, read anew in so many micro-batches, as the source cuts them now. In a world of one."""
-        self._let_go()
+        self._rounds.close()
         self._behind = self._before
         self._reopen(accumulation)
-        ahead = self._fetch(None)
-        assert ahead is not None, "it was there before"
-        return self._take(ahead)
+        self._fetch(None)
+        return self._take()
 
-    def _take(self, ahead: _Fetched) -> Portion:
+    def _take(self) -> UpdateBatch:
         """The portion that was fetched ahead; the one behind it is fetched now."""
-        self._ahead = None  # should fetching fail, nothing is under way
-        current = self._portion(*ahead)
+        current = self._portion(self._rounds.end())
         self._before, self._behind = self._behind, current.group.position
-        self._ahead = self._fetch(None if current.last else current.group)
+        self._fetch(None if current.last else current.group)
         return current
-
-    def _let_go(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[-1].wait()
 
     def _open(self, number: int) -> Group | None:
         """Begin the epoch; gives a group to fill in with where the position restored lies behind this rank's."""
@@ -178,12 +153,12 @@ class Feed:
         self._source.load_state_dict(self._behind)
         self._groups = self._source.groups(accumulation)
 
-    def _fetch(self, spare: Group | None) -> _Fetched | None:
-        """The next group; where this rank has none left, `spare` as a filler."""
+    def _fetch(self, spare: Group | None) -> None:
+        """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
         group = next(self._groups, None)
         if group is None:
             if spare is None:
-                return None
+                return
             group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
         if not self._inspected:
             group = self._inspect(group)
@@ -199,8 +174,10 @@ class Feed:
         signals = counts.signals()
         # How many ranks have a k-th micro-batch: the sums tell how many micro-batches the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
-        totals = [sum(targets), sum(samples), tokens, positions, float(not group.last_in_epoch)]
-        return group, targets, samples, self._gang.start_sum([*totals, *present, *signals])
+        totals = [sum(targets), sum(samples), tokens, positions]
+        self._rounds.begin(
+            _Counted(group, targets, samples), not group.last_in_epoch, [*totals, *present, *signals]
+        )
 
     def _inspect(self, group: Group) -> Group:
         """The first group, in the micro-batches in which whoever looks at it can."""
@@ -210,10 +187,11 @@ class Feed:
         self._inspected = True
         return group
 
-    def _portion(self, group: Group, targets: list[float], samples: list[int], totals: Pending) -> Portion:
-        weight, total, tokens, positions, going_on, *more = totals.wait()
-        if group.samples and 0 < going_on < self._gang.size:
-            raise DataError(_ENDS_APART.format(self._gang.size - int(going_on), self._gang.size))
+    def _portion(self, told: Round[_Counted]) -> UpdateBatch:
+        group, targets, samples = told.item
+        weight, total, tokens, positions, *more = told.sums
+        if group.samples and 0 < told.going_on < self._gang.size:
+            raise DataError(_ENDS_APART.format(self._gang.size - told.going_on, self._gang.size))
         width = self._accumulation if self._in_step else 0
         present, signals = more[:width], more[width:]
         missing = sum(ranks > 0 for ranks in present) - len(group.batches)
@@ -222,4 +200,6 @@ class Feed:
             again = [copy.copy(group.batches[0]) for _ in range(missing)]
             group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
             targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
-        return Portion(group, targets, samples, weight, total, tokens, positions, going_on == 0, signals)
+        return UpdateBatch(
+            group, targets, samples, weight, total, tokens, positions, not told.going_on, signals
+        )

@@ -18,7 +18,7 @@ from windlass.core.types import State
 from windlass.data.group import Group
 from windlass.dist.beacon import AFTER, beacon
 from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
-from windlass.engine.feed import Feed, Portion
+from windlass.engine.feed import Feed, UpdateBatch
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
 logger = get_logger(__name__)
@@ -79,7 +79,7 @@ class LoopHooks(StepHooks, Protocol):
 
     def set_learning_rate(self, step: int) -> None: ...
 
-    def update_applied(self, portion: Portion, applied: bool) -> None:
+    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
         """One update was made from this data, or skipped."""
         ...
 
@@ -133,14 +133,11 @@ class Loop:
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
+        self._own_position: State | None = None
         self._epoch_open = False
         self._data_spent = False
         self._extra_epochs = 0
         self._updates_per_epoch: int | None = None
-
-    def adopt_state(self, state: TrainerState) -> None:
-        """Continue the progress of a resumed run."""
-        self._state = state
 
     def run(self) -> None:
         """All that is left of the run."""
@@ -169,7 +166,7 @@ class Loop:
             logger.warning("the data gave no update in epoch %d: training stops here", self._epoch)
         self._close_epoch()
 
-    def _portions(self) -> Generator[Portion, None, None]:
+    def _portions(self) -> Generator[UpdateBatch, None, None]:
         """The data that is left of the epoch."""
         if self._ends_at_once:
             return
@@ -201,7 +198,7 @@ class Loop:
         self._hooks.epoch_end(complete)
         self._hooks.due()
 
-    def _update(self, portion: Portion) -> None:
+    def _update(self, portion: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
         hooks.control.new_step()
@@ -219,7 +216,7 @@ class Loop:
         hooks.step_end()
         hooks.due()
 
-    def _made(self, portion: Portion) -> tuple[Portion, StepResult]:
+    def _made(self, portion: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
         """The update; where memory does not hold its micro-batches, that of the same samples in smaller ones."""
         while True:
             try:
@@ -231,7 +228,7 @@ class Loop:
             portion = self._feed.again(self._hooks.shrink())
             self._seed_step(self._state.global_step)
 
-    def _request(self, portion: Portion) -> StepRequest:
+    def _request(self, portion: UpdateBatch) -> StepRequest:
         options = self._options
         return StepRequest(
             portion.denominator
@@ -244,7 +241,7 @@ class Loop:
             empty=portion.denominator == 0,
         )
 
-    def _advance(self, portion: Portion) -> None:
+    def _advance(self, portion: UpdateBatch) -> None:
         self._state.global_step += 1
         self._updates_in_epoch += 1
         self._position = portion.group.position
@@ -286,7 +283,7 @@ class Loop:
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _rolled_back(self, portion: Portion, result: StepResult) -> bool:
+    def _rolled_back(self, portion: UpdateBatch, result: StepResult) -> bool:
         """Look whether the update was finite; gives whether it was not, and the run went back for it."""
         suspect = Suspect(self._state.global_step, portion.group, result.losses, result.applied)
         if portion.denominator == 0 and not result.applied:
@@ -328,6 +325,10 @@ class Loop:
         """Where this rank's data goes on; ranks with loaders of their own stand at different places."""
         return self._position
 
+    def go_on_from(self, position: State) -> None:
+        """Set where this rank's data goes on, before `load_state_dict`, whose position is the main process's."""
+        self._own_position = position
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
@@ -345,7 +346,8 @@ class Loop:
     def load_state_dict(self, state: State) -> None:
         self._epoch, self._updates_in_epoch = state["epoch"], state["updates_in_epoch"]
         self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
-        self._position, self._extra_epochs = state["position"], state["extra_epochs"]
+        own, self._own_position = self._own_position, None
+        self._position, self._extra_epochs = state["position"] if own is None else own, state["extra_epochs"]
         self._hooks.control.should_epoch_stop = state["epoch_stopped"]
         self._feed.restore(self._position)
         if (

@@ -12,8 +12,8 @@ from torch import Tensor
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
+from windlass.core.trees import detach
 from windlass.core.types import LossTerms
-from windlass.metrics.nested import nested_detach
 
 logger = get_logger(__name__)
 
@@ -148,7 +148,7 @@ def labels_of(batch: Mapping[str, Any], label_names: Sequence[str]) -> Any:
     labels = tuple(batch.get(name) for name in label_names)
     if not labels or any(label is None for label in labels):
         return None
-    return nested_detach(labels[0] if len(labels) == 1 else labels)
+    return detach(labels[0] if len(labels) == 1 else labels)
 
 
 def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = ()) -> tuple[Any, Any]:
@@ -175,8 +175,8 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
         parts = list(outputs[1:] if has_loss else outputs)
     else:
         loss, parts = None, [outputs]
-    predictions = tuple(nested_detach(part) for part in parts if part is not None)
-    return nested_detach(loss), _unwrapped(predictions)
+    predictions = tuple(detach(part) for part in parts if part is not None)
+    return detach(loss), _unwrapped(predictions)
 
 
 def _unwrapped(parts: tuple[Any, ...]) -> Any:

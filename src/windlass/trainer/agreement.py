@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from windlass.checkpoint.background import Counters
+from windlass.dist.gang import Gang
+from windlass.trainer.interruption import Interruption
+from windlass.trainer.run_saver import RunSaver
 
 
 class Signals(NamedTuple):
@@ -21,3 +27,46 @@ class Signals(NamedTuple):
     written: float = 0.0
     settled: float = 0.0
     failed: float = 0.0
+
+
+class Agreement:
+    """Collects this rank's signals, and applies what all ranks agreed on.
+
+    Attributes:
+        clock_asks: by the last exchange, the clock asks for a checkpoint.
+        save_due: so it does, and there is something new to save.
+    """
+
+    def __init__(self, gang: Gang, interruption: Interruption, saver: RunSaver) -> None:
+        self._gang, self._interruption, self._saver = gang, interruption, saver
+        self.clock_asks = self.save_due = False
+        self._saved_step = 0
+
+    def own(self) -> Signals:
+        """This rank's signals."""
+        due = self._gang.rank == 0 and self._saver.is_due()
+        interruption = self._interruption
+        return Signals(
+            interruption.stop_requested, interruption.preemption_requested, due, *self._saver.counters()
+        )
+
+    def apply(self, sums: Sequence[float], step: int) -> Signals:
+        """Take note of what all ranks know by now.
+
+        Args:
+            sums: their signals, added up.
+            step: the present one.
+        """
+        told = Signals(*sums)
+        self._interruption.agree_preemption(told.leave)
+        if self._saver.busy:
+            self._saver.agreed(Counters(told.written, told.settled, told.failed))
+        self.clock_asks = told.save_due > 0
+        # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
+        # of the clock does not replace.
+        self.save_due = self.clock_asks and step - self._saved_step > 1 and not self._saver.busy
+        return told
+
+    def saved(self, step: int) -> None:
+        """A save of this step begins, or the run was resumed from one."""
+        self.save_due, self._saved_step = False, step

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.core.trees import tensors_in
 from windlass.data.group import Group
-from windlass.data.nested import tensors_of
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.loop import Suspect, nonfinite_at
@@ -18,7 +18,7 @@ from windlass.engine.loop import Suspect, nonfinite_at
 _SHOWN = 16
 
 
-class _Found(NamedTuple):
+class _RankFindings(NamedTuple):
     """What a rank knows of its own part of an update.
 
     Attributes:
@@ -34,9 +34,9 @@ class _Found(NamedTuple):
     unnamed: list[int]
 
 
-def who_is_to_blame(suspect: Suspect, gang: Gang) -> str:
+def find_nonfinite_samples(suspect: Suspect, gang: Gang) -> str:
     """What is known of the samples of an update, those of all ranks, in words. Collective."""
-    ranks = [_Found(*told) for told in gang.gather_objects(list(_look(suspect)))]
+    ranks = [_RankFindings(*told) for told in gang.gather_objects(list(_look(suspect)))]
     what = nonfinite_at(suspect.step, [batch for found in ranks for batch in found.ids])
     details = [
         _told("not finite in the data themselves", "sample", ranks, lambda found: found.data),
@@ -57,7 +57,9 @@ def overflow_alone(result: StepResult, gang: Gang) -> bool:
     return float(gang.sum(broken)) == 0
 
 
-def _told(what: str, unit: str, ranks: list[_Found], pick: Callable[[_Found], list[int]]) -> str:
+def _told(
+    what: str, unit: str, ranks: list[_RankFindings], pick: Callable[[_RankFindings], list[int]]
+) -> str:
     """The numbers that `pick` takes from each rank's findings; with the rank, where there are several."""
     parts = []
     for rank, found in enumerate(ranks):
@@ -69,10 +71,10 @@ def _told(what: str, unit: str, ranks: list[_Found], pick: Callable[[_Found], li
     return f"{what}: {', '.join(parts)}" if parts else ""
 
 
-def _look(suspect: Suspect) -> _Found:
+def _look(suspect: Suspect) -> _RankFindings:
     group = suspect.group
     if group.filler:
-        return _Found([], [], [], [])
+        return _RankFindings([], [], [], [])
     data = _broken(group)
     loss: list[int] = []
     unnamed: list[int] = []
@@ -81,14 +83,14 @@ def _look(suspect: Suspect) -> _Found:
             continue
         loss += ids
         unnamed += [] if ids else [number]
-    return _Found(group.ids, data, loss, unnamed)
+    return _RankFindings(group.ids, data, loss, unnamed)
 
 
 def _broken(group: Group) -> list[int]:
     """The samples of this rank that hold NaN or an infinity as they come from the data."""
     found = []
     for ids, batch in zip(group.ids, group.batches, strict=True):
-        columns = [c for c in tensors_of(batch) if c.is_floating_point() and c.ndim and len(c) == len(ids)]
+        columns = [c for c in tensors_in(batch) if c.is_floating_point() and c.ndim and len(c) == len(ids)]
         found += [
             index for row, index in enumerate(ids) if any(_is_broken(column[row]) for column in columns)
         ]

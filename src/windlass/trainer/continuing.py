@@ -23,114 +23,104 @@ from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
-from windlass.engine.feed import GroupSource
+from windlass.data.group import GroupSource
+from windlass.dist.gang import Gang
+from windlass.engine.executor import Executor
+from windlass.engine.loop import Loop
 from windlass.optim.groups import decay_parameter_names
-from windlass.optim.schedule import FactorSchedule
-from windlass.trainer.saving import SavingMixin
+from windlass.optim.schedule import FactorSchedule, Schedule
 
 logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a foreign run stands in this run's data: so many updates behind the beginning of an epoch."""
+class ForeignPlace:
+    """Where a foreign run is in this run's data: so many updates after the beginning of an epoch."""
 
     epoch: int
     updates: int
     per_epoch: int | None
     position: State
 
-
-class ContinuingMixin(SavingMixin):
-    """Checkpoints of transformers' Trainer."""
-
-    _foreign_place: _Place | None = None
-
-    def _find_foreign(self, store: Store, which: Literal[True] | str) -> ForeignCheckpoint | None:
-        """The checkpoint of transformers' Trainer that `resume_from_checkpoint` means, None where it means none. The
-        main process looks, and every rank opens what it found; all of them call it.
-        """
-        found, problem = None, None
-        if self.is_world_process_zero():
-            try:
-                folder = find_foreign(store, which)
-                found = None if folder is None else str(folder)
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-        found, problem = self._gang.broadcast_object([found, problem])
-        opened = None
-        if found is not None:
-            try:
-                opened = open_foreign(Path(found))
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-        problems = [told for told in self._gang.gather_objects(problem) if told is not None]
-        if problems:
-            raise CheckpointError(problems[0])
-        return opened
-
-    def _foreign_progress(self, checkpoint: ForeignCheckpoint, source: GroupSource) -> Progress | None:
-        """Find the run's place in this run's data; gives what it amounts to where updates had another size there."""
-        accumulation = self._update_size.accumulation
-        place = _find_place(checkpoint, source, accumulation)
-        self._foreign_place = place
-        if place.per_epoch is None:
+    def progress(self, step: int) -> Progress | None:
+        """What `step` updates amount to here, if updates had another size there."""
+        if self.per_epoch is None:
             return None
-        amounts_to = place.epoch * place.per_epoch + place.updates
-        return None if amounts_to == checkpoint.step else Progress(checkpoint.step, amounts_to)
-
-    def _restore_foreign(self, checkpoint: ForeignCheckpoint) -> None:
-        """Optimizer, schedule, loss scaler and the position in the data; randomness begins anew, by this run's seed.
-
-        Raises:
-            CheckpointError: a part is missing, or does not fit.
-        """
-        run = self._run
-        place = self._foreign_place
-        assert self.optimizer is not None, "a run that steps has an optimizer"
-        assert place is not None, "the place was found before the plan was made"
-        ours = isinstance(run.schedule, FactorSchedule)
-        checkpoint.load_divided_optimizer(self.optimizer, self.model, self._divisions(), with_rates=not ours)
-        if ours:
-            run.schedule.load_state_dict({"step": checkpoint.step})
-            _compare_rates(run.schedule, checkpoint)
-        else:
-            run.schedule.load_state_dict(_required(checkpoint, SCHEDULE_NAME))
-        run.executor.load_state_dict({"scaler": _scaler_state(checkpoint.plain(SCALER_NAME))})
-        run.loop.load_state_dict(_loop_state(place))
-        run.unfinished = {}
-        run.seed_step.start(checkpoint.step)
-        self._newest_checkpoint, self._rollbacks = None, 0
-        logger.warning(
-            "continuing from %s, which transformers' Trainer wrote, at step %d, %d updates into epoch %d. From here on "
-            "the order of samples is this Trainer's, and random generators begin by this run's seed: nothing of either "
-            "is taken from there. The next save is one of Windlass",
-            checkpoint.folder, checkpoint.step, place.updates, place.epoch,
-        )  # fmt: skip
-
-    def _divisions(self) -> list[Division]:
-        """How the parameters may have been put into groups there: as this run does, as transformers does, in one."""
-        assert self.optimizer is not None
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        by_id = {id(parameter): name for name, parameter in trained.items()}
-        present = [
-            [by_id[id(p)] for p in group["params"] if id(p) in by_id] for group in self.optimizer.param_groups
-        ]
-        decaying = set(decay_parameter_names(self.model, norms=(nn.LayerNorm,)))
-        theirs = [
-            [name for name in trained if name in decaying],
-            [name for name in trained if name not in decaying],
-        ]
-        return [present, theirs, [list(trained)]]
+        amounts_to = self.epoch * self.per_epoch + self.updates
+        return None if amounts_to == step else Progress(step, amounts_to)
 
 
-def _find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation: int) -> _Place:
+def find_foreign_on_all(gang: Gang, store: Store, which: Literal[True] | str) -> ForeignCheckpoint | None:
+    """The checkpoint of transformers' Trainer that `resume_from_checkpoint` means, None if it means none. The main
+    process looks, and every rank opens what it found. Collective.
+    """
+    found, problem = None, None
+    if gang.rank == 0:
+        try:
+            folder = find_foreign(store, which)
+            found = None if folder is None else str(folder)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    found, problem = gang.broadcast_object([found, problem])
+    opened = None
+    if found is not None:
+        try:
+            opened = open_foreign(Path(found))
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    problems = [told for told in gang.gather_objects(problem) if told is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    return opened
+
+
+def restore_foreign(
+    checkpoint: ForeignCheckpoint, place: ForeignPlace, model: nn.Module, optimizer: torch.optim.Optimizer,
+    schedule: Schedule, executor: Executor, loop: Loop,
+) -> None:  # fmt: skip
+    """Restore optimizer, schedule, loss scaler and the position in the data; randomness begins by this run's seed.
+
+    Raises:
+        CheckpointError: a part is missing, or does not fit.
+    """
+    ours = isinstance(schedule, FactorSchedule)
+    checkpoint.load_divided_optimizer(optimizer, model, _divisions(optimizer, model), with_rates=not ours)
+    if isinstance(schedule, FactorSchedule):
+        schedule.load_state_dict({"step": checkpoint.step})
+        _compare_rates(schedule, checkpoint)
+    else:
+        schedule.load_state_dict(_required(checkpoint, SCHEDULE_NAME))
+    executor.load_state_dict({"scaler": _scaler_state(checkpoint.plain(SCALER_NAME))})
+    loop.load_state_dict(_loop_state(place))
+    logger.warning(
+        "continuing from %s, which transformers' Trainer wrote, at step %d, %d updates into epoch %d. From here on "
+        "the order of samples is this Trainer's, and random generators begin by this run's seed: nothing of either "
+        "is taken from there. The next save is one of Windlass",
+        checkpoint.folder, checkpoint.step, place.updates, place.epoch,
+    )  # fmt: skip
+
+
+def _divisions(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Division]:
+    """How the parameters may have been put into groups there: as this run does, as transformers does, in one."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_id = {id(parameter): name for name, parameter in trained.items()}
+    present = [[by_id[id(p)] for p in group["params"] if id(p) in by_id] for group in optimizer.param_groups]
+    decaying = set(decay_parameter_names(model, norms=(nn.LayerNorm,)))
+    theirs = [
+        [name for name in trained if name in decaying],
+        [name for name in trained if name not in decaying],
+    ]
+    return [present, theirs, [list(trained)]]
+
+
+def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation: int) -> ForeignPlace:
+    """The place of a foreign run in this run's data."""
     step, whole = checkpoint.step, source.groups_per_epoch(accumulation)
     if whole is None:
         # Of a stream, whose length nobody knows, its epoch counts whole passes, and the rest in shares of the run.
         epoch = int(checkpoint.epoch)
         updates = round((checkpoint.epoch - epoch) * checkpoint.max_steps) if epoch else step
-        return _Place(epoch, updates, None, source.position_after(epoch, updates, accumulation))
+        return ForeignPlace(epoch, updates, None, source.position_after(epoch, updates, accumulation))
     epoch, updates = divmod(step, whole)
     if abs(checkpoint.epoch * whole - step) > 1:
         epoch = int(checkpoint.epoch)
@@ -142,10 +132,10 @@ def _find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation
             checkpoint.folder, step, checkpoint.epoch, whole,
         )  # fmt: skip
     position = source.position_after(epoch, updates, accumulation) if updates else {}
-    return _Place(epoch, updates, whole, position)
+    return ForeignPlace(epoch, updates, whole, position)
 
 
-def _loop_state(place: _Place) -> State:
+def _loop_state(place: ForeignPlace) -> State:
     """As `Loop.state_dict` gives it between two updates."""
     return {
         "epoch": place.epoch,

@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from windlass.callbacks.flow import DefaultFlowCallback
+from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.opening import open_store
 from windlass.checkpoint.remote import RemoteFolder, check_remote
+from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import SavePlan
+from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.events import TrainerCallback
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.redact import has_hidden
+from windlass.core.rng import enable_full_determinism, set_seed
+from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 from windlass.dist.gang import Gang
@@ -40,6 +53,67 @@ def checked_arguments(args: Any) -> TrainingArguments:
         )
         raise ConfigError(Problem("args", kind, fix))
     return args
+
+
+def seed_all(args: TrainingArguments) -> None:
+    """Seed every generator as the arguments say."""
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+
+
+class MakesModels(Protocol):
+    """The part of a Trainer that makes models."""
+
+    model_init: Callable[..., nn.Module] | None
+
+    def call_model_init(self, trial: Any = None) -> nn.Module: ...
+
+
+def first_model(model: Any, trainer: MakesModels) -> nn.Module:
+    """The model given, or made by `model_init`.
+
+    Raises:
+        ConfigError: both are given, or neither, or the model is something else.
+    """
+    if (model is None) == (trainer.model_init is None):
+        fix = "give exactly one of `model` and `model_init`"
+        raise ConfigError(Problem("model", None if model is None else type(model).__name__, fix))
+    model = trainer.call_model_init() if model is None else model
+    if not isinstance(model, nn.Module):
+        fix = "give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained(name)"
+        raise ConfigError(Problem("model", type(model).__name__, fix))
+    return model
+
+
+def check_given(
+    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, model_init: Any
+) -> None:
+    """Raise if the output folder cannot be opened, or if something contradicts an optimizer that a script brings.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    problems, given = remote_problems(str(args.output_dir)), optimizers[0] is not None
+    if given and cls_and_kwargs is not None:
+        problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
+    if model_init is not None and (given or optimizers[1] is not None):
+        fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
+        problems.append(Problem("optimizers", "given", fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
+    """The callbacks that come before a script's own."""
+    trackers = [TrackingCallback(args.report_to)] if args.report_to else []
+    return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers]
+
+
+def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
+    """What shows the progress of a run."""
+    return PrinterCallback if args.disable_tqdm else ProgressCallback
 
 
 def multiplied_parameters(model: nn.Module) -> int:
@@ -98,6 +172,23 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
                 changed[name] = value
     if changed:
         logger.info("the model's configuration takes the tokenizer's special tokens: %s", changed)
+
+
+def retention_of(plan: SavePlan) -> Retention:
+    """Which checkpoints of a run stay; the best of it are protected one by one."""
+    if plan.keep_best is not None and plan.keep_last is None:
+        return Retention(last=1)
+    return Retention(limit=plan.total_limit, last=plan.keep_last)
+
+
+def warn_of_spare_devices(world: World, device: torch.device) -> None:
+    """Log if this machine has more accelerators than the job uses."""
+    total = visible_devices()
+    if device.type not in ("cpu", "mps") and total > world.local_size and world.is_local_main:
+        logger.warning(
+            "%d accelerators are visible and this job uses %d. To use them all, start the script with: "
+            "torchrun --nproc-per-node %d SCRIPT", total, world.local_size, total
+        )  # fmt: skip
 
 
 def check_writable(output_dir: str, shown: str | None = None) -> None:

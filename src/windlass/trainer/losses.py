@@ -1,11 +1,9 @@
-"""The loss of a batch and the training step around it."""
+"""What a loss is, as plain functions: the defaults of `training_step` and `compute_loss`, and their parts."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,158 +13,90 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
 from windlass.metrics.tokens import IGNORE_INDEX
-from windlass.trainer.base import TrainerBase
 
 
-class LossMixin(TrainerBase):
-    """`training_step` and `compute_loss`, and what is known about the latter."""
+def batch_loss(
+    model: nn.Module,
+    inputs: Any,
+    count: Tensor | int | None,
+    *,
+    function: Callable[..., Any] | None,
+    smoothing: float,
+    shifted: bool,
+    divides: bool,
+) -> tuple[Any, Any]:
+    """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`.
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward of one micro-batch.
+    Args:
+        count: the update's target count over all micro-batches and ranks; None outside training.
+        function: `compute_loss_func`.
+        smoothing: `label_smoothing_factor`.
+        shifted: label t is predicted from position t-1.
+        divides: the model's own loss divides by `num_items_in_batch`, so it is given the count.
 
-        Args:
-            model: what to run the forward through; under data parallelism the wrapper.
-            inputs: the collated batch, in host memory.
-            num_items_in_batch: the update's target count over all micro-batches and ranks.
+    Returns:
+        (loss, what the model returned)
 
-        Returns:
-            Scalar tensor without gradient: the loss as `compute_loss` gave it.
-        """
-        if not model.training:
-            model.train()
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss = self._call_compute_loss(model, inputs, num_items_in_batch)
-        total = loss.sum if isinstance(loss, LossTerms) else loss
-        if not total.requires_grad:
-            raise ModelError(
-                "the loss carries no gradient: it was detached, computed under torch.no_grad(), or comes from no "
-                "parameter that trains"
-            )
-        self.accelerator.backward(loss)
-        return total.detach()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
-
-        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the
-        batch's target count. With `return_outputs=True` it returns `(loss, outputs)`.
-
-        Raises:
-            ModelError: the model returned no loss.
-        """
-        labels = None
-        if (self.args.label_smoothing_factor or self.compute_loss_func is not None) and "labels" in inputs:
-            inputs = dict(inputs)
-            labels = inputs.pop("labels")
-        if self._model_divides and num_items_in_batch is not None and labels is None:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        outputs = call_model(model, inputs)
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif labels is not None:
-            loss = smoothed_loss(
-                outputs, labels, self.args.label_smoothing_factor, self._counter.shifted, num_items_in_batch
-            )
-        else:
-            loss = loss_of(outputs, inputs)
-        if self._default_loss_scales and num_items_in_batch is not None:
-            loss = loss * self._gang.size
-        return (loss, outputs) if return_outputs else loss
-
-    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
-        """What the forward and the loss run in: mixed precision."""
-        return self.autocast_smart_context_manager()
-
-    def autocast_smart_context_manager(
-        self, cache_enabled: bool | None = True
-    ) -> contextlib.AbstractContextManager[Any]:
-        """The mixed-precision context of this run; null for fp32."""
-        return self._autocast()
-
-    def count_targets(self, batch: Any) -> float:
-        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see
-        docs/losses.md).
-
-        Called with batches in host memory, before their forward.
-        """
-        return self._counter(batch)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
-    ) -> tuple[list[Any], Tensor]:
-        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. For scripts
-        that call it; the engine gets its micro-batches from the loader.
-        """
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        return batches, self._get_num_items_in_batch(batches, device)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None = None) -> Tensor:
-        """Targets in these batches over all ranks, as a scalar on `device`. Collective."""
-        own = torch.tensor(sum(map(self.count_targets, batch_samples)), dtype=torch.float64)
-        return as_count(float(self._gang.sum(own)), device or self._device)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """`data` with every tensor in it moved to this process's device."""
-        if isinstance(data, Tensor):
-            return data if data.device == self._device else data.to(self._device, non_blocking=True)
-        if isinstance(data, Mapping):
-            moved = {key: self._prepare_input(value) for key, value in data.items()}
-            return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
-        if isinstance(data, tuple) and hasattr(data, "_fields"):
-            return type(data)(*(self._prepare_input(value) for value in data))
-        if isinstance(data, (list, tuple)):
-            return type(data)(self._prepare_input(value) for value in data)
-        return data
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch on this process's device, as a new container: hooks may take labels out of it.
-
-        Raises:
-            ModelError: the batch is empty.
-        """
-        inputs = self._prepare_input(inputs)
-        if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
-            known = ", ".join(self._signature_columns or []) or "unknown"
-            raise ModelError(f"a batch came out empty; the model's forward takes: {known}")
-        return inputs
-
-    # --- what the loss means ----------------------------------------------------------------------------------------
-
-    def _call_compute_loss(self, model: nn.Module, inputs: Any, denominator: Any) -> Any:
-        if self._compute_loss_takes_denominator:
-            return self.compute_loss(model, inputs, num_items_in_batch=denominator)
-        return self.compute_loss(model, inputs)
-
-    def _inspect_hooks(self) -> None:
-        """Read the signatures of the overridable hooks once. The guides' three-argument `compute_loss` is welcome."""
-        self._compute_loss_takes_denominator = takes(self.compute_loss, "num_items_in_batch")
-        self._training_step_takes_denominator = takes(self.training_step, "num_items_in_batch")
-
-    @property
-    def _own_loss(self) -> bool:
-        """Whether `compute_loss` is the one of this class."""
-        return type(self).compute_loss is LossMixin.compute_loss and "compute_loss" not in vars(self)
-
-    @property
-    def loss_takes_denominator(self) -> bool:
-        """Whether a training step has any use for the update's target count."""
-        if not self._compute_loss_takes_denominator or not self._training_step_takes_denominator:
-            return False
-        own = self._own_loss and type(self).training_step is LossMixin.training_step
-        smooths = bool(self.args.label_smoothing_factor)
-        return not own or smooths or self.compute_loss_func is not None or self._model_divides
+    Raises:
+        ModelError: the model returned no loss.
+    """
+    labels = None
+    if (smoothing or function is not None) and "labels" in inputs:
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+    if divides and count is not None and labels is None:
+        inputs = {**inputs, "num_items_in_batch": count}
+    outputs = call_model(model, inputs)
+    if function is not None:
+        return function(outputs, labels, num_items_in_batch=count), outputs
+    if labels is not None:
+        return smoothed_loss(outputs, labels, smoothing, shifted, count), outputs
+    return loss_of(outputs, inputs), outputs
 
 
-# --- plain functions ------------------------------------------------------------------------------------------------
+def check_differentiable(loss: Any) -> Tensor:
+    """The tensor to differentiate, of a loss or `LossTerms`.
+
+    Raises:
+        ModelError: it has no gradient.
+    """
+    total: Tensor = loss.sum if isinstance(loss, LossTerms) else loss
+    if not total.requires_grad:
+        raise ModelError(
+            "the loss carries no gradient: it was detached, computed under torch.no_grad(), or comes from no "
+            "parameter that trains"
+        )
+    return total
+
+
+def on_device(data: Any, device: torch.device) -> Any:
+    """`data` with every tensor in it moved to `device`, in new containers of the same types."""
+    if isinstance(data, Tensor):
+        return data if data.device == device else data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        moved = {key: on_device(value, device) for key, value in data.items()}
+        return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(on_device(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(on_device(value, device) for value in data)
+    return data
+
+
+def prepared_batch(inputs: Any, device: torch.device, columns: list[str] | None) -> Any:
+    """A batch on `device`, as a new container: hooks may take labels out of it.
+
+    Args:
+        columns: what the model's forward takes, as far as that is known, for the error.
+
+    Raises:
+        ModelError: the batch is empty.
+    """
+    inputs = on_device(inputs, device)
+    if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
+        known = ", ".join(columns or []) or "unknown"
+        raise ModelError(f"a batch came out empty; the model's forward takes: {known}")
+    return inputs
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

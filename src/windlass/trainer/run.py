@@ -1,121 +1,324 @@
-"""One call of `train()`: the engine's parts, built for it, and the Trainer's methods handed to them as hooks."""
+"""One call of `train()`: when updates are logged, evaluated and saved, and how the run begins and ends."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from windlass.assemble.batch import UpdateSize
 from windlass.assemble.build import Built
-from windlass.checkpoint.background import Counters
+from windlass.checkpoint.folders import load_folder
+from windlass.checkpoint.foreign import ForeignCheckpoint
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.config.plan import RunPlan
 from windlass.core.clock import Moment
-from windlass.core.device import visible_devices
-from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
-from windlass.core.threads import LoadWatch, processes_and_threads
-from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.core.types import State, Stateful, TrainOutput
+from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
-from windlass.engine.attentive import EvaluationAbandoned, attentive
 from windlass.engine.executor import StepRequest, StepResult
-from windlass.engine.feed import Counts, Feed, GroupSource, Portion
+from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
+from windlass.engine.splitting import Kind
 from windlass.metrics.ledger import FiniteWatch, Ledger
-from windlass.metrics.tokens import InputCounter
-from windlass.trainer.agreement import Signals
-from windlass.trainer.blame import overflow_alone, who_is_to_blame
-from windlass.trainer.companions import Companions
-from windlass.trainer.memory import Fitting
-from windlass.trainer.own_division import DivisionWatch, may_divide
-from windlass.trainer.parts import TrainerParts
-from windlass.trainer.rollback import roll_back
+from windlass.trainer import save_retry
+from windlass.trainer.agreement import Agreement
+from windlass.trainer.batch_fitter import UpdateFitter
+from windlass.trainer.best_tracker import BestTracker, find_metric
+from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
+from windlass.trainer.checkpointer import Checkpointer
+from windlass.trainer.continuing import ForeignPlace, restore_foreign
+from windlass.trainer.defaults import multiplied_parameters, retention_of
+from windlass.trainer.due_work import DueWork, follows_metric
+from windlass.trainer.hooks import TrainHooks
+from windlass.trainer.interruption import Interruption, WaitBrokenOff
+from windlass.trainer.micro_steps import MicroSteps
+from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.resuming import CheckpointSource, merged_ledger
+from windlass.trainer.run_folder import RunFolder
+from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
+from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
+from windlass.trainer.services import Services
+from windlass.trainer.whereabouts import telling_where
 
 logger = get_logger(__name__)
+job_logger = get_job_logger(__name__)
 
 
-class TrainingRun:
-    """Implements `engine.loop.LoopHooks` on a Trainer, whose overridable methods it calls.
+class Run:
+    """Implements `engine.loop.LoopHooks`.
 
     Attributes:
         executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
-        saver, companions: what writes it.
+        checkpointer, best, saver: its checkpoints.
+        first_tokens: `num_input_tokens_seen` when this call began.
+
+    Args:
+        size: what updates are made of.
+        manager: of the checkpoints in `folder`.
+        registered: objects of the script's own that are saved with the run, each rank's own state.
+        pad_token: the id that input counts leave out; None if there is none.
     """
 
-    def __init__(self, trainer: TrainerParts, plan: RunPlan, built: Built, source: GroupSource) -> None:
-        self._trainer, self._plan = trainer, plan
-        self._fitting = Fitting(trainer, source, built.executor)
+    def __init__(
+        self, services: Services, interruption: Interruption, hooks: TrainHooks, plan: RunPlan, size: UpdateSize,
+        source: GroupSource, built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelWriter,
+        registered: Sequence[Stateful], pad_token: int | None,
+    ) -> None:  # fmt: skip
+        self._session, self._events, self._evaluator = services.session, services.events, services.evaluator
+        self._accelerator, self._engine = services.accelerator, services.engine
+        self._gang, self._loss = services.session.gang, services.loss
+        self._interruption, self._hooks, self._plan = interruption, hooks, plan
+        self._folder, self._files, self._registered = folder, files, registered
         self.executor, self.schedule = built.executor, built.schedule
-        device = trainer._device
-        self.saver = RunSaver(
-            trainer._checkpoint_manager(), plan.save, trainer._gang, device, trainer._may_save_in_background
+        device = self._session.device
+        self._source_samples = getattr(source, "num_samples", None)
+        self._fitter = UpdateFitter(services.fitter, self._session, files.model, source, built.executor, size)
+        self._steps = MicroSteps(
+            services.loss, built.executor, self._accelerator, device, hooks.training_step, hooks.noting_loss
         )
-        self.companions = Companions()
-        self.unfinished = {}
-        self.ledger = Ledger(device, trainer._gang.sum)
-        self._normaliser = trainer._normaliser
-        self._flops_per_position = 6 * trainer._parameter_count
-        self._empty_cache_every = trainer.args.torch_empty_cache_steps
-        self._started = Moment()
+        self.ledger = Ledger(device, self._gang.sum)
+        self._seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
+        self._seed_step.start(0)
         self._beacon = beacon()
-        self._load_watch = LoadWatch(processes_and_threads(plan.data.workers))
-        self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
-        accumulation = plan.batch.accumulation
-        self._division_watch = self._watch_of_division(accumulation)
-        self.seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
-        self.seed_step.start(0)
-        self.loop = Loop(
-            built.executor,
-            Feed(source, accumulation, self._counts(), trainer._gang, built.executor.strategy.sharded),
-            self,
-            trainer.state,
-            self.ledger,
-            FiniteWatch(device),
-            self.seed_step,
-            LoopOptions(
-                epochs=plan.duration.epochs,
-                max_grad_norm=plan.stability.max_grad_norm,
-                guard=plan.stability.nonfinite != "raise",
-            ),
+        self._events.use_plan(plan)
+        self._use_size(size)
+        self.loop = self._new_loop(source, pad_token)
+        manager.retention = retention_of(plan.save)
+        self.best = BestTracker(plan.save, self._events, manager.store.path_for)
+        self.saver = RunSaver(manager, plan.save, self._gang, device, hooks.may_save_in_background)
+        self._source = CheckpointSource(self._session, folder, manager)
+        self.checkpointer = Checkpointer(
+            self._session, self._events, plan.save, folder, self._source, files,
+            built.executor.optimizer, self.best, self._list_parts, self.saver, self._described,
+            hooks.write_model,
+        )  # fmt: skip
+        self._agreement = Agreement(self._gang, interruption, self.saver)
+        self._reports = RunReports(
+            plan, self._events.state, self.ledger, device, multiplied_parameters(files.model),
+            built.schedule.last_lrs,
+        )  # fmt: skip
+        self._due = DueWork(
+            self._gang, self._events, hooks, plan, services.evaluator, interruption, self._agreement,
+            self.checkpointer, self.saver, self.best, self._reports, built.schedule, self.loop,
+            lambda: built.executor.strategy.sharded or self._accelerator.forwards_meet,
+        )  # fmt: skip
+        self._continued: Checkpoint | None = None
+        self.first_tokens = 0
+
+    def _new_loop(self, source: GroupSource, pad_token: int | None) -> Loop:
+        plan, strategy = self._plan, self.executor.strategy
+        accumulation = self._fitter.size.accumulation
+        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, strategy.sharded)
+        options = LoopOptions(
+            epochs=plan.duration.epochs,
+            max_grad_norm=plan.stability.max_grad_norm,
+            guard=plan.stability.nonfinite != "raise",
+        )
+        watch = FiniteWatch(self._session.device)
+        return Loop(
+            self.executor, feed, self, self._events.state, self.ledger, watch, self._seed_step, options
         )
 
-    def _watch_of_division(self, accumulation: int) -> DivisionWatch | None:
-        if not may_divide(self._trainer, accumulation):
-            return None
-        return DivisionWatch(self._trainer, accumulation)
+    def _use_size(self, size: UpdateSize) -> None:
+        self._events.state.train_batch_size = size.micro
+        self._accelerator.gradient_accumulation_steps = size.accumulation
 
-    def _counts(self) -> Counts:
-        trainer = self._trainer
-        inputs = InputCounter(
-            getattr(trainer.model, "main_input_name", "input_ids"),
-            getattr(trainer.processing_class, "pad_token_id", None),
+    def _counts(self, pad_token: int | None) -> Counts:
+        tokens, positions = count_inputs(self._files.model, self._plan.reports.tokens, pad_token)
+        count = self._loss.hooks.count_targets
+        return Counts(count, tokens, positions, self._inspect_first, lambda: self._agreement.own())
+
+    def _list_parts(self) -> SavedParts:
+        """What a checkpoint holds of the run, in the order in which it is restored: random generators last."""
+        buffers = Buffers(self.executor.strategy)
+        return SavedParts(self._gang.rank, self._gang.size, [
+            SavedPart("best", self.best, optional=True),
+            SavedPart("schedule", self.schedule),
+            SavedPart("executor", self.executor),
+            RankPart("position", Position(self.loop), rolls_back=False),
+            SavedPart("loop", self.loop, rolls_back=False),
+            SavedPart("unfinished", self._due, rolls_back=False, optional=True),
+            RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
+            RankPart("buffers", buffers, adopt=buffers.adopt),
+            *(RankPart(f"registered-{number}", owner, optional=True) for number, owner in enumerate(self._registered)),
+            RankPart("rng", Generators(self._session.device), adopt=self._reseed),
+        ])  # fmt: skip
+
+    def _merge_ledgers(self, states: list[State]) -> None:
+        self.ledger.load_state_dict(merged_ledger(states, mine=self._gang.rank == 0))
+
+    def _reseed(self, states: list[State]) -> None:
+        self._seed_step.start(self._events.state.global_step)
+
+    def _described(self) -> dict[str, Any]:
+        kind = self._loss.kind
+        return {"update_size": self._fitter.size.to_dict(), "loss_over": None if kind is None else kind.name}
+
+    # --- from beginning to end --------------------------------------------------------------------------------------
+
+    def execute(
+        self, started: Moment, checkpoint: Checkpoint | None, place: ForeignPlace | None
+    ) -> TrainOutput:
+        """Train, from a checkpoint's state or from the beginning.
+
+        Args:
+            place: where a run of transformers' Trainer, which `checkpoint` is of, is in this run's data.
+
+        Raises:
+            Preempted: a scheduler asked the job to leave. CheckpointError: the last save failed.
+        """
+        state = self._events.state
+        with self._evaluator.during(self.executor):
+            self._continued = checkpoint
+            if checkpoint is not None:
+                self._hooks.load_weights(str(checkpoint.folder))
+                self._restore(checkpoint, place)
+            self.first_tokens = state.num_input_tokens_seen
+            self._agreement.saved(state.global_step)
+            self._reports.announce(self._source_samples)
+            self._check_metric()
+            with (
+                self._interruption.taking_ctrl_c(self._stop),
+                telling_where(self._session.world, lambda: state.global_step),
+            ):
+                self._train(started)
+            output = self._finish(started)
+            self._end()
+        return output
+
+    def _restore(self, checkpoint: Checkpoint, place: ForeignPlace | None) -> None:
+        restore_args = self._plan.reports.restore_callback_args
+        if not isinstance(checkpoint, ForeignCheckpoint):
+            self._loss.begin_run(Kind.__members__.get(str(checkpoint.meta.get("loss_over"))))
+            self.checkpointer.restore(checkpoint, restore_args)
+            return
+        assert place is not None, "the place was found before the plan was made"
+        self._events.adopt(TrainerState.from_dict(checkpoint.state))
+        self.checkpointer.find_best(checkpoint)
+        restore_foreign(
+            checkpoint,
+            place,
+            self._files.model,
+            self.executor.optimizer,
+            self.schedule,
+            self.executor,
+            self.loop,
         )
-        mode = str(
-            getattr(
-                trainer.args.include_num_input_tokens_seen,
-                "value",
-                trainer.args.include_num_input_tokens_seen,
+        self._seed_step.start(checkpoint.step)
+        self._events.restore_callbacks(restore_args)
+
+    def _check_metric(self) -> None:
+        """Find out before the first update whether evaluation returns the metric that the run goes by."""
+        metric = self._plan.save.metric or ("loss" if follows_metric(self.schedule) else None)
+        if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
+            return
+        find_metric(self._hooks.rehearse(metric, self.executor.strategy), metric)
+
+    def _train(self, started: Moment) -> None:
+        events, interruption, save = self._events, self._interruption, self._hooks.save_checkpoint
+        events.fire("on_train_begin")
+        if self._plan.reports.evaluate_first and events.state.global_step == 0:
+            # No update led to it, so a schedule that follows the metric has nothing to learn from it.
+            self._hooks.evaluate()
+        if interruption.stopped:
+            events.control.should_training_stop = True  # which the first event of a run clears
+        self._reports.load_watch.look(training=False)
+        events.find_deciding_callbacks()
+        if interruption.is_preempted():
+            self._due.leave()  # nothing is left to be saved
+        self._due.begin(started)
+        try:
+            self.loop.run()
+        except WaitBrokenOff:
+            self._due.save_and_leave()
+        if interruption.stopped:
+            save()  # before the first update: the loop had no occasion
+        if interruption.is_preempted():
+            self._due.save_and_leave()
+        self.checkpointer.finish_last(save_retry.LAST_PAUSES, save)
+
+    def _finish(self, started: Moment) -> TrainOutput:
+        """Report, load the best model, and tell the callbacks."""
+        metrics = self._reports.summary(started)
+        self.executor.strategy.share_buffers()  # one model is left
+        self.saver.release()
+        state = self._events.state
+        self._hooks.log(metrics, None)
+        if self._plan.save.load_best_at_end:
+            self._hooks.load_best_model()
+        self._events.fire("on_train_end")
+        self.checkpointer.finish()  # of a callback that saved there
+        self._folder.upload()
+        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+
+    def _end(self) -> None:
+        """Leave if some process was told to since the last update; check that the last save did not fail. Collective.
+
+        Raises:
+            Preempted: the run is saved as it ended. CheckpointError: it is not.
+        """
+        if self._interruption.is_preempted():
+            if self._due.is_saved:
+                self._due.leave()
+            job_logger.warning(
+                "told to leave after the last update, which was not to be saved: a job that is started again would "
+                "make it again, so the script goes on to its end"
             )
-        )
-        tokens = {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[mode]
-        return Counts(trainer.count_targets, tokens, inputs.positions, self._inspect_first, self._signals)
+        self.checkpointer.check_last()
 
-    def adopt_state(self, state: TrainerState) -> None:
-        """A resumed run's progress replaces the fresh one."""
-        self.loop.adopt_state(state)
-        self._no_clock_before = state.global_step
+    @property
+    def waits_for_data(self) -> bool:
+        return self.loop.waits_for_data
 
-    # --- before the first update ------------------------------------------------------------------------------------
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        return self.checkpointer.newest
+
+    def save_checkpoint(self, wait: bool) -> None:
+        """Save the run as it is; the default of `_save_checkpoint`. Collective.
+
+        Args:
+            wait: training is over: return when the checkpoint is committed, and unlock the folder.
+        """
+        try:
+            self.checkpointer.save()
+            if wait:
+                self.checkpointer.finish()  # nobody would, and the process may end
+        finally:
+            if wait:
+                self._folder.release(None)
+
+    def load_weights(self, folder: Path, model: nn.Module) -> None:
+        """Load the weights of the checkpoint that is continued, or of another folder."""
+        if self._continued is not None and folder == self._continued.folder:
+            self._continued.load_weights(model)
+        else:
+            load_folder(folder, model)
+
+    def release(self) -> None:
+        """The run is over: let go of what it trained with."""
+        self.executor.release()
+
+    # --- leaving early ----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """End the run with this update, and save."""
+        self._events.control.should_training_stop = True
+        self._interruption.stop()
+
+    # --- the script's part of a step ----------------------------------------------------------------------------------
 
     def _inspect_first(self, group: Group) -> int | None:
+        """Measure the loss on the first group; if memory does not hold it, ask for smaller micro-batches."""
         try:
-            self._inspect(group)
+            self._steps.begin(group.batches[0], self._fitter.size.accumulation)
         except Exception as error:
             if not self.too_large(error):
                 raise
@@ -123,352 +326,97 @@ class TrainingRun:
             return None
         return self.shrink()  # outside the handler, whose traceback holds on to all that did not fit
 
-    def _inspect(self, group: Group) -> None:
-        self._trainer._probe_loss(group.batches[0], training=True)
-        needed = self._trainer.loss_takes_denominator
-        self._count_for_hooks = self._trainer._denominator if needed else _no_count
-        with self._trainer.accelerator.discarding():
-            self.executor.settle(lambda: self._discarded_backward(group.batches[0]))
-
-    def _discarded_backward(self, batch: Any) -> Tensor:
-        targets = self._trainer.count_targets(batch)
-        self._normaliser.begin(targets, filler=False)
-        request = StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False)
-        return self.micro_step(batch, 0, request)
-
-    # --- the user's part of a step ----------------------------------------------------------------------------------
-
     def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
-        """The Trainer's `training_step` on one micro-batch; the loss is what went to backward, normalised."""
-        trainer, normaliser = self._trainer, self._normaliser
-        filler = request.total_samples > 0 and request.samples[index] == 0
-        if index == 0:
-            normaliser.begin(request.denominator, filler)
-        last = index == len(request.targets) - 1
-        share = request.samples[index] / max(request.total_samples, 1.0)
-        normaliser.scope(request.targets[index], share, last, filler)
-        trainer.accelerator.sync_gradients = last
-        count = self._count_for_hooks(request.denominator, trainer._device)
-        if self._division_watch is None:
-            self._training_step(batch, count)
-        elif self._division_watch.run(lambda: self._training_step(batch, count)):
-            self._division_watch = None
-        return normaliser.take()
-
-    def _training_step(self, batch: Any, count: Tensor | None) -> None:
-        trainer = self._trainer
-        if trainer._training_step_takes_denominator:
-            trainer.training_step(trainer.model_wrapped, batch, num_items_in_batch=count)
-        else:
-            trainer.training_step(trainer.model_wrapped, batch)
+        return self._steps.run(batch, index, request)
 
     def rescale(self, request: StepRequest) -> Tensor | None:
-        total = self._normaliser.total
-        if total is not None:
-            return self._normaliser.denominator / total
-        if self._trainer._plain_mean_unsaid:
-            self._trainer._say_plain_mean()
-        return None
+        return self._steps.rescale()
 
     def parts(self) -> dict[str, Tensor]:
-        return self._normaliser.parts
+        return self._steps.parts()
 
     def backward(self, loss: Any) -> None:
         """What `accelerator.backward` does in this run."""
-        if self._division_watch is not None:
-            self._division_watch.given_to_backward(loss)
-        normaliser = self._normaliser
-        scaled = normaliser.apply(loss)
-        if normaliser.parts:
-            self._backward_of_parts()
-        self.executor.backward(scaled)
-
-    def _backward_of_parts(self) -> None:
-        """Auxiliary terms of all micro-batches but the last go their own way; see `Normaliser`."""
-        apart = self._normaliser.take_apart()
-        if apart is not None:
-            self.executor.backward_apart(apart)
-        elif self._normaliser.last:
-            self.executor.join_apart(self._normaliser.correction)
+        self._steps.backward(loss)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     @property
     def control(self) -> TrainerControl:
-        return self._trainer.control
-
-    def _fire(self, event: str) -> None:
-        trainer = self._trainer
-        if trainer.callback_handler.listens(event):
-            trainer.control = trainer.callback_handler.fire(
-                event, trainer.args, trainer.state, trainer.control
-            )
+        return self._events.control
 
     def epoch_begin(self) -> None:
-        self._fire("on_epoch_begin")
+        self._events.fire_if_heard("on_epoch_begin")
 
     def data_ahead(self) -> None:
-        self._fitting.remember()
+        self._fitter.remember()
 
     def too_large(self, error: Exception) -> bool:
-        return self._fitting.too_large(error)
+        return self._fitter.too_large(error)
 
     def shrink(self) -> int:
-        accumulation = self._fitting.shrink()
-        self._division_watch = self._division_watch or self._watch_of_division(accumulation)
-        return accumulation
+        report = self._fitter.shrink()
+        self._use_size(self._fitter.size)
+        self._hooks.log(dict(report), None)
+        self._steps.check_division(self._fitter.size.accumulation)
+        return self._fitter.size.accumulation
 
     def step_begin(self) -> None:
-        self._fire("on_step_begin")
+        self._events.fire_if_heard("on_step_begin")
 
     def substep_end(self) -> None:
-        self._fire("on_substep_end")
+        self._events.fire_if_heard("on_substep_end")
 
     def pre_optimizer_step(self) -> None:
-        self._fire("on_pre_optimizer_step")
+        self._events.fire_if_heard("on_pre_optimizer_step")
 
     def optimizer_step(self) -> None:
-        self._fire("on_optimizer_step")
-
-    _flags_may_differ = False
-
-    def training_began(self) -> None:
-        """The callbacks were told that training begins: what some of them ask for from here on, all ranks do."""
-        trainer = self._trainer
-        self._load_watch.look(training=False)
-        if trainer._gang.size > 1:
-            own = [not type(c).__module__.startswith("windlass.") for c in trainer.callback_handler.callbacks]
-            self._flags_may_differ = bool(trainer._gang.sum(torch.tensor(float(any(own)))))
-            self._agree_on_flags()
-
-    def _agree_on_flags(self) -> None:
-        """What a callback of one rank asks for, all ranks do: saving, evaluating and ending need every one of them.
-
-        Our own callbacks decide alike everywhere; this exchange is made only where a script brought others.
-        """
-        if self._flags_may_differ:
-            control = self.control
-            wishes = self._trainer._gang.start_sum([float(getattr(control, name)) for name in CONTROL_FLAGS])
-            for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
-                setattr(control, name, count > 0)
+        self._events.fire_if_heard("on_optimizer_step")
 
     def step_end(self) -> None:
-        self._fire("on_step_end")
-        self._agree_on_flags()
+        self._events.fire_if_heard("on_step_end")
+        self._events.agree_on_flags()
 
     def epoch_end(self, complete: bool) -> None:
-        if complete or not self._trainer._resumes_within_epoch:
-            self._fire("on_epoch_end")
-        self._agree_on_flags()
+        if complete or not self._interruption.epoch_goes_on:
+            self._events.fire_if_heard("on_epoch_end")
+        self._events.agree_on_flags()
 
-    # --- what the loop asks for -------------------------------------------------------------------------------------
+    # --- what follows from an update ----------------------------------------------------------------------------------
 
     def set_learning_rate(self, step: int) -> None:
         self.schedule.set(step)
 
-    samples_done = 0.0
-    updates_done = 0
-
-    def update_applied(self, portion: Portion, applied: bool) -> None:
+    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
-        state = self._trainer.state
-        self.samples_done += portion.total_samples
-        self.updates_done += 1
-        state.num_input_tokens_seen += int(portion.tokens)
-        state.total_flos += self._flops_per_position * portion.positions
-        self._trainer._loop_engine.step_was_skipped = not applied
-        if self._empty_cache_every and state.global_step % self._empty_cache_every == 0:
-            self._trainer.accelerator.free_memory()
+        self._reports.update_applied(portion)
+        self._engine.step_was_skipped = not applied
+        every = self._plan.reports.empty_cache_every
+        if every and self._events.state.global_step % every == 0:
+            self._accelerator.free_memory()
         if applied:
             self.schedule.advance()
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
-        return who_is_to_blame(suspect, self._trainer._gang)
+        return find_nonfinite_samples(suspect, self._gang)
 
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
-        if overflow_alone(result, self._trainer._gang):
+        if overflow_alone(result, self._gang):
             return False
         what = self.explain_nonfinite(suspect)
         if self._plan.stability.nonfinite == "rollback":
-            roll_back(self._trainer, what)
+            self._hooks.log(self.checkpointer.roll_back(what, self.loop.position), None)
             return True
-        get_job_logger(__name__).warning("%s; this update is skipped", what)
-        self._trainer.log({"skipped_update": self._trainer.state.global_step, "reason": what})
+        job_logger.warning("%s; this update is skipped", what)
+        self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)
         return False
 
-    def _signals(self) -> Signals:
-        trainer, saver = self._trainer, self.saver
-        due = trainer._gang.rank == 0 and saver.is_due()
-        return Signals(trainer._wants_stop, trainer._told_to_leave, due, *saver.counters())
+    # --- what the ranks tell each other -------------------------------------------------------------------------------
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
-        told = Signals(*signals)
+        told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
-            self._trainer._stop_here()
-        self._heard(told)
-
-    def _heard(self, told: Signals) -> None:
-        """What all ranks know by now, in training or in an evaluation."""
-        trainer = self._trainer
-        # One process need not wait for what it told itself with the data of this update.
-        trainer._leaving = told.leave > 0 or (trainer._gang.size == 1 and trainer._told_to_leave)
-        if self.saver.busy:
-            self.saver.agreed(Counters(told.written, told.settled, told.failed))
-        self._clock_asks = told.save_due > 0
-        # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
-        # of the clock does not replace.
-        self._ephemeral_due = (
-            self._clock_asks and trainer.state.global_step - self._no_clock_before > 1 and not self.saver.busy
-        )
+            self._stop()
 
     def due(self) -> None:
-        """Log, evaluate, save: in this order, each where a callback or the cadence asked for it."""
-        control = self._trainer.control
-        if control.should_log:
-            self._beacon.call("log")
-            self.log_progress()
-            self._agree_on_flags()
-        if self._trainer.control.should_evaluate:
-            self._beacon.call("evaluate")
-            self._evaluate()
-            self._agree_on_flags()
-        leaving = self._trainer._leaving
-        if self._trainer.control.should_save or self._trainer._interrupted or self._ephemeral_due or leaving:
-            self._beacon.call("save")
-            self._save()
-            self._agree_on_flags()
-        if leaving:
-            self._trainer._leave()
-
-    _ephemeral_due = _clock_asks = False
-    _no_clock_before = 0
-    _saved_step = 0
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the run saved, or tried to, at the step where it stands."""
-        return self._saved_step == self._trainer.state.global_step
-
-    def _save(self) -> None:
-        trainer = self._trainer
-        retry = self.saver.retry
-        planned = trainer.control.should_save or trainer._interrupted or trainer._leaving
-        trainer._saves_ephemeral = not (planned or retry.owes_ordinary)
-        retry.begin(trainer.state.global_step, self._clock_asks, ordinary=not trainer._saves_ephemeral)
-        self._ephemeral_due = False
-        self._saved_step = self._no_clock_before = trainer.state.global_step
-        self.loop.check_finite()
-        trainer._save_checkpoint(trainer.model)
-        trainer._saves_ephemeral = False  # what a script saves by itself is not the clock's
-        trainer._interrupted = trainer.control.should_save = False
-
-    def log_progress(self) -> None:
-        """Report the losses since the last report; nothing where there is none."""
-        report = self.ledger.read()
-        if not report:
-            return
-        self._load_watch.look(training=True)
-        rates = self.schedule.last_lrs()
-        logs = {**report, "learning_rate": rates[0] if rates else 0.0}
-        if self.ledger.skipped:
-            logs["skipped_updates"] = self.ledger.skipped
-        if self._log_takes_start:
-            self._trainer.log(logs, self._started)
-        else:
-            self._trainer.log(logs)
-
-    # What a run that was told to leave in an evaluation has not done at its last step: a resumed run makes it up.
-    unfinished: State
-
-    def make_up(self) -> None:
-        """Do what the run left undone at the step it was resumed from."""
-        unfinished, self.unfinished = self.unfinished, {}
-        if not unfinished:
-            return
-        evaluates = self._trainer._has_evaluation_data
-        if not evaluates:
-            get_job_logger(__name__).warning(
-                "the evaluation that the run left at step %d is not made up: there is no evaluation data now",
-                self._trainer.state.global_step,
-            )
-        control = self._trainer.control
-        control.should_evaluate, control.should_save = evaluates, unfinished["save"]
-        self.due()
-
-    def leave_here(self) -> None:
-        """The run was told to leave while it waited for data, or after its last update: what was done so far is what is
-        saved.
-        """
-        self._trainer._leaving = True
-        if not self.is_saved:
-            self._save()
-        self._trainer._leave()
-
-    def watch_evaluation(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches of an evaluation, which all ranks leave when one of them is told to."""
-
-        def heard(sums: Sequence[float]) -> None:
-            self._heard(Signals(*sums))
-            if self._trainer._leaving:
-                raise EvaluationAbandoned
-
-        in_step = self._trainer._evaluates_in_step
-        return attentive(batches, self._trainer._gang, self._signals, heard, in_step=in_step)
-
-    def _states_of_callbacks(self) -> State:
-        """As they are now; none where they cannot be copied, and so not be saved either, which a save will say."""
-        try:
-            return copy.deepcopy(self._trainer.callback_handler.state_dict())
-        except Exception as error:
-            logger.debug("states of callbacks cannot be copied: %r", error)
-            return {}
-
-    def _evaluate(self) -> None:
-        trainer = self._trainer
-        logged, states = len(trainer.state.log_history), self._states_of_callbacks()
-        try:
-            metrics = trainer._evaluate_for_run()
-        except EvaluationAbandoned:
-            # It is made again from its start, and what it told so far is told again.
-            del trainer.state.log_history[logged:]
-            trainer.callback_handler.load_state_dict(states)
-            self.unfinished = {"save": trainer.control.should_save}
-            return
-        save = self._plan.save
-        if save.load_best_at_end or trainer.args.keep_best:
-            trainer._finish_saving()  # the best is one of those that stand
-        new_best = trainer._determine_best_metric(metrics)
-        kept = trainer._is_kept_as_best()
-        if save.cadence.strategy == "best":
-            trainer.control.should_save = new_best or kept
-        elif kept or (new_best and save.load_best_at_end):
-            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked
-            # for.
-            trainer.control.should_save = True
-
-    def finish(self) -> None:
-        """Read what the last report did not cover, so that the run's mean loss covers every update; leave one model."""
-        self.ledger.read()
-        self.executor.strategy.share_buffers()
-
-
-def _no_count(value: float, device: Any) -> None:
-    return None
-
-
-def announce(trainer: TrainerParts, plan: RunPlan) -> None:
-    """Say what is about to happen, and what this process leaves unused."""
-    logger.info("***** Running training *****")
-    examples = trainer._source_samples
-    logger.info(
-        "  samples: %s, updates: %d", "a stream" if examples is None else examples, plan.duration.steps
-    )
-    logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
-                plan.batch.update, plan.batch.micro, plan.batch.accumulation, plan.batch.world)  # fmt: skip
-    spare = visible_devices() - trainer._world.local_size
-    if trainer._device.type not in ("cpu", "mps") and spare > 0 and trainer._world.is_local_main:
-        total = visible_devices()
-        logger.warning(
-            "%d accelerators are visible and this job uses %d. To use them all, start the script with: "
-            "torchrun --nproc-per-node %d SCRIPT", total, trainer._world.local_size, total
-        )  # fmt: skip
+        self._due.run()

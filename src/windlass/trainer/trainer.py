@@ -2,75 +2,50 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from windlass.accelerator.accelerator import Accelerator
-from windlass.accelerator.engine import TrainerEngine
-from windlass.assemble.batch import UpdateSize, update_size
-from windlass.assemble.build import build
-from windlass.assemble.facts import Facts, Progress
-from windlass.assemble.resolve import NEVER_CALLED, resolve, resolve_parallel, resolve_precision
-from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
-from windlass.callbacks.metrics_log import MetricsLogCallback
-from windlass.callbacks.printer import PrinterCallback
-from windlass.callbacks.progress import ProgressCallback
-from windlass.callbacks.tracking import TrackingCallback
 from windlass.config.arguments import TrainingArguments
-from windlass.config.plan import RunPlan
 from windlass.core.clock import Moment
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.events import TrainerControl, TrainerState
-from windlass.core.logs import get_job_logger, get_logger, set_verbosity
-from windlass.core.rng import enable_full_determinism, set_seed
-from windlass.core.types import TrainOutput
-from windlass.core.world import world_from_environment
-from windlass.data.loader import Loader
-from windlass.dist.gang import join
-from windlass.engine.normalise import Normaliser
-from windlass.metrics.speed import speed_metrics
-from windlass.metrics.tokens import TargetCounter
-from windlass.precision.autocast import autocast_context
-from windlass.precision.check import check_precision
-from windlass.trainer import save_retry
-from windlass.trainer.base import overrides
-from windlass.trainer.defaults import (
-    agree_on_output,
-    align_special_tokens,
-    check_disks,
-    checked_arguments,
-    checked_collator,
-    is_placed,
-    multiplied_parameters,
-    one_of,
-    remote_problems,
-)
-from windlass.trainer.inputs import labels_in_signature, returns_loss_by_default
-from windlass.trainer.interrupt import stopping_on_interrupt
-from windlass.trainer.leaving import WaitBrokenOff
-from windlass.trainer.parts import TrainerParts
-from windlass.trainer.resuming import saved_position, saved_update_size
-from windlass.trainer.run import TrainingRun, announce
-from windlass.trainer.whereabouts import telling_where
-from windlass.trainer.wrappers import accepts_count
-from windlass.transforms.alone import Alone
-
-logger = get_logger(__name__)
-
-# What a subclass may replace, as far as the engine must know of it.
-_OVERRIDABLE = (
-    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "evaluate", "evaluation_loop", *NEVER_CALLED,
+from windlass.core.errors import DataError
+from windlass.core.logs import set_verbosity
+from windlass.core.trees import detach
+from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
+from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
+from windlass.trainer.machinery import (
+    binding,
+    columns,
+    defaults,
+    evaluation,
+    evaluator,
+    interrupting,
+    loading,
+    model_writer,
+    optimization,
+    preparation,
+    resolve,
+    run_folder,
+    services,
 )  # fmt: skip
+from windlass.trainer.reports import complete_logs, evaluation_speed
+from windlass.trainer.session import Session
+from windlass.trainer.trainer_names import TrainerNames
+from windlass.trainer.wrappers import innermost, labels_in_signature, returns_loss_by_default
+
+if TYPE_CHECKING:
+    from windlass.trainer.interruption import Interruption
+    from windlass.trainer.model_writer import ModelWriter
+    from windlass.trainer.run import Run
+    from windlass.trainer.run_folder import RunFolder
+    from windlass.transforms.strategy import Strategy
 
 
-class Trainer(TrainerParts):
+class Trainer(TrainerNames):
     """Trains, evaluates and predicts with a PyTorch model.
 
     Args:
@@ -93,6 +68,10 @@ class Trainer(TrainerParts):
         ConfigError, ModelError: what can be known to be wrong before training.
     """
 
+    # None: found out by experiment on the first batch. True: `compute_loss` is already normalised over the update
+    # and the ranks. False: it is a plain mean over its micro-batch.
+    loss_is_scaled_for_ga: bool | None = None
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -112,149 +91,73 @@ class Trainer(TrainerParts):
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
-        self.args = checked_arguments(args)
-        self._seed()
-        self._meet_the_world()
-        self.model_init = model_init
+        self.args = defaults.checked_arguments(args)
+        defaults.seed_all(self.args)
+        set_verbosity(self.args.get_process_log_level())
+        self._session = Session.open(self.args)
+        self.create_accelerator_and_postprocess()
+        self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
-        self._take_model(self._first_model(model))
-        self.data_collator = checked_collator(data_collator, processing_class or tokenizer)
+        self.data_collator = defaults.checked_collator(data_collator, processing_class or tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.processing_class = one_of("processing_class", processing_class, "tokenizer", tokenizer)
+        self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self._user_optimizer = self.optimizer is not None
-        self._created_lr_scheduler = False
-        self._overridden = overrides(self, Trainer, _OVERRIDABLE)
-        self._validate_arguments()
-        self._inspect_hooks()
-        self._start_callbacks(one_of("callbacks", callbacks, "callback", callback) or [])
+        self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
+        self._run: Run | None = None
+        self._folder: RunFolder | None = None
+        self._take_model(defaults.first_model(model, self))
+        defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
+        handler = CallbackHandler(
+            [*defaults.default_callbacks(self.args, self.output_folder), *callbacks],
+            self.model, self.processing_class, self.optimizer, self.lr_scheduler,
+        )  # fmt: skip
+        self._services = services.Services.open(
+            self._session, self.accelerator, self._engine, lambda: self.args, handler
+        )
+        self._services.loss.take_model(self.model, self.label_names)
+        self._services.loss.adopt(binding.loss_hooks(self, Trainer))
+        self.add_callback(defaults.display_callback(self.args))
+        self._services.events.fire("on_init_end")
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def _seed(self) -> None:
-        if self.args.full_determinism:
-            enable_full_determinism(self.args.seed)
-        else:
-            set_seed(self.args.seed)
-
-    def _meet_the_world(self) -> None:
-        args = self.args
-        self._world = world_from_environment()
-        set_verbosity(args.get_process_log_level())
-        self._device = args.device
-        if self._device.type not in ("cpu", "mps"):
-            torch.accelerator.set_device_index(self._device.index or 0)
-        self._gang = join(self._world, self._device, args.ddp_timeout, args.ddp_backend)
-        self.create_accelerator_and_postprocess()
-
     def create_accelerator_and_postprocess(self) -> None:
         """Make `self.accelerator`: device, ranks and precision of this run."""
-        precision = resolve_precision(self.args)
-        check_precision(precision, self._device)
-        self._autocast = autocast_context(precision, self._device)
-        self._loop_engine = TrainerEngine(
+        self._engine, self.accelerator = services.open_accelerator(
+            self._session,
+            lambda: self.args,
             lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
-            lambda: resolve_parallel(self.args, self._world).dist,
         )
-        self.accelerator = Accelerator.of_run(
-            self._gang,
-            self._device,
-            precision,
-            self.args.gradient_accumulation_steps,
-            self._loop_engine,
-        )
-
-    def _first_model(self, model: nn.Module | None) -> nn.Module:
-        if (model is None) == (self.model_init is None):
-            fix = "give exactly one of `model` and `model_init`"
-            raise ConfigError(Problem("model", None if model is None else type(model).__name__, fix))
-        return self.call_model_init() if model is None else model
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, which may take the trial of a search or nothing."""
-        assert self.model_init is not None
-        takes_trial = any(
-            p.name == "trial"
-            or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-            for p in inspect.signature(self.model_init).parameters.values()
-        )
-        model = self.model_init(trial) if takes_trial else self.model_init()
-        if model is None:
-            raise ModelError("model_init returned None; it must return the model")
-        return model
 
     def _take_model(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                Problem(
-                    "model",
-                    type(model).__name__,
-                    "give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained(name)",
-                )
-            )
-        if self.place_model_on_device and not is_placed(model):
-            model.to(self._device)
+        if self.place_model_on_device and not defaults.is_placed(model):
+            model.to(self._session.device)
         self.model = self.model_wrapped = model
-        self._strategy = Alone(model)
+        self._files = self._new_files(None)
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", None) is not None and not self.args.use_cache:
             config.use_cache = False
         named = self.args.label_names
         self.label_names = labels_in_signature(model) if named is None else list(named)
         self.can_return_loss = returns_loss_by_default(model)
-        self._parameter_count = multiplied_parameters(model)
-        self._model_divides = accepts_count(model)
-        self._counter = TargetCounter(tuple(self.label_names))
-        self._normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
-        self._loss_probed = False
-        self._signature_columns = None
+        self._signature_columns: list[str] | None = None
 
-    def _validate_arguments(self) -> None:
-        problems = remote_problems(str(self.args.output_dir))
-        if self._user_optimizer and self.optimizer_cls_and_kwargs is not None:
-            problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
-        if self.model_init is not None and (self._user_optimizer or self.lr_scheduler is not None):
-            fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
-            problems.append(Problem("optimizers", "given", fix))
-        if problems:
-            raise ConfigError(problems)
-
-    def _start_callbacks(self, callbacks: list[Any]) -> None:
-        plain = self.args.disable_tqdm
-        defaults = [DefaultFlowCallback, MetricsLogCallback(self.output_folder)]
-        if self.args.report_to:
-            callbacks = [TrackingCallback(self.args.report_to), *callbacks]
-        self.callback_handler = CallbackHandler(
-            [*defaults, *callbacks], self.model, self.processing_class, self.optimizer, self.lr_scheduler
-        )
-        self.add_callback(PrinterCallback if plain else ProgressCallback)
-        self.control = TrainerControl()
-        self.state = self._new_state()
-        self.is_in_train = False
-        self.control = self.callback_handler.fire("on_init_end", self.args, self.state, self.control)
-
-    def _new_state(self) -> TrainerState:
-        return TrainerState(
-            is_local_process_zero=self.is_local_process_zero(),
-            is_world_process_zero=self.is_world_process_zero(),
+    def _new_files(self, strategy: Strategy | None) -> ModelWriter:
+        return model_writer.ModelWriter(
+            self.model,
+            strategy,
+            lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            lambda: self.args.to_dict(),
         )
 
-    # --- callbacks --------------------------------------------------------------------------------------------------
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, by class or instance."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Take a callback out, by class or instance, and return it; None where it is not there."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Take a callback out, by class or instance."""
-        self.callback_handler.remove_callback(callback)
+    @property
+    def _model_writer(self) -> ModelWriter:
+        if self._files.model is not self.model:  # a script may assign another one
+            self._files = self._new_files(None)
+        return self._files
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -281,213 +184,311 @@ class Trainer(TrainerParts):
             NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
             Preempted: a scheduler asked the job to leave (`preemption_signals`); the process ends with code 75.
         """
-        resume = one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
+        resume = defaults.one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
         if resume is None:
             resume = self.args.resume_from_checkpoint
-        self._ignore_keys_for_eval = ignore_keys_for_eval
         if self.model_init is not None:
-            self._seed()
+            defaults.seed_all(self.args)
             self._take_model(self.call_model_init(trial))
+            self._services.loss.take_model(self.model, self.label_names)
             self.optimizer, self.lr_scheduler = None, None
+        if self._made_scheduler:  # for the length of an earlier run
+            self.lr_scheduler, self._made_scheduler = None, False
         started = Moment()
-        self._watch_memory()
-        self._check_call_alike("train()", resume)  # before anything else that all ranks do together
-        self._hold_folder()
-        self.is_in_train, self._interrupted, self._wants_stop = True, False, False
-        self._resumes_within_epoch = False
+        # Before anything else that all ranks do together.
+        preparation.begin_call(self, Trainer, self._services, "train()", resume)
+        earlier, self._run = self._run, None
+        self._folder = run_folder.RunFolder.of(self.args, self._session.gang)
+        self._folder.take()
+        self.is_in_train = True
+        interruption = interrupting.Interruption(self._session, resolve.resolve_preemption(self.args))
         try:
-            self._leave_saving()  # of a run that an interrupt ended at once: its thread writes to the same folder
-            with self._taking_signals():
-                checkpoint = self._resume_point(resume)
-                plan = self._prepare_run(checkpoint)
-                with stopping_on_interrupt(self._stop_and_save), self._telling_where():
-                    self._run_training()
-                output = self._finish_training(plan, started)
-                self._end_run()
-            return output
+            if earlier is not None:  # if an interrupt ended it at once, its thread writes to the same folder
+                earlier.checkpointer.abandon()
+            with interruption.listening(lambda: self._run):
+                return self._train(started, interruption, resume, ignore_keys_for_eval)
         except (Exception, SystemExit):
-            self._leave_saving()
+            if self._run is not None:
+                self._run.checkpointer.abandon()
             raise
         finally:
-            self._release_folder()
-            self.is_in_train = False
-            self._loop_engine.detach()
-            self.model_wrapped = self.model
-            if self._executor is not None:
-                self._executor.release()
-                self._executor = None
-            self._close_displays()
+            self.is_in_train, self.model_wrapped = False, self.model
+            self._folder.release(None if self._run is None else self._run.saver)
+            self._engine.detach()
+            self._services.events.close_displays()
+            if self._run is not None:
+                self._run.release()
 
-    def _telling_where(self) -> AbstractContextManager[None]:
-        return telling_where(self._world, lambda: self.state.global_step)
+    def _train(
+        self, started: Moment, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
+    ) -> TrainOutput:  # fmt: skip
+        assert self._folder is not None
+        hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
+        prepared = preparation.prepare_run(
+            self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
+            tokenizer=self.processing_class, new_files=self._new_files,
+        )  # fmt: skip
+        self._run, self._files = prepared.run, prepared.files
+        self.model_wrapped = prepared.run.executor.model
+        return prepared.execute(started)
 
-    def _prepare_run(self, checkpoint: Any) -> RunPlan:
-        """Resolve the plan and build model, optimizer, executor and loop; then load. Nothing is trained yet."""
-        agree_on_output(self._gang, self.args.output_path, resuming=checkpoint is not None)
-        self.state, self.control = self._new_state(), TrainerControl()
-        self._loss_probed = False
-        self._newest_checkpoint, self._rollbacks = None, 0
-        self._best_evaluations, self._best_standing = [], []
-        self._last_metric, self._best_saved, self._saves_ephemeral = (-1, None), (None, None), False
-        self._read_memory_note()
-        loader = self.get_train_dataloader()
-        source = self._group_source(loader, saved_position(checkpoint))
-        self._source_samples = getattr(source, "num_samples", None)
-        saved_size = None if checkpoint is None else saved_update_size(checkpoint)
-        self._update_size, note = update_size(self.args, self._gang.size, saved_size, self._fits)
-        if self._update_size.asked_micro is not None and isinstance(source, Loader):
-            source.resize(self._update_size.micro, self._update_size.accumulation)
-        per_epoch = source.groups_per_epoch(self._update_size.accumulation)
-        resumed = self._resumed_progress(checkpoint, source)
-        plan = resolve(self.args, self._facts(per_epoch, resumed, saved_size))
-        self._check_plan_alike(plan)
-        if note is not None:
-            get_job_logger(__name__).warning(note)
-        self.accelerator.gradient_accumulation_steps = plan.batch.accumulation
-        self._fill_state(plan)
-        self._build(plan, source)
-        if checkpoint is not None:
-            self._load_from_checkpoint(str(checkpoint.folder))
-            self._restore_run(checkpoint)
-        self._initial_tokens_seen = self.state.num_input_tokens_seen
-        self._show_parts(loader)
-        announce(self, plan)
-        self._check_metric(plan)
-        return plan
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of one micro-batch.
 
-    def _facts(
-        self,
-        groups_per_epoch: int | None,
-        resumed: Progress | None = None,
-        saved_size: UpdateSize | None = None,
-    ) -> Facts:
-        return Facts(
-            self._world,
-            groups_per_epoch,
-            has_training_data=True,
-            has_evaluation_data=self._has_evaluation_data,
-            overridden=self._overridden,
-            resumed=resumed,
-            saved_size=saved_size,
-            fits=self._fits,
-        )
-
-    def _fill_state(self, plan: RunPlan) -> None:
-        state = self.state
-        state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
-        state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
-        state.save_steps, state.train_batch_size = plan.save.cadence.steps, plan.batch.micro
-
-    def _adopt_update_size(self, size: UpdateSize) -> None:
-        """Updates have other micro-batches from here on, and as many samples."""
-        self._update_size = size
-        self.state.train_batch_size = size.micro
-        self.accelerator.gradient_accumulation_steps = size.accumulation
-
-    def _build(self, plan: RunPlan, source: Any) -> None:
-        align_special_tokens(self.model, self.processing_class)
-        built = build(
-            self.model, self._created_optimizer_and_scheduler, plan, self._device, self._gang, self.optimizer
-        )
-        self._check_optimizer_alike()
-        self.model_wrapped = built.executor.model
-        self._executor, self._strategy = built.executor, built.executor.strategy
-        check_disks(self._output_disks(), self._strategy, self.args.save_on_each_node)
-        self._check_saved_model(plan.save)
-        self._run = TrainingRun(self, plan, built, source)
-        self._loop_engine.attach(self._run.backward, self._strategy)
-
-    def _created_optimizer_and_scheduler(self, num_training_steps: int) -> tuple[Any, Any]:
-        if self._created_lr_scheduler:
-            # It was made for the length of an earlier run.
-            self.lr_scheduler, self._created_lr_scheduler = None, False
-        self.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
-        return self.optimizer, self.lr_scheduler
-
-    def _show_parts(self, loader: Any) -> None:
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.train_dataloader, handler.processing_class = loader, self.processing_class
-
-    def _run_training(self) -> None:
-        self.control = self.callback_handler.fire("on_train_begin", self.args, self.state, self.control)
-        if self.args.eval_on_start and self.state.global_step == 0:
-            # No update led to it, so a schedule that follows the metric has nothing to learn from it.
-            self.evaluate(ignore_keys=self._ignore_keys_for_eval)
-        if self._interrupted:
-            self.control.should_training_stop = True  # which the first event of a run clears
-        self._run.training_began()
-        if self._is_told():
-            self._leave()  # nothing is left to be saved
-        self._run.make_up()
-        try:
-            self._run.loop.run()
-        except WaitBrokenOff:
-            self._run.leave_here()
-        if self._interrupted:
-            self._save_checkpoint(self.model)  # before the first update: the loop had no occasion
-        if self._is_told():
-            self._run.leave_here()
-        self._finish_last_save(save_retry.LAST_PAUSES)
-
-    def _close_displays(self) -> None:
-        """Give the terminal back: a run that an exception ended has no `on_train_end` that would."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback):
-                callback.close()
-
-    def _stop_and_save(self) -> None:
-        get_job_logger(__name__).warning(
-            "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) goes on from there. "
-            "Press Ctrl-C again to stop at once"
-        )
-        if self._gang.size > 1:
-            # The others must end with the same update: they learn of it with a coming one.
-            self._wants_stop = True
-        else:
-            self._stop_here()
-
-    def _finish_training(self, plan: RunPlan, started: float) -> TrainOutput:
-        run, state = self._run, self.state
-        run.finish()
-        run.saver.release()
-        metrics: dict[str, float] = speed_metrics(
-            "train",
-            started,
-            num_samples=run.samples_done,
-            num_steps=run.updates_done,
-        )
-        metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = run.ledger.mean_loss()
-        metrics.update(self._memory_metrics("train"))
-        self.log(metrics)
-        if plan.save.load_best_at_end:
-            self._load_best_model()
-        self.control = self.callback_handler.fire("on_train_end", self.args, state, self.control)
-        self._finish_saving()  # of a callback that saved there
-        self._upload_files()
-        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
-
-    def set_initial_training_values(
-        self, args: Any, dataloader: Any
-    ) -> tuple[int, int, int, float, int, int, int]:
-        """What a run over this loader comes to, for scripts that ask.
+        Args:
+            model: what to run the forward through; under data parallelism the wrapper.
+            inputs: the collated batch, in host memory.
+            num_items_in_batch: the update's target count over all micro-batches and ranks.
 
         Returns:
-            (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
-            micro-batches per epoch, updates of the run)
+            Scalar tensor without gradient: the loss as `compute_loss` gave it.
         """
-        accumulation = update_size(args, self._gang.size)[0].accumulation
-        per_epoch = self._group_source(dataloader).groups_per_epoch(accumulation)
-        duration = resolve(args, self._facts(per_epoch)).duration
-        update, steps = self.get_total_train_batch_size(args), duration.steps
-        if per_epoch is None:
-            batches = steps * accumulation
-            return duration.epochs, steps, update * steps, update * steps, update, batches, steps
-        examples = self.num_examples(dataloader)
-        seen = update * steps if args.max_steps > 0 else examples * args.num_train_epochs
-        return duration.epochs, per_epoch, examples, seen, update, len(dataloader), steps
+        if not model.training:
+            model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            if self._services.loss.takes_count:
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            else:
+                loss = self.compute_loss(model, inputs)
+        total = check_differentiable(loss)
+        self.accelerator.backward(loss)
+        return total.detach()
 
-    def end(self) -> None:
-        """Close the process group: the last call of a script, after everything that needs the other processes."""
-        self.accelerator.end_training()
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
+
+        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the
+        batch's target count. With `return_outputs=True` it returns `(loss, outputs)`.
+
+        Raises:
+            ModelError: the model returned no loss.
+        """
+        policy, count = self._services.loss, num_items_in_batch
+        loss, outputs = batch_loss(
+            model, inputs, count, function=self.compute_loss_func, smoothing=self.args.label_smoothing_factor,
+            shifted=policy.counter.shifted, divides=policy.divides,
+        )  # fmt: skip
+        if policy.scales and count is not None:
+            loss = loss * self._session.gang.size
+        return (loss, outputs) if return_outputs else loss
+
+    def count_targets(self, batch: Any) -> float:
+        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see
+        docs/losses.md).
+
+        Called with batches in host memory, before their forward.
+        """
+        return self._services.loss.counter(batch)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch on this process's device, as a new container: hooks may take labels out of it."""
+        return prepared_batch(inputs, self._session.device, self._signature_columns)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The training loader. Override it to bring any iterable of batches; each rank then iterates its own.
+
+        Raises:
+            DataError: there is no training dataset, or it is empty.
+        """
+        if self.train_dataset is None:
+            raise DataError(
+                "training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`"
+            )
+        dataset, collate = self._with_used_columns(self.train_dataset, "training")
+        sampler = self._get_train_sampler if binding.overrides(self, Trainer, "_get_train_sampler") else None
+        return loading.training_loader(
+            self.args, self._session.world, self.train_dataset, dataset, collate, sampler
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader of one evaluation set: a dataset, or the name of one of the sets given as `eval_dataset`.
+
+        Raises:
+            DataError: there is none, or the name is unknown.
+        """
+        return self._evaluation_loader(loading.named_dataset(eval_dataset, self.eval_dataset), "evaluation")
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The loader that `predict` runs over."""
+        return self._evaluation_loader(test_dataset, "test")
+
+    def _evaluation_loader(self, dataset: Any, what: str) -> Any:
+        dataset, collate = self._with_used_columns(dataset, what)
+        sampler = (
+            self._get_eval_sampler(dataset) if binding.overrides(self, Trainer, "_get_eval_sampler") else None
+        )
+        largest = self._services.fitter.eval
+        return loading.evaluation_loader(self.args, self._session.world, dataset, collate, sampler, largest)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Fill `_signature_columns`: what the model's forward takes, and the labels. Override it to add yours."""
+        if self._signature_columns is None:
+            self._signature_columns = columns.signature_columns(innermost(self.model), self.label_names)
+
+    def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
+        if not self.args.remove_unused_columns:
+            return dataset, self.data_collator
+        self._set_signature_columns_if_needed()
+        return loading.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
+
+    # --- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Set and return `self.optimizer`; one that is there already is kept."""
+        if self.optimizer is None:
+            target = self.model if model is None else model
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, target
+            )
+            decaying = self.get_decay_parameter_names(target)
+            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Set and return `self.lr_scheduler`; one that is there already is kept."""
+        if self.lr_scheduler is None:
+            target = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = optimization.new_scheduler(self.args, target, num_training_steps)
+            self._made_scheduler = True
+        return self.lr_scheduler
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics over the evaluation data, exact for every batch size and number of ranks.
+
+        Args:
+            eval_dataset: another dataset than the Trainer's, the name of one of its sets, or a dict of datasets;
+                each set of a dict is evaluated under its own name (`eval_name_loss`).
+            ignore_keys: keys of the model's output that are no predictions.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Returns:
+            `{prefix}_loss`, what `compute_metrics` gave, runtime and throughput, and the epoch.
+        """
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in chosen.items():
+                one = name if eval_dataset is None else dataset
+                metrics.update(self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        preparation.begin_call(self, Trainer, self._services, f"evaluate() of {metric_key_prefix!r}")
+        started, loss_only = Moment(), True if self.compute_metrics is None else None
+        with self._services.evaluator.own_randomness():
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
+        output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
+        self.log(output.metrics)
+        self._services.events.fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions for every sample, in the dataset's order, with metrics where the data has labels.
+
+        Returns:
+            Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
+            widths are padded with -100.
+        """
+        preparation.begin_call(self, Trainer, self._services, f"predict() of {metric_key_prefix!r}")
+        started = Moment()
+        with self._services.evaluator.own_randomness():
+            loader = self.get_test_dataloader(test_dataset)
+            output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
+        self._services.events.fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader and join what all ranks found.
+
+        Args:
+            description: "Evaluation" or "Prediction", for the log.
+            prediction_loss_only: keep nothing but the loss; None: as the arguments say.
+        """
+        bound = binding.eval_hooks(self, self._model_writer.strategy, ignore_keys)
+        return self._services.evaluator.run(
+            dataloader, bound, resolve.resolve_evaluation(self.args), loss_only=prediction_loss_only,
+            prefix=metric_key_prefix, predicting=description == "Prediction",
+        )  # fmt: skip
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, predictions and labels of one batch, None where there is none. Override it for a step of your own."""
+        labelled = evaluator.has_labels(inputs, self.label_names)
+        inputs = self._prepare_inputs(inputs)
+        keys = evaluation.ignored_keys(self.model) if ignore_keys is None else ignore_keys
+        labels = None
+        if isinstance(inputs, Mapping) and labelled:
+            labels = detach(evaluation.labels_of(inputs, self.label_names))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                loss = loss if isinstance(loss, LossTerms) else loss.detach()
+                by_model = not (self.args.label_smoothing_factor or self.compute_loss_func is not None)
+                has_loss = evaluator.output_has_loss(outputs, by_model)
+            else:
+                loss, outputs, has_loss = None, call_model(model, inputs), False
+            _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
+        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
+
+    # --- reports and files --------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add `logs` to the history and tell the callbacks. Override it to add values of your own.
+
+        Args:
+            logs: names and values; `epoch` is added, and the token count where `include_num_input_tokens_seen` asks
+                for it.
+            start_time: when training began, in seconds; gives tokens per second.
+        """
+        count_tokens = self.args.include_num_input_tokens_seen != "no"
+        first_tokens = 0 if self._run is None else self._run.first_tokens
+        complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
+        self._services.events.add_log(logs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
+        process, and with `save_on_each_node` on one of each machine that has a disk of its own.
+
+        Args:
+            output_dir: where to, a folder or a URL; the run's output folder by default.
+        """
+        place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
+        gang, writes = self._session.gang, self.is_world_process_zero()
+        if self.args.save_on_each_node:
+            writes = gang.rank == (self._folder or run_folder.RunFolder.of(self.args, gang)).disks.keeper
+        model_writer.save_final(place, self._model_writer, self._save, gang, writes)
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
+
+        Args:
+            state_dict: the weights to write instead of the model's own; an empty one writes none.
+        """
+        self._model_writer.write(Path(output_dir or self.output_folder), state_dict)

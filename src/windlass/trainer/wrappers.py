@@ -55,3 +55,19 @@ def accepts_count(module: nn.Module) -> bool:
     named = any(p.kind not in _HANDED_ON for p in parameters.values())
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "num_items_in_batch" in parameters or (named and takes_any)
+
+
+def labels_in_signature(module: nn.Module) -> list[str]:
+    """The names under which a model's forward takes labels; `["labels"]` if its signature does not tell.
+
+    Looks through wrappers, which hide the signature of the model that they wrap.
+    """
+    parameters = inspect.signature(innermost(module).forward).parameters
+    found = [name for name in parameters if "label" in name or name in ("start_positions", "end_positions")]
+    return found or ["labels"]
+
+
+def returns_loss_by_default(module: nn.Module) -> bool:
+    """Whether the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
+    parameter = inspect.signature(innermost(module).forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True

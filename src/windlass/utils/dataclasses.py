@@ -1,75 +1,14 @@
-"""Names that scripts import from here (`windlass.config.plugins`)."""
+"""Names that scripts import from here: configuration objects and words."""
 
-from windlass.config.plugin_words import (
-    ComputeEnvironment,
-    CustomDtype,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    FP8BackendType,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-    SageMakerDistributedType,
-)
-from windlass.config.plugins import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    BnbQuantizationConfig,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    DeepSpeedSequenceParallelConfig,
-    DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MegatronLMPlugin,
-    MSAMPRecipeKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TERecipeKwargs,
-    TorchContextParallelConfig,
-    TorchDynamoPlugin,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
-)
+from typing import Any
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "BnbQuantizationConfig",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8BackendType",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "ParallelismConfig",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "SageMakerDistributedType",
-    "TERecipeKwargs",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-]
+from windlass.core.lazy import loader_of
+from windlass.utils.homes import names_in
+
+_NAMES = names_in("windlass.config.plugins", "windlass.config.plugin_words")
+_load = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)

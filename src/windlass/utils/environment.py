@@ -9,11 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from windlass.config.parallel.kinds import FALSE, TRUE, flag
 from windlass.config.plugin_words import distributed_type_of
 from windlass.core.device import choose_device
-
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -22,10 +20,12 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ValueError: it is neither.
     """
-    word = value.lower()
-    if word not in (*_TRUE, *_FALSE):
-        raise ValueError(f"{value!r} is neither true ({', '.join(_TRUE)}) nor false ({', '.join(_FALSE)})")
-    return word in _TRUE if to_bool else int(word in _TRUE)
+    try:
+        said = flag(value)
+    except ValueError:
+        known = f"true ({', '.join(TRUE)}) nor false ({', '.join(FALSE)})"
+        raise ValueError(f"{value!r} is neither {known}") from None
+    return said if to_bool else int(said)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from windlass.core.optional import is_available
 
 
-def _packages(*names: str) -> Callable[[], bool]:
-    """A question whether all of these packages are installed; asking imports none of them."""
+def _package(name: str) -> Callable[[], bool]:
+    """A question whether a package is installed; asking does not import it."""
 
     def available() -> bool:
-        return all(map(is_available, names))
+        return is_available(name)
 
-    available.__doc__ = f"Whether {' and '.join(names)} can be imported."
+    available.__doc__ = f"Whether {name} can be imported."
     return available
 
 
@@ -29,50 +29,28 @@ def _device(kind: str) -> Callable[[], bool]:
     return available
 
 
-is_aim_available = _packages("aim")
-is_amdsmi_available = _packages("amdsmi")
-is_bnb_available = _packages("bitsandbytes")
-is_boto3_available = _packages("boto3")
-is_clearml_available = _packages("clearml")
-is_comet_ml_available = _packages("comet_ml")
-is_datasets_available = _packages("datasets")
-is_deepspeed_available = _packages("deepspeed")
-is_dvclive_available = _packages("dvclive")
-is_import_timer_available = _packages("import_timer")
-is_lomo_available = _packages("lomo_optim")
-is_matplotlib_available = _packages("matplotlib")
-is_megatron_lm_available = _packages("megatron")
-is_mlflow_available = _packages("mlflow")
-is_msamp_available = _packages("msamp")
-is_pandas_available = _packages("pandas")
-is_peft_available = _packages("peft")
-is_pynvml_available = _packages("pynvml")
-is_pytest_available = _packages("pytest")
-is_rich_available = _packages("rich")
-is_sagemaker_available = _packages("sagemaker")
-is_schedulefree_available = _packages("schedulefree")
-is_swanlab_available = _packages("swanlab")
-is_timm_available = _packages("timm")
-is_torch_xla_available = _packages("torch_xla")
-is_torchao_available = _packages("torchao")
-is_torchdata_available = _packages("torchdata")
-is_torchvision_available = _packages("torchvision")
-is_tqdm_available = _packages("tqdm")
-is_trackio_available = _packages("trackio")
-is_transformer_engine_available = _packages("transformer_engine")
-is_transformers_available = _packages("transformers")
-is_triton_available = _packages("triton")
-is_wandb_available = _packages("wandb")
+_PACKAGES = (
+    "aim", "amdsmi", "boto3", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive", "import_timer", "matplotlib",
+    "mlflow", "msamp", "pandas", "peft", "pynvml", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm",
+    "torch_xla", "torchao", "torchdata", "torchvision", "tqdm", "trackio", "transformer_engine", "transformers",
+    "triton", "wandb",
+)  # fmt: skip
+_OTHERWISE_NAMED = {"bnb": "bitsandbytes", "lomo": "lomo_optim", "megatron_lm": "megatron"}
+_DEVICES = ("cuda", "hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
+_QUESTIONS = {
+    f"is_{word}_available": question
+    for word, question in (
+        *((package, _package(package)) for package in _PACKAGES),
+        *((word, _package(package)) for word, package in _OTHERWISE_NAMED.items()),
+        *((kind, _device(kind)) for kind in _DEVICES),
+    )
+}
 
-is_cuda_available = _device("cuda")
-is_hpu_available = _device("hpu")
-is_mlu_available = _device("mlu")
-is_mps_available = _device("mps")
-is_musa_available = _device("musa")
-is_neuron_available = _device("neuron")
-is_npu_available = _device("npu")
-is_sdaa_available = _device("sdaa")
-is_xpu_available = _device("xpu")
+
+def __getattr__(name: str) -> Callable[[], bool]:
+    if name not in _QUESTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _QUESTIONS[name]
 
 
 def is_tensorboard_available() -> bool:

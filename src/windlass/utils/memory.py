@@ -1,15 +1,14 @@
-"""Names that scripts import from here (`windlass.accelerator.memory`)."""
+"""Names that scripts import from here: memory of devices."""
 
-from windlass.accelerator.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
-)
+from typing import Any
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "release_memory",
-    "should_reduce_batch_size",
-]
+from windlass.core.lazy import loader_of
+from windlass.utils.homes import names_in
+
+_NAMES = names_in("windlass.accelerator.memory")
+_load = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)

@@ -1,53 +1,18 @@
-"""Names that scripts import from here (big models, `windlass.transforms`)."""
+"""Names that scripts import from here: models that are larger than one device."""
 
-from windlass.accelerator.checkpoint_loading import (
-    load_checkpoint_in_model,
-)
-from windlass.transforms.auto_device_map import (
-    infer_auto_device_map,
-)
-from windlass.transforms.device_map import (
-    check_device_map,
-    check_tied_parameters_on_same_device,
-)
-from windlass.transforms.device_memory import (
-    get_balanced_memory,
-    get_max_memory,
-)
-from windlass.transforms.module_sizes import (
-    calculate_maximum_sizes,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    get_max_layer_size,
-)
-from windlass.transforms.module_tensors import (
-    find_tied_parameters,
-    named_module_tensors,
-    retie_parameters,
-    set_module_tensor_to_device,
-)
-from windlass.transforms.offload import (
-    align_module_device,
-    has_offloaded_params,
-)
+from typing import Any
 
-__all__ = [
-    "align_module_device",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_tied_parameters_on_same_device",
-    "compute_module_sizes",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_max_layer_size",
-    "get_max_memory",
-    "has_offloaded_params",
-    "infer_auto_device_map",
-    "load_checkpoint_in_model",
-    "named_module_tensors",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
+from windlass.core.lazy import loader_of
+from windlass.utils.homes import names_in
+
+_NAMES = names_in(
+    "windlass.accelerator.checkpoint_loading", "windlass.transforms.auto_device_map", "windlass.transforms.device_map",
+    "windlass.transforms.device_memory", "windlass.transforms.module_sizes", "windlass.transforms.module_tensors",
+    "windlass.transforms.offload",
+)  # fmt: skip
+_load = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)

@@ -1,59 +1,14 @@
-"""Names that scripts import from here (`windlass.dist.operations`)."""
+"""Names that scripts import from here: operations on nests of tensors."""
 
-from windlass.dist.operations import (
-    CannotPadNestedTensorWarning,
-    DistributedOperationException,
-    broadcast,
-    broadcast_object_list,
-    concatenate,
-    convert_to_fp32,
-    copy_tensor_to_devices,
-    find_batch_size,
-    find_device,
-    gather,
-    gather_object,
-    get_data_structure,
-    get_shape,
-    honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_namedtuple,
-    is_tensor_information,
-    is_torch_tensor,
-    listify,
-    pad_across_processes,
-    pad_input_tensors,
-    recursively_apply,
-    reduce,
-    send_to_device,
-    slice_tensors,
-)
+from typing import Any
 
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
+from windlass.core.lazy import loader_of
+from windlass.utils.homes import names_in
+
+_NAMES = names_in("windlass.dist.operations", "windlass.core.trees")
+_load = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)

@@ -16,8 +16,7 @@ from windlass.accelerator.own_files import save_tensors
 from windlass.accelerator.state import PartialState
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors
-from windlass.config.launch_file import default_file, write_file
-from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.launch_file import basic_settings, default_file, write_file
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import convert_to_fp32
@@ -116,13 +115,9 @@ def write_basic_config(
         The file, or False where there was one.
     """
     path = default_file(os.environ) if save_location is None else Path(save_location)
-    if mixed_precision not in ("no", "fp16", "bf16"):
-        raise ConfigError(Problem("mixed_precision", mixed_precision, "must be one of no, fp16, bf16"))
+    settings = basic_settings(mixed_precision, visible_devices(), "mixed_precision")
     if path.exists():
         return False
-    devices = visible_devices()
-    said = {"precision": mixed_precision, "launch.processes": max(devices, 1), "cpu": devices == 0}
-    settings = Settings({key: Setting(key, value, "write_basic_config") for key, value in said.items()})
     write_file(settings, path)
     return path
 

@@ -1,13 +1,14 @@
-"""Names that scripts import from here (`windlass.accelerator.rng`)."""
+"""Names that scripts import from here: seeds."""
 
-from windlass.accelerator.rng import (
-    set_seed,
-    synchronize_rng_state,
-    synchronize_rng_states,
-)
+from typing import Any
 
-__all__ = [
-    "set_seed",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-]
+from windlass.core.lazy import loader_of
+from windlass.utils.homes import names_in
+
+_NAMES = names_in("windlass.accelerator.rng")
+_load = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _load(name)

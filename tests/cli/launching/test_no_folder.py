@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_to_its_end
 
-from windlass.cli.launching.report import say
+from windlass.cli.launching.failure_report import say
 
 # Fails in the first attempt as it is told; the second ends well.
 FAILS = """

@@ -14,7 +14,7 @@ def main() -> None:
     world = world_from_environment()
     plan = resolve_parallel(TrainingArguments("out"), world)
     shard = plan.dist.shard
-    origins = {name: said.origin for name, said in plan.settings.items() if not said.weak}
+    origins = {name: said.origin for name, said in plan.settings.items() if not said.implicit}
     told = {
         "strategy": plan.dist.strategy,
         "layers": shard and shard.layers,

@@ -68,7 +68,7 @@ def test_reads(read: Any, raw: Any, value: Any) -> None:
         (kinds.number, "fast", "number"),
         (kinds.text, True, "text"),
         (kinds.words, 3, "list of names"),
-        (kinds.options, "a", "key=value"),
+        (kinds.options, "a", "name=value"),
         (kinds.options, 3, "mapping"),
         (kinds.choice("a", refused={"b": "is gone"}), "B", "is gone"),
         (kinds.choice("a"), "c", "one of a"),

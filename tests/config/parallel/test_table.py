@@ -8,7 +8,7 @@ import pytest
 
 from windlass import TrainingArguments
 from windlass.config.parallel import rows_launch
-from windlass.config.parallel.keys import GROUPS
+from windlass.config.parallel.keys import FAMILIES
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, TRAINING, VARIABLES
 
 
@@ -55,4 +55,4 @@ def test_the_peers_plugin_has_no_field_that_is_unknown() -> None:
 
 
 def test_groups_are_used() -> None:
-    assert {key.group for key in KEYS.values()} == set(GROUPS)
+    assert {key.family for key in KEYS.values()} == set(FAMILIES)

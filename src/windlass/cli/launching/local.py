@@ -19,10 +19,10 @@ from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
 
 from windlass.cli.launching.agent import OptionalLogs, Patience, WatchingAgent
-from windlass.cli.launching.environment import worker_environment
-from windlass.cli.launching.report import EXIT_UNREACHABLE, exit_code, say
+from windlass.cli.launching.failure_report import EXIT_UNREACHABLE, exit_code, say
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
+from windlass.cli.launching.worker_environment import worker_environment
 from windlass.config.launch_token import read_token
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.cli.launching.report import Incident, LostMachine
+from windlass.cli.launching.failure_report import Incident, LostMachine
 from windlass.dist.signed_store import ForgedValueError
 
 # How often a launcher gives a sign and looks for those of the others.

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from windlass.cli.launching.report import say
+from windlass.cli.launching.failure_report import say
 from windlass.config.launch_checks import SLURM_JOB_VARIABLE
 
 # How often Slurm has started this job again; absent at first.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.launching.report import Incident, Kind, RankFacts
+from windlass.cli.launching.failure_report import Incident, Kind, RankFacts
 from windlass.core.errors import EXIT_PREEMPTED
 from windlass.dist.beacon import LEFT, MEETING, STACKS_SIGNAL, Lookout, Mark
 

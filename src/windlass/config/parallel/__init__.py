@@ -1,12 +1,10 @@
 """One resolver for how training is spread over processes, whoever says it: arguments, files, flags, variables."""
 
-from windlass.config.parallel.arguments import from_arguments
-from windlass.config.parallel.environment import OWN_VARIABLE, from_environment, to_environment
-from windlass.config.parallel.files import from_document, from_file, from_recipe
-from windlass.config.parallel.flags import from_flags
+from windlass.config.parallel.from_files import from_document, from_file, from_recipe
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment, from_flags, to_environment
+from windlass.config.parallel.from_script import from_arguments, from_plugins
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.plan import Parallel, plan_parallel
-from windlass.config.parallel.plugins import from_plugins
+from windlass.config.parallel.parallel_plan import Parallel, plan_parallel
 from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import KEYS
 

@@ -1,8 +1,8 @@
-"""What a setting is called: one canonical name, and its spelling in every place that can say it."""
+"""The description of a setting: one canonical name, and its spelling in each place where it can be set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +12,41 @@ _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Settings that share how they are spelt.
+class Family:
+    """Settings whose spellings have the same prefixes.
 
     Attributes:
+        title: heading in the launcher's help; "" for families without one.
         section: the section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
-        flag: prefix of the launcher's flag after the dashes; None when no flag says it.
-        variable: prefix of the environment variable; None when no variable says it.
+        flag: prefix of the launcher's flags after the dashes; None if there are no flags.
+        variable: prefix of the environment variables; None if there are none.
+        switch: the variable that must be true for accelerate to read the others.
     """
 
+    title: str
     section: str
     flag: str | None
     variable: str | None
+    switch: str = ""
 
 
-GROUPS = {
-    "run": Group("", "", "ACCELERATE_"),
-    "launch": Group("", "", None),
-    "file": Group("", None, None),
-    "ddp": Group("ddp_config", "ddp_", None),
-    "fsdp": Group("fsdp_config", "fsdp_", "FSDP_"),
-    "dynamo": Group("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
-    "mesh": Group("parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_"),
-    "fp8": Group("fp8_config", "fp8_", "ACCELERATE_FP8_"),
-    "deepspeed": Group("deepspeed_config", "", "ACCELERATE_DEEPSPEED_"),
-    "megatron": Group("megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
-}
+FAMILIES = {
+    "run": Family("training", "", "", "ACCELERATE_"),
+    "launch": Family("processes and machines", "", "", None),
+    "file": Family("", "", None, None),
+    "ddp": Family("replicated models (DDP)", "ddp_config", "ddp_", None),
+    "fsdp": Family("sharded models (FSDP2)", "fsdp_config", "fsdp_", "FSDP_", "ACCELERATE_USE_FSDP"),
+    "dynamo": Family("compilation", "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
+    "mesh": Family("layout of the processes", "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_",
+                   "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "fp8": Family("", "fp8_config", "fp8_", "ACCELERATE_FP8_"),
+    "deepspeed": Family("", "deepspeed_config", "", "ACCELERATE_DEEPSPEED_"),
+    "megatron": Family("", "megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
+}  # fmt: skip
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,62 +55,77 @@ class Key:
 
     Attributes:
         name: canonical, as in a recipe's `parallel:` section: "fsdp.cpu_offload".
-        read: brings any spelling of a value to the canonical one.
-        default: what holds when nobody says anything.
+        read: converts any spelling of a value to the canonical one.
+        default: the value if nobody sets it.
         doc: one sentence.
-        group: a key of `GROUPS`.
-        words: what it is called inside the group; the first is the one that Windlass writes.
-        fields: fields of `TrainingArguments` that say it.
-        written: the value that `accelerate launch` puts into the environment when its user said nothing.
-        refused: why it cannot be set; empty when it can.
-        idle: what to say once when it is set and nothing depends on it; empty when something does.
+        family: a key of `FAMILIES`.
+        words: its names inside the family; Windlass writes the first.
+        fields: fields of `TrainingArguments` that set it; a recipe's value goes to the first.
+        written: the value that `accelerate launch` exports if its user set nothing.
+        write: converts the canonical value to the spelling that `accelerate launch` reads in files.
+        refused: why it cannot be set; empty if it can.
+        idle: note to log if it is set, for settings that change nothing; empty for the others.
     """
 
     name: str
     read: Reader
     default: Any
     doc: str
-    group: str
+    family: str
     words: tuple[str, ...]
     fields: tuple[str, ...] = ()
     written: Any = None
+    write: Callable[[Any], Any] = _same
     refused: str = ""
     idle: str = ""
 
     def is_switch(self, word: str) -> bool:
-        """Whether its flag `word` needs no value. Those of sharding take one, as in accelerate."""
-        return word == "use_fsdp" or (self.read is flag and self.group not in ("fsdp", "ddp"))
+        """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
+        return word == "use_fsdp" or (self.read is flag and self.family not in ("fsdp", "ddp"))
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The launcher's flags, without dashes."""
-        prefix = GROUPS[self.group].flag
+        prefix = FAMILIES[self.family].flag
         return () if prefix is None else tuple(prefix + word for word in self.words)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Environment variables that say it."""
-        prefix = GROUPS[self.group].variable
+        """Environment variables that set it."""
+        prefix = FAMILIES[self.family].variable
         return () if prefix is None else tuple(prefix + word.upper() for word in self.words)
 
     @property
     def in_file(self) -> str:
-        """Where Windlass writes it in a launch file: "num_processes", "fsdp_config.fsdp_offload_params"."""
-        group = GROUPS[self.group]
+        """Its key in a launch file that Windlass writes: "num_processes", "fsdp_config.fsdp_offload_params"."""
+        section = FAMILIES[self.family].section
         word = self.words[0]
         # The guides' files repeat the prefix in this one section.
-        inside = f"fsdp_{word}" if self.group == "fsdp" else word
-        return f"{group.section}.{inside}" if group.section else word
+        inside = f"fsdp_{word}" if self.family == "fsdp" else word
+        return f"{section}.{inside}" if section else word
 
-    def is_weak(self, value: Any) -> bool:
-        """Whether tools write `value` unasked, so that it is no one's wish."""
+    def is_implicit(self, value: Any) -> bool:
+        """Return True if tools write `value` by default, so that it need not be anybody's choice."""
         return value == self.default or (self.written is not None and value == self.written)
 
-    def asks(self, raw: Any) -> bool:
-        """Whether a refused key is set to something that would change anything."""
+    def would_change(self, raw: Any) -> bool:
+        """Return True if a refused key is set to a value that would have an effect."""
         if raw in ([], {}) or str(raw).lower() == str(self.written).lower():
             return False
         return raw not in _ASKS_FOR_NOTHING and str(raw).lower() not in _ASKS_FOR_NOTHING
+
+
+def rows_of(family: str, name: str = "") -> Callable[..., Key]:
+    """Return a function that makes rows of a family; their canonical names begin with `name` (default: the family's).
+
+    Its arguments are the last part of the name, `read`, `default` and `doc`, the words (default: the last part of the
+    name), and the other attributes of `Key` as keywords.
+    """
+
+    def row(last: str, read: Reader, default: Any, doc: str, *words: str, **others: Any) -> Key:
+        return Key(f"{name or family}.{last}", read, default, doc, family, words or (last,), **others)
+
+    return row
 
 
 def index(keys: Iterable[Key]) -> dict[str, Key]:

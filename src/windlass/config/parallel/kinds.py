@@ -1,4 +1,4 @@
-"""Readers of values: each takes what a file, a flag, a variable or a script said and gives the one canonical form.
+"""Readers of values: each converts the value in a file, flag, variable or script to its canonical form.
 
 A reader raises `ValueError` with the end of a sentence ("must be ...") when it cannot, gives None for what leaves the
 setting unsaid, and accepts its own results.
@@ -6,20 +6,21 @@ setting unsaid, and accepts its own results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 Reader = Callable[[Any], Any]
-_TRUE = ("true", "yes", "y", "t", "on", "1")
-_FALSE = ("false", "no", "n", "f", "off", "0")
+TRUE = ("true", "yes", "y", "t", "on", "1")
+FALSE = ("false", "no", "n", "f", "off", "0")
 
 
 def flag(raw: Any) -> bool:
     word = str(raw).strip().lower()
-    if word in _TRUE:
+    if word in TRUE:
         return True
-    if word in _FALSE:
+    if word in FALSE:
         return False
     raise ValueError("must be true or false")
 
@@ -64,7 +65,7 @@ def number(raw: Any) -> float:
 
 
 def seconds(raw: Any) -> float:
-    """A time that passes: above 0, and not for ever."""
+    """A time in seconds: above 0, and finite."""
     time = number(raw)
     if not 0 < time < float("inf"):
         raise ValueError("must be a number of seconds above 0")
@@ -102,14 +103,28 @@ def options(raw: Any) -> dict[str, Any]:
     # A pair out of a list may hold commas itself, as `CUDA_VISIBLE_DEVICES=0,1`.
     pairs = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
-        raise ValueError("must be a mapping, or text such as key=value,key=value")
+        raise ValueError("must be a mapping, or text such as name=value,name=value")
     found = {}
     for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"must be key=value pairs with commas between them, and {pair!r} is none")
+            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is none")
         found[key.strip()] = value.strip()
     return found
+
+
+def _spellings(raw: Any) -> tuple[Any, ...]:
+    """What may name a choice: torch's enums carry the word as their name and a number as their value, those of
+    arguments the reverse; a function, or one with some arguments filled in, has a name too."""
+    if isinstance(raw, Enum):
+        return raw.name, raw.value
+    function = raw.func if isinstance(raw, functools.partial) else raw
+    return (function.__name__,) if callable(function) and hasattr(function, "__name__") else (raw,)
+
+
+def numbered(words: Iterable[str]) -> dict[str, str]:
+    """Each word by its number from 1, for `choice(also=)`."""
+    return {str(number): word for number, word in enumerate(words, start=1)}
 
 
 def choice(
@@ -124,9 +139,7 @@ def choice(
     table: dict[str, Any] = {word.lower(): word for word in allowed} | dict(also or {})
 
     def read(raw: Any) -> Any:
-        # Torch's enums carry the word as their name and a number as their value, those of arguments the reverse.
-        spellings = (raw.name, raw.value) if isinstance(raw, Enum) else (raw,)
-        for word in (str(spelling).strip().lower() for spelling in spellings):
+        for word in (str(spelling).strip().lower() for spelling in _spellings(raw)):
             if word in table:
                 return table[word]
             if refused and word in refused:
@@ -137,7 +150,7 @@ def choice(
 
 
 def either(*readers: Reader, says: str) -> Reader:
-    """What the first of `readers` that can reads."""
+    """Return a reader that tries `readers` in order and gives the first result."""
 
     def read(raw: Any) -> Any:
         for reader in readers:

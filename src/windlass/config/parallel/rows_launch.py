@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import Key, rows_of
 from windlass.config.parallel.rows_training import NO_DEEPSPEED, NO_MEGATRON
 
 _TPU = "needs PyTorch/XLA, which is not built yet"
@@ -14,34 +14,24 @@ _FP8 = "needs fp8, which is not built yet; use --mixed_precision bf16"
 _MPI = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 
 
-def _row(
-    name: str, read: kinds.Reader, default: Any, doc: str, *words: str, written: Any = None, idle: str = ""
-) -> Key:
-    return Key(f"launch.{name}", read, default, doc, "launch", words or (name,), written=written, idle=idle)
-
-
+_row = rows_of("launch")
 PROCESSES = _row("processes", kinds.whole, None, "Processes on all machines together.", "num_processes")
 MACHINES = _row("machines", kinds.positive, 1, "Machines that take part.", "num_machines")
-MACHINE_RANK = _row(
-    "machine_rank", kinds.natural, 0, "Which of them this machine is, from 0.", "machine_rank"
-)
+MACHINE_RANK = _row("machine_rank", kinds.natural, 0, "Which of them this machine is, from 0.")
 MAIN_ADDRESS = _row(
     "main_address", kinds.text, None, "Address of the machine of rank 0.", "main_process_ip", "main_address"
 )
 MAIN_PORT = _row(
-    "main_port", kinds.port, None, "Port on it; 0 chooses a free one on one machine.", "main_process_port",
-    "main_port",
+    "main_port", kinds.port, None, "Port on it; 0 chooses a free one on one machine.", "main_process_port", "main_port"
 )  # fmt: skip
-RENDEZVOUS = _row(
-    "rendezvous",
-    kinds.choice(
-        "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
-    ),
-    "static",
-    "How machines find each other: by their ranks (static), or whoever comes (c10d).",
-    "rdzv_backend",
-    written="static",
+_MEETINGS = kinds.choice(
+    "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
 )
+RENDEZVOUS = _row(
+    "rendezvous", _MEETINGS, "static",
+    "How machines find each other: by their ranks (static), or whoever comes (c10d).",
+    "rdzv_backend", written="static",
+)  # fmt: skip
 RENDEZVOUS_OPTIONS = _row(
     "rendezvous_options", kinds.options, {}, "Options of the rendezvous, as key=value pairs.", "rdzv_conf"
 )
@@ -49,17 +39,12 @@ TOKEN_FILE = _row(
     "token_file", kinds.text, None,
     "File with the secret that the machines of a job have in common; else WINDLASS_RDZV_TOKEN.", "rdzv_token_file",
 )  # fmt: skip
-MAX_RESTARTS = _row(
-    "max_restarts", kinds.natural, 0, "How often a job that failed starts again.", "max_restarts", written=0
-)
+MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a job that failed starts again.", written=0)
 MONITOR_INTERVAL = _row(
-    "monitor_interval", kinds.seconds, 0.1, "Seconds between two looks at the processes.", "monitor_interval",
-    written=0.1,
-)  # fmt: skip
-LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the processes' output.", "log_dir")
-TEE = _row(
-    "tee", kinds.text, "0", "Which streams go to the console and to the folder (0-3, or RANK:N,...).", "tee"
+    "monitor_interval", kinds.seconds, 0.1, "Seconds between two looks at the processes.", written=0.1
 )
+LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the processes' output.")
+TEE = _row("tee", kinds.text, "0", "Which streams go to the console and to the folder (0-3, or RANK:N,...).")
 THREADS = _row(
     "threads", kinds.positive, None, "Threads of each process.", "num_cpu_threads_per_process", "threads"
 )
@@ -67,62 +52,51 @@ DEVICES = _row(
     "devices", kinds.text, "all", "Numbers of the accelerators to use, with commas.", "gpu_ids", "devices"
 )
 AFFINITY = _row(
-    "affinity",
-    kinds.flag,
-    False,
-    "Bind each process to cores of its own.",
-    "enable_cpu_affinity",
-    written=False,
-)
-ENGINE = _row(
-    "engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.", "engine"
-)
-ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "What the engine is asked for.", "engine_options")
+    "affinity", kinds.flag, False, "Bind each process to cores of its own.", "enable_cpu_affinity", written=False
+)  # fmt: skip
+ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
+ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "What the engine is asked for.")
 STALL_TIMEOUT = _row(
-    "stall_timeout", kinds.seconds, None, "Seconds without progress after which the job is ended and reported.",
     "stall_timeout",
-)  # fmt: skip
+    kinds.seconds,
+    None,
+    "Seconds without progress after which the job is ended and reported.",
+)
 MACHINE_TIMEOUT = _row(
-    "machine_timeout", kinds.seconds, 30.0, "Seconds without a sign of another machine after which it is lost.",
     "machine_timeout",
-)  # fmt: skip
+    kinds.seconds,
+    30.0,
+    "Seconds without a sign of another machine after which it is lost.",
+)
 PREEMPTION_GRACE = _row(
-    "preemption_grace", kinds.positive, 120, "Seconds that processes have to save when they are told to leave.",
     "preemption_grace",
-)  # fmt: skip
+    kinds.positive,
+    120,
+    "Seconds that processes have to save when they are told to leave.",
+)
 REQUEUE = _row(
     "requeue", kinds.flag, False,
-    "After exit code 75 put the job back into Slurm's queue, or start it again where there is none.", "requeue",
+    "After exit code 75 put the job back into Slurm's queue, or start it again where there is none.",
 )  # fmt: skip
 MAX_REQUEUES = _row(
-    "max_requeues",
-    kinds.natural,
-    None,
-    "How often, at most; without a limit where nothing is said.",
-    "max_requeues",
+    "max_requeues", kinds.natural, None, "How often, at most; without a limit where nothing is said."
 )
-ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", "role", written="default")
+ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", written="default")
 ENVIRONMENT = _row(
-    "environment",
-    kinds.options,
-    {},
-    "Environment variables for every process, as NAME=value.",
-    "environment",
-    "env",
-)
-
-MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.", "multi_gpu",
+    "environment", kinds.options, {}, "Environment variables for every process, as NAME=value.", "environment", "env"
+)  # fmt: skip
+MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.",
                  idle="needs no saying: num_processes decides, and all of them are used")  # fmt: skip
 
 _IDLE_LAUNCH = (
-    _row("same_network", kinds.flag, False, "Whether the machines share a network.", "same_network", written=True,
+    _row("same_network", kinds.flag, False, "Whether the machines share a network.", written=True,
          idle="changes nothing: the machines meet at main_process_ip either way"),
     MULTI_GPU,
-    _row("quiet", kinds.flag, False, "Short reports of failures.", "quiet",
+    _row("quiet", kinds.flag, False, "Short reports of failures.",
          idle="changes nothing: reports of failures are short already"),
-    _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.", "no_tpu_cluster",
+    _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
          idle="needs no saying: there are no TPUs here"),
-    _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.", "main_training_function",
+    _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.",
          idle="has no meaning here: scripts are started as a whole"),
 )  # fmt: skip
 
@@ -134,16 +108,14 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-def _refused(group: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
-    """Keys that are known and cannot be had; `written` names those that accelerate gives a value unasked."""
-
-    def row(word: str) -> Key:
-        read = kinds.flag if word in _SWITCHES else kinds.anything
-        return Key(
-            f"{group}.{word}", read, None, "Not built.", group, (word,), (), written.get(word), refused=reason
-        )
-
-    return tuple(row(word) for word in (*words, *written))
+def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
+    """Keys that are known and refused; `written` gives the values that accelerate exports by default."""
+    row = rows_of(family)
+    return tuple(
+        row(word, kinds.flag if word in _SWITCHES else kinds.anything, None, "Not built.",
+            written=written.get(word), refused=reason)
+        for word in (*words, *written)
+    )  # fmt: skip
 
 
 _REFUSED_LAUNCH = (
@@ -161,8 +133,7 @@ _REFUSED_LAUNCH = (
 LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
     MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
-    MACHINE_TIMEOUT,
-    PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+    MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
 FP8 = _refused(
     "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",

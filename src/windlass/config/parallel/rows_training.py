@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import Key, rows_of
 
 NO_DEEPSPEED = (
     "needs DeepSpeed, which is not built yet; distributed_type: FSDP shards parameters, gradients and state"
@@ -11,83 +14,61 @@ NO_DEEPSPEED = (
 NO_MEGATRON = (
     "needs Megatron-LM, which is not built yet; distributed_type: FSDP shards the model by its layers"
 )
-_PRECISIONS = kinds.choice(
-    "no", "fp16", "bf16", also={"fp32": "no", "false": "no"},
-    refused={"fp8": "is not built yet; use bf16"},
-)  # fmt: skip
 _DTYPES = kinds.choice(
     "bf16", "fp16", "fp32",
     also={f"{prefix}{word}": short for prefix in ("", "torch.")
           for word, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"), ("half", "fp16"))},
 )  # fmt: skip
 
-# What is launched over several processes and needs no strategy named: plain data parallelism over them.
+# --- the run --------------------------------------------------------------------------------------------------------
+
+# Values of `distributed_type` that mean plain data parallelism over the processes.
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
+_STRATEGIES = kinds.choice(
+    "ddp", "fsdp",
+    also={"true": "fsdp", **dict.fromkeys(_PROCESSES)},
+    refused={
+        "deepspeed": NO_DEEPSPEED,
+        "megatron_lm": NO_MEGATRON,
+        "xla": "needs PyTorch/XLA, which is not built yet",
+        "tp": "needs tensor parallelism, which is not built yet",
+    },
+)  # fmt: skip
+_PRECISIONS = kinds.choice(
+    "no", "fp16", "bf16", also={"fp32": "no", "false": "no"}, refused={"fp8": "is not built yet; use bf16"}
+)
+_ACCUMULATION = kinds.either(
+    kinds.positive, kinds.choice("auto", also={"auto": None}), says="must be a whole number above 0"
+)
 STRATEGY = Key(
-    "strategy",
-    kinds.choice(
-        "ddp",
-        "fsdp",
-        also={"true": "fsdp", **dict.fromkeys(_PROCESSES)},
-        refused={
-            "deepspeed": NO_DEEPSPEED,
-            "megatron_lm": NO_MEGATRON,
-            "xla": "needs PyTorch/XLA, which is not built yet",
-            "tp": "needs tensor parallelism, which is not built yet",
-        },
-    ),
-    "ddp",
+    "strategy", _STRATEGIES, "ddp",
     "How the model is spread over processes: every one holds all of it (ddp), or its share (fsdp).",
-    "run",
-    ("distributed_type", "use_fsdp", "strategy"),
-)
+    "run", ("distributed_type", "use_fsdp", "strategy"),
+)  # fmt: skip
 PRECISION = Key(
-    "precision",
-    _PRECISIONS,
-    "no",
+    "precision", _PRECISIONS, "no",
     "The dtype that forward and backward compute in; weights and optimizer state keep theirs.",
-    "run",
-    ("mixed_precision",),
-    fields=("bf16", "fp16"),
-    written="no",
-)
+    "run", ("mixed_precision",), fields=("bf16", "fp16"), written="no",
+)  # fmt: skip
 CPU = Key(
-    "cpu",
-    kinds.flag,
-    False,
-    "Train on the CPU although there is an accelerator.",
-    "run",
-    ("use_cpu", "cpu"),
-    fields=("use_cpu",),
-    written=False,
-)
+    "cpu", kinds.flag, False, "Train on the CPU although there is an accelerator.",
+    "run", ("use_cpu", "cpu"), fields=("use_cpu",), written=False,
+)  # fmt: skip
 ACCUMULATION = Key(
-    "accumulation",
-    kinds.either(
-        kinds.positive, kinds.choice("auto", also={"auto": None}), says="must be a whole number above 0"
-    ),
-    None,
-    "Micro-batches that make one update.",
-    "run",
-    ("gradient_accumulation_steps",),
-    fields=("gradient_accumulation_steps",),
-)
+    "accumulation", _ACCUMULATION, None, "Micro-batches that make one update.",
+    "run", ("gradient_accumulation_steps",), fields=("gradient_accumulation_steps",),
+)  # fmt: skip
 DEBUG = Key(
-    "debug",
-    kinds.flag,
-    False,
-    "Check before each collective operation that all ranks bring tensors of one shape.",
-    "run",
-    ("debug", "debug_mode"),
-    written=False,
-)
+    "debug", kinds.flag, False, "Check before each collective operation that all ranks bring tensors of one shape.",
+    "run", ("debug", "debug_mode"), written=False,
+)  # fmt: skip
 RUN = (STRATEGY, PRECISION, CPU, ACCUMULATION, DEBUG)
 
-SHARDING = kinds.choice(
-    "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2",
-    also={"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"},
-)  # fmt: skip
+# --- FSDP -----------------------------------------------------------------------------------------------------------
+
+SHARDING_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+SHARDING = kinds.choice(*SHARDING_WORDS, also=kinds.numbered(SHARDING_WORDS))
 _NUMBER_OF_RANKS = kinds.either(kinds.positive, says="")
 
 
@@ -108,307 +89,224 @@ def _ahead(raw: object) -> object:
     return raw if isinstance(raw, int) and not isinstance(raw, bool) else _LAYERS_AHEAD(raw)
 
 
+PREFETCH_WORDS = ("backward_pre", "backward_post", "no_prefetch")
 _PREFETCH = kinds.either(
     kinds.choice(
-        "backward_pre", "backward_post", "no_prefetch",
-        also={"none": "no_prefetch", "false": "no_prefetch", "true": "backward_pre"},
+        *PREFETCH_WORDS, also={"none": "no_prefetch", "false": "no_prefetch", "true": "backward_pre"}
     ),
     kinds.natural,
     says="must be backward_pre, backward_post, no_prefetch, or how many layers ahead",
-)  # fmt: skip
+)
+WRAPPING = {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"}
+_WRAP = kinds.either(
+    kinds.choice(
+        *WRAPPING,
+        also={
+            **{spelling.lower(): word for word, spelling in WRAPPING.items()},
+            **kinds.numbered(WRAPPING),
+            "transformer_auto_wrap_policy": "transformer",
+            "size_based_auto_wrap_policy": "size",
+        },
+    ),
+    says="must be one of none, transformer, size: a function of one's own is not called; name the layers' classes in "
+    "transformer_cls_names_to_wrap",
+)
+STATES = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
+_STATE = kinds.choice(
+    *STATES,
+    also={**{spelling.lower(): word for word, spelling in STATES.items()}, "1": "full", "3": "sharded"},
+    refused=dict.fromkeys(
+        ("local_state_dict", "2"), "is FSDP1's raw layout, which FSDP2 does not have; use SHARDED_STATE_DICT"
+    ),
+)
 
-FSDP_VERSION = Key(
-    "fsdp.version",
-    kinds.choice("1", "2"),
-    "2",
-    "The version of FSDP whose spellings a file uses; what runs is always FSDP2.",
-    "fsdp",
-    ("version",),
-    written="1",
-)
-FSDP_SHARDING = Key(
-    "fsdp.sharding",
-    SHARDING,
-    "full_shard",
+
+def _offloading(raw: object) -> bool:
+    """A truth value, or one of PyTorch's objects that mean one."""
+    kind = type(raw).__name__
+    if kind == "CPUOffload":
+        return bool(raw.offload_params)  # type: ignore[attr-defined]
+    if kind in ("CPUOffloadPolicy", "OffloadPolicy"):
+        return kind == "CPUOffloadPolicy"
+    return kinds.flag(raw)
+
+
+DTYPE_ROLES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+
+
+def dtypes_of(policy: Any) -> dict[str, Any]:
+    """The dtype of each role: of one word or torch dtype for all, of a mapping, or of PyTorch's own object."""
+    if isinstance(policy, str) or type(policy).__name__ == "dtype":
+        return dict.fromkeys(DTYPE_ROLES[:3], policy)
+    found = (
+        policy if isinstance(policy, Mapping) else {role: getattr(policy, role, None) for role in DTYPE_ROLES}
+    )
+    return {role: dtype for role, dtype in found.items() if dtype is not None}
+
+
+def _in_capitals(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+_fsdp = rows_of("fsdp")
+FSDP_VERSION = _fsdp(
+    "version", kinds.choice("1", "2"), "2",
+    "The version of FSDP whose spellings a file uses; what runs is always FSDP2.", written="1", write=int,
+)  # fmt: skip
+FSDP_SHARDING = _fsdp(
+    "sharding", SHARDING, "full_shard",
     "What is sharded: parameters too (full_shard), only gradients and state (shard_grad_op), within a machine only "
-    "(hybrid_shard), nothing (no_shard).",
-    "fsdp",
-    ("sharding_strategy",),
-    written="full_shard",
-)
-FSDP_RESHARD = Key(
-    "fsdp.reshard_after_forward",
-    _resharding,
-    True,
-    "Free gathered parameters after each forward; a number reshards to so many ranks.",
-    "fsdp",
-    ("reshard_after_forward",),
-    written=True,
-)
-FSDP_WRAP = Key(
-    "fsdp.wrap",
-    kinds.choice(
-        "none", "transformer", "size",
-        also={"transformer_based_wrap": "transformer", "size_based_wrap": "size", "no_wrap": "none"},
-    ),
-    "none",
+    "(hybrid_shard), nothing (no_shard).", "sharding_strategy", written="full_shard",
+)  # fmt: skip
+FSDP_RESHARD = _fsdp(
+    "reshard_after_forward", _resharding, True,
+    "Free gathered parameters after each forward; a number reshards to so many ranks.", written=True,
+)  # fmt: skip
+FSDP_WRAP = _fsdp(
+    "wrap", _WRAP, "none",
     "Which submodules are gathered on their own: layers by class, those above a size, or only the whole model.",
-    "fsdp",
-    ("auto_wrap_policy", "wrap"),
+    "auto_wrap_policy", "wrap", write=WRAPPING.get,
 )  # fmt: skip
-FSDP_LAYERS = Key(
-    "fsdp.layers",
-    kinds.words,
-    (),
+FSDP_LAYERS = _fsdp(
+    "layers", kinds.words, (),
     "Class names of the layers that are gathered on their own; the model's own list when none is given.",
-    "fsdp",
-    ("transformer_layer_cls_to_wrap", "transformer_cls_to_wrap", "transformer_cls_names_to_wrap", "layers"),
-)
-FSDP_MIN_PARAMETERS = Key(
-    "fsdp.min_parameters",
-    kinds.natural,
-    100_000_000,
-    "The least number of parameters that a submodule is gathered on its own for, when wrapping goes by size.",
-    "fsdp",
-    ("min_num_params",),
-    written=100_000_000,
-)
-FSDP_OFFLOAD = Key(
-    "fsdp.cpu_offload",
-    kinds.flag,
-    False,
-    "Keep parameters, gradients and optimizer state in host memory between uses.",
-    "fsdp",
-    ("offload_params", "cpu_offload"),
-    written=False,
-)
-FSDP_STATE = Key(
-    "fsdp.state",
-    kinds.choice(
-        "full", "sharded",
-        also={"full_state_dict": "full", "sharded_state_dict": "sharded", "1": "full", "3": "sharded"},
-        refused=dict.fromkeys(("local_state_dict", "2"),
-                              "is FSDP1's raw layout, which FSDP2 does not have; use SHARDED_STATE_DICT"),
-    ),
-    "sharded",
-    "How checkpoints hold the model: whole tensors, or every rank's shards.",
-    "fsdp",
-    ("state_dict_type", "state"),
+    "transformer_layer_cls_to_wrap", "transformer_cls_to_wrap", "transformer_cls_names_to_wrap", "layers",
+    write=",".join,
 )  # fmt: skip
-FSDP_BACKWARD_PREFETCH = Key(
-    "fsdp.backward_prefetch",
-    _PREFETCH,
-    "backward_pre",
+FSDP_MIN_PARAMETERS = _fsdp(
+    "min_parameters", kinds.natural, 100_000_000,
+    "The least number of parameters that a submodule is gathered on its own for, when wrapping goes by size.",
+    "min_num_params", written=100_000_000,
+)  # fmt: skip
+FSDP_OFFLOAD = _fsdp(
+    "cpu_offload", _offloading, False,
+    "Keep parameters, gradients and optimizer state in host memory between uses.", "offload_params", "cpu_offload",
+    written=False,
+)  # fmt: skip
+FSDP_STATE = _fsdp(
+    "state", _STATE, "sharded", "How checkpoints hold the model: whole tensors, or every rank's shards.",
+    "state_dict_type", "state", write=STATES.get,
+)  # fmt: skip
+FSDP_BACKWARD_PREFETCH = _fsdp(
+    "backward_prefetch", _PREFETCH, "backward_pre",
     "How many layers ahead the backward gathers; FSDP2 by itself gathers the next one (backward_pre).",
-    "fsdp",
-    ("backward_prefetch", "backward_prefetch_policy"),
-)
-FSDP_FORWARD_PREFETCH = Key(
-    "fsdp.forward_prefetch",
+    "backward_prefetch", "backward_prefetch_policy", write=_in_capitals,
+)  # fmt: skip
+FSDP_FORWARD_PREFETCH = _fsdp(
+    "forward_prefetch",
     _ahead,
     False,
     "How many layers ahead the forward gathers: true for one.",
-    "fsdp",
-    ("forward_prefetch",),
     written=False,
 )
-FSDP_RAM_EFFICIENT = Key(
-    "fsdp.cpu_ram_efficient_loading",
-    kinds.flag,
-    False,
-    "Only the first rank holds the weights on the host before sharding, and sends them.",
-    "fsdp",
-    ("cpu_ram_efficient_loading",),
-    written=True,
-)
-FSDP_RECOMPUTE = Key(
-    "fsdp.activation_checkpointing",
-    kinds.flag,
-    False,
-    "Recompute each wrapped layer in the backward instead of keeping what it computed.",
-    "fsdp",
-    ("activation_checkpointing",),
-    written=False,
-)
-FSDP_IGNORED = Key(
-    "fsdp.ignored_modules",
-    kinds.names_or_pattern,
-    None,
+FSDP_RAM_EFFICIENT = _fsdp(
+    "cpu_ram_efficient_loading", kinds.flag, False,
+    "Only the first rank holds the weights on the host before sharding, and sends them.", written=True,
+)  # fmt: skip
+FSDP_RECOMPUTE = _fsdp(
+    "activation_checkpointing", kinds.flag, False,
+    "Recompute each wrapped layer in the backward instead of keeping what it computed.", written=False,
+)  # fmt: skip
+FSDP_IGNORED = _fsdp(
+    "ignored_modules", kinds.names_or_pattern, None,
     "Modules that are not sharded: names, or a regular expression over them.",
-    "fsdp",
-    ("ignored_modules",),
-)
-FSDP_PARAM_DTYPE = Key(
-    "fsdp.param_dtype", _DTYPES, None, "Dtype of gathered parameters; that of the precision when not given.",
-    "fsdp", ("param_dtype",),
 )  # fmt: skip
-FSDP_REDUCE_DTYPE = Key(
-    "fsdp.reduce_dtype", _DTYPES, None, "Dtype that gradients are averaged in; that of the parameters when not given.",
-    "fsdp", ("reduce_dtype",),
-)  # fmt: skip
-FSDP_OUTPUT_DTYPE = Key(
-    "fsdp.output_dtype", _DTYPES, None, "Dtype that the outputs are cast to.", "fsdp", ("output_dtype",)
+FSDP_PARAM_DTYPE = _fsdp(
+    "param_dtype", _DTYPES, None, "Dtype of gathered parameters; that of the precision when not given."
 )
+FSDP_REDUCE_DTYPE = _fsdp(
+    "reduce_dtype", _DTYPES, None,
+    "Dtype that gradients are averaged in; that of the parameters when not given.",
+)  # fmt: skip
+FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype that the outputs are cast to.")
 FSDP = (
     FSDP_VERSION, FSDP_SHARDING, FSDP_RESHARD, FSDP_WRAP, FSDP_LAYERS, FSDP_MIN_PARAMETERS, FSDP_OFFLOAD, FSDP_STATE,
     FSDP_BACKWARD_PREFETCH, FSDP_FORWARD_PREFETCH, FSDP_RAM_EFFICIENT, FSDP_RECOMPUTE, FSDP_IGNORED,
     FSDP_PARAM_DTYPE, FSDP_REDUCE_DTYPE, FSDP_OUTPUT_DTYPE,
-    Key("fsdp.use_orig_params", kinds.flag, True, "FSDP1's way of showing parameters.", "fsdp", ("use_orig_params",),
-        written=True, idle="has no meaning in FSDP2, which always keeps the original parameters"),
-    Key("fsdp.sync_module_states", kinds.flag, True, "FSDP1's broadcast of the first weights.", "fsdp",
-        ("sync_module_states",), written=True,
-        idle="has no meaning in FSDP2: ranks start from one state whatever it says"),
-    Key("fsdp.limit_all_gathers", kinds.flag, True, "FSDP1's bound on gathers under way.", "fsdp",
-        ("limit_all_gathers",), idle="has no meaning in FSDP2, which bounds its memory by itself"),
-    Key("fsdp.buffer_dtype", _DTYPES, None, "FSDP1's dtype of buffers.", "fsdp", ("buffer_dtype",),
-        idle="has no meaning in FSDP2, which leaves buffers alone"),
-    Key("fsdp.activation_checkpointing_offload", kinds.flag, False,
-        "Keep what recomputation starts from in host memory.", "fsdp", ("activation_checkpointing_offload",),
-        written=False, refused="is not built yet; fsdp activation_checkpointing recomputes without offloading"),
+    _fsdp("use_orig_params", kinds.flag, True, "FSDP1's way of showing parameters.", written=True,
+          idle="has no meaning in FSDP2, which always keeps the original parameters"),
+    _fsdp("sync_module_states", kinds.flag, True, "FSDP1's broadcast of the first weights.", written=True,
+          idle="has no meaning in FSDP2: ranks start from one state whatever it says"),
+    _fsdp("limit_all_gathers", kinds.flag, True, "FSDP1's bound on gathers under way.",
+          idle="has no meaning in FSDP2, which bounds its memory by itself"),
+    _fsdp("buffer_dtype", _DTYPES, None, "FSDP1's dtype of buffers.",
+          idle="has no meaning in FSDP2, which leaves buffers alone"),
+    _fsdp("activation_checkpointing_offload", kinds.flag, False, "Keep what recomputation starts from in host memory.",
+          written=False, refused="is not built yet; fsdp activation_checkpointing recomputes without offloading"),
 )  # fmt: skip
 
-MESH_REPLICAS = Key(
-    "mesh.replicas",
-    kinds.positive,
-    1,
-    "Whole copies of the model over all processes.",
-    "mesh",
-    ("dp_replicate_size", "dp_replicate"),
+# --- the mesh -------------------------------------------------------------------------------------------------------
+
+_mesh = rows_of("mesh")
+MESH_REPLICAS = _mesh(
+    "replicas", kinds.positive, 1, "Whole copies of the model over all processes.", "dp_replicate_size", "dp_replicate",
     written=1,
-)
-MESH_SHARDS = Key(
-    "mesh.shards",
-    kinds.positive,
-    1,
-    "Processes that share one copy of the model (FSDP).",
-    "mesh",
-    ("dp_shard_size", "dp_shard"),
+)  # fmt: skip
+MESH_SHARDS = _mesh(
+    "shards", kinds.positive, 1, "Processes that share one copy of the model (FSDP).", "dp_shard_size", "dp_shard",
     written=1,
-)
-
-
-def _unbuilt_axis(word: str, what: str) -> Key:
-    return Key(
-        f"mesh.{word}",
-        kinds.positive,
-        1,
-        f"Processes of {what}.",
-        "mesh",
-        (f"{word}_size", word),
-        written=1,
-        refused=f"{what} is not built yet; set it to 1",
-    )
-
-
-_NO_CP, _NO_SP = "context parallelism is not built yet", "sequence parallelism is not built yet"
+)  # fmt: skip
+# Axes along which processes share a batch: how they are abbreviated, what they are, and what their options are.
+_UNBUILT_AXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("tensor parallelism", {"tp_handler": None}),
+    "cp": ("context parallelism", {"cp_backend": "torch", "cp_comm_strategy": "allgather", "cp_handler": None}),
+    "sp": ("sequence parallelism", {
+        "sp_backend": "deepspeed", "sp_seq_length": "None", "sp_seq_length_is_variable": True,
+        "sp_attn_implementation": "sdpa", "sp_handler": None,
+    }),
+}  # fmt: skip
+UNBUILT_AXES = tuple(
+    _mesh(axis, kinds.positive, 1, f"Processes of {what}.", f"{axis}_size", axis, written=1,
+          refused=f"{what} is not built yet; set it to 1")
+    for axis, (what, _) in _UNBUILT_AXES.items()
+)  # fmt: skip
 MESH = (
-    MESH_REPLICAS,
-    MESH_SHARDS,
-    _unbuilt_axis("tp", "tensor parallelism"),
-    _unbuilt_axis("cp", "context parallelism"),
-    _unbuilt_axis("sp", "sequence parallelism"),
+    MESH_REPLICAS, MESH_SHARDS, *UNBUILT_AXES,
     *(
-        Key(
-            f"mesh.{word}",
-            kinds.anything,
-            None,
-            "A detail of it.",
-            "mesh",
-            (word,),
-            written=usual,
-            refused=why,
-        )
-        for word, usual, why in (
-            ("cp_backend", "torch", _NO_CP),
-            ("cp_comm_strategy", "allgather", _NO_CP),
-            ("sp_backend", "deepspeed", _NO_SP),
-            ("sp_seq_length", "None", _NO_SP),
-            ("sp_seq_length_is_variable", True, _NO_SP),
-            ("sp_attn_implementation", "sdpa", _NO_SP),
-            ("tp_handler", None, "tensor parallelism is not built yet"),
-            ("cp_handler", None, _NO_CP),
-            ("sp_handler", None, _NO_SP),
-        )
+        _mesh(word, kinds.anything, None, "A detail of it.", written=usual, refused=f"{what} is not built yet")
+        for what, options in _UNBUILT_AXES.values() for word, usual in options.items()
     ),
-    Key(
-        "mesh.used",
-        kinds.flag,
-        False,
-        "Says that the sizes above are meant.",
-        "run",
-        ("use_parallelism_config",),
-    ),
-)
-DDP_FIND_UNUSED = Key(
-    "ddp.find_unused_parameters",
-    kinds.flag,
-    False,
-    "Look in every step for parameters that the loss does not reach.",
-    "ddp",
-    ("find_unused_parameters",),
+    Key("mesh.used", kinds.flag, False, "Says that the sizes above are meant.", "run", ("use_parallelism_config",)),
+)  # fmt: skip
+
+# --- DDP ------------------------------------------------------------------------------------------------------------
+
+_ddp = rows_of("ddp")
+DDP_FIND_UNUSED = _ddp(
+    "find_unused_parameters", kinds.flag, False, "Look in every step for parameters that the loss does not reach.",
     fields=("ddp_find_unused_parameters",),
-)
-DDP_BUCKET = Key(
-    "ddp.bucket_cap_mb",
-    kinds.positive,
-    None,
-    "Size of the pieces that gradients are averaged in, in MiB.",
-    "ddp",
-    ("bucket_cap_mb",),
+)  # fmt: skip
+DDP_BUCKET = _ddp(
+    "bucket_cap_mb", kinds.positive, None, "Size of the pieces that gradients are averaged in, in MiB.",
     fields=("ddp_bucket_cap_mb",),
-)
-DDP_BUFFERS = Key(
-    "ddp.broadcast_buffers",
-    kinds.flag,
-    None,
-    "Give every rank the first one's buffers before each forward.",
-    "ddp",
-    ("broadcast_buffers",),
+)  # fmt: skip
+DDP_BUFFERS = _ddp(
+    "broadcast_buffers", kinds.flag, None, "Give every rank the first one's buffers before each forward.",
     fields=("ddp_broadcast_buffers",),
-)
-DDP_STATIC = Key(
-    "ddp.static_graph",
-    kinds.flag,
-    False,
-    "The same parameters are used in every step.",
-    "ddp",
-    ("static_graph",),
-    fields=("ddp_static_graph",),
-)
-DDP_TIMEOUT = Key(
-    "ddp.timeout",
-    kinds.positive,
-    1800,
-    "Seconds after which a rank that waits for another gives up.",
-    "ddp",
-    ("timeout",),
+)  # fmt: skip
+DDP_STATIC = _ddp(
+    "static_graph", kinds.flag, False, "The same parameters are used in every step.", fields=("ddp_static_graph",)
+)  # fmt: skip
+DDP_TIMEOUT = _ddp(
+    "timeout", kinds.positive, 1800, "Seconds after which a rank that waits for another gives up.",
     fields=("ddp_timeout",),
-)
-DDP_HOOK = Key(
-    "ddp.comm_hook",
-    kinds.choice("no", "fp16", "bf16", "power_sgd", "batched_power_sgd"),
-    "no",
+)  # fmt: skip
+DDP_HOOK = _ddp(
+    "comm_hook", kinds.choice("no", "fp16", "bf16", "power_sgd", "batched_power_sgd"), "no",
     "How gradients are compressed on their way.",
-    "ddp",
-    ("comm_hook",),
-)
-DDP_WRAPPER = Key(
-    "ddp.comm_wrapper",
+)  # fmt: skip
+DDP_WRAPPER = _ddp(
+    "comm_wrapper",
     kinds.choice("no", "fp16", "bf16"),
     "no",
     "The dtype that a compressed gradient travels in.",
-    "ddp",
-    ("comm_wrapper",),
 )
-DDP_OPTIONS = Key(
-    "ddp.comm_options",
-    kinds.options,
-    {},
-    "Options of PowerSGD.",
-    "ddp",
-    ("comm_state_option", "comm_options"),
+DDP_OPTIONS = _ddp(
+    "comm_options", kinds.options, {}, "Options of PowerSGD.", "comm_state_option", "comm_options"
 )
 DDP = (DDP_FIND_UNUSED, DDP_BUCKET, DDP_BUFFERS, DDP_STATIC, DDP_TIMEOUT, DDP_HOOK, DDP_WRAPPER, DDP_OPTIONS)
+
+# --- compilation ----------------------------------------------------------------------------------------------------
 
 
 def _backend(raw: object) -> str:
@@ -417,32 +315,21 @@ def _backend(raw: object) -> str:
     return word.lower() if word.isupper() else word
 
 
-COMPILE_BACKEND = Key(
-    "compile.backend",
-    _backend,
-    "no",
-    "Compile the model with this backend of torch.compile.",
-    "dynamo",
-    ("backend",),
-    fields=("torch_compile_backend", "torch_compile"),
-    written="no",
-)
-COMPILE_MODE = Key(
-    "compile.mode",
-    kinds.text,
-    "default",
-    "Mode of the inductor backend.",
-    "dynamo",
-    ("mode",),
-    fields=("torch_compile_mode",),
-    written="default",
-)
+_compile = rows_of("dynamo", "compile")
+COMPILE_BACKEND = _compile(
+    "backend", _backend, "no", "Compile the model with this backend of torch.compile.",
+    fields=("torch_compile_backend", "torch_compile"), written="no", write=str.upper,
+)  # fmt: skip
+COMPILE_MODE = _compile(
+    "mode", kinds.text, "default", "Mode of the inductor backend.", fields=("torch_compile_mode",), written="default"
+)  # fmt: skip
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _NOT_COMPILED = "is not built yet; dynamo_backend compiles the whole model with graph breaks allowed"
 COMPILE = (
     COMPILE_BACKEND,
     COMPILE_MODE,
     *(
-        Key(f"compile.{words[0]}", read, None, what, "dynamo", words, written="False", refused=_NOT_COMPILED)
+        _compile(words[0], read, None, what, *words, written="False", refused=_NOT_COMPILED)
         for words, read, what in (
             (("use_fullgraph", "fullgraph"), kinds.flag, "Refuse graph breaks."),
             (("use_dynamic", "dynamic"), kinds.flag, "Compile for shapes that change."),

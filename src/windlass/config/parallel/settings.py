@@ -1,4 +1,4 @@
-"""Values with where they came from, and how layers of them meet."""
+"""Values with their origin, and the rules by which values of several origins are merged."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from windlass.config.parallel.keys import Key
 from windlass.core.errors import Problem
 
 Source = Literal["script", "flag", "variable", "file", "default"]
-# Of two that differ, the one further left holds; a script and its launcher contradict each other instead.
+# Of two values that differ, the one further left is used; a script that contradicts its launcher is an error.
 _PRECEDENCE: tuple[Source, ...] = ("script", "flag", "variable", "file", "default")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value and who said it.
+    """One value and where it was set.
 
     Attributes:
         key: canonical name.
         value: in canonical form.
-        origin: where it was said, in words that its author knows: "--num_processes", "fsdp_config of two.yaml".
+        origin: where it was set, as its author wrote it: "--num_processes", "fsdp_config of two.yaml".
         source: the kind of place.
-        weak: written by a tool unasked (such as a default in a file that answers to questions made), so that
-            anything that was meant goes before it.
-        over: settings of the same key that gave way to this one.
+        implicit: written by a tool and not requested by anybody (such as a default in a file that `windlass config`
+            wrote); any explicit value replaces it.
+        overridden: settings of the same key that this one replaced.
     """
 
     key: str
     value: Any
     origin: str
     source: Source = "default"
-    weak: bool = False
-    over: tuple[Setting, ...] = field(default=(), compare=False)
+    implicit: bool = False
+    overridden: tuple[Setting, ...] = field(default=(), compare=False)
 
 
 class Settings(dict[str, Setting]):
-    """Settings by canonical name, the problems met while reading them, and sentences to be said once."""
+    """Settings by canonical name, the problems found while reading them, and notes to log once."""
 
     def __init__(self, settings: Mapping[str, Setting] | None = None) -> None:
         super().__init__(settings or {})
         self.problems: list[Problem] = []
         self.notes: list[str] = []
 
-    def say(self, key: Key, raw: Any, origin: str, source: Source, weak: bool | None = None) -> None:
-        """Read `raw` and record it, or the problem with it; None leaves the key unsaid.
+    def record(self, key: Key, raw: Any, origin: str, source: Source, implicit: bool | None = None) -> None:
+        """Read `raw` and record it, or the problem with it; None leaves the key unset.
 
         Args:
-            weak: whether nobody may have meant it; None tells by the value, for places that tools fill in.
+            implicit: whether a tool may have written it; None decides by the value, for places that tools fill in.
         """
         if raw is None:
             return
         if key.refused:
-            if key.asks(raw):
+            if key.would_change(raw):
                 self.problems.append(Problem(origin, raw, key.refused))
             return
         try:
@@ -63,35 +63,35 @@ class Settings(dict[str, Setting]):
             return
         if value is None:
             return
-        if weak is None:
-            weak = key.is_weak(value)
-        if key.idle and not weak:
+        if implicit is None:
+            implicit = key.is_implicit(value)
+        if key.idle and not implicit:
             self.notes.append(f"{origin}={raw!r} {key.idle}")
-        self.add(Setting(key.name, value, origin, source, weak))
+        self.add(Setting(key.name, value, origin, source, implicit))
 
     def add(self, new: Setting) -> None:
-        """Lay `new` beside what is there: what was meant goes before what tools wrote, then the stronger place."""
+        """Merge `new` with the setting that exists: explicit values come first, then those of the stronger source."""
         old = self.get(new.key)
         if old is None:
             self[new.key] = new
             return
-        if not old.weak and not new.weak and old.value != new.value and _quarrel(old, new):
+        if not old.implicit and not new.implicit and old.value != new.value and _quarrel(old, new):
             self.problems.append(contradiction(old, new))
         first, second = (old, new) if _goes_before(old, new) else (new, old)
-        self[new.key] = replace(first, over=(*first.over, second))
+        self[new.key] = replace(first, overridden=(*first.overridden, second))
 
     def value(self, key: Key) -> Any:
         said = self.get(key.name)
         return key.default if said is None else said.value
 
-    def meant(self, name: str) -> bool:
-        """Whether somebody, and not only a tool, said it."""
+    def is_explicit(self, name: str) -> bool:
+        """Return True if a user, and not only a tool, set it."""
         said = self.get(name)
-        return said is not None and not said.weak
+        return said is not None and not said.implicit
 
 
 def merge(*layers: Settings) -> Settings:
-    """All layers as one. Flags go before variables, these before files; what a script says must agree with the rest.
+    """Merge all layers. Flags come before variables, and these before files; a script must agree with the others.
 
     Contradictions between a script and its launcher, and within one place, become problems of the result.
     """
@@ -115,11 +115,11 @@ def _quarrel(one: Setting, other: Setting) -> bool:
 
 
 def _goes_before(old: Setting, new: Setting) -> bool:
-    if old.weak != new.weak:
-        return new.weak
+    if old.implicit != new.implicit:
+        return new.implicit
     return _PRECEDENCE.index(old.source) <= _PRECEDENCE.index(new.source)
 
 
-def meant_among(settings: Settings, names: Iterable[str]) -> list[Setting]:
-    """Those of `names` that somebody said, in order."""
-    return [settings[name] for name in names if settings.meant(name)]
+def explicit_among(settings: Settings, names: Iterable[str]) -> list[Setting]:
+    """The explicit settings among `names`, in order."""
+    return [settings[name] for name in names if settings.is_explicit(name)]

@@ -1,9 +1,16 @@
-"""All settings, and the one that each spelling belongs to."""
+"""All settings, and indexes of them by their spellings."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.keys import GROUPS, Key, index
+from windlass.config.parallel.keys import FAMILIES, Key, index
+from windlass.config.parallel.settings import Settings
+from windlass.config.plugin_base import stated
+from windlass.core.errors import Problem
 
 TRAINING = (
     *rows_training.RUN,
@@ -12,7 +19,7 @@ TRAINING = (
     *rows_training.DDP,
     *rows_training.COMPILE,
 )
-# Families that are refused as a whole; what they would need is not built.
+# Families that are refused as a whole, because what they configure is not built.
 UNBUILT = (*rows_launch.DEEPSPEED, *rows_launch.MEGATRON, *rows_launch.FP8)
 KEYS: dict[str, Key] = index((*TRAINING, *rows_launch.LAUNCH, *UNBUILT))
 FLAGS: dict[str, Key] = {word: key for key in KEYS.values() for word in key.flags}
@@ -23,13 +30,47 @@ def words_of(section: str) -> dict[str, Key]:
     """Every spelling inside a section of a launch file ("" is its top level), with and without the flag's prefix."""
     found: dict[str, Key] = {}
     for key in KEYS.values():
-        group = GROUPS[key.group]
-        if group.section == section:
-            found.update({prefix + word: key for word in key.words for prefix in ("", group.flag or "")})
+        family = FAMILIES[key.family]
+        if family.section == section:
+            found.update({prefix + word: key for word in key.words for prefix in ("", family.flag or "")})
     return found
 
 
 SECTIONS: dict[str, dict[str, Key]] = {
-    group.section: words_of(group.section) for group in GROUPS.values() if group.section
+    family.section: words_of(family.section) for family in FAMILIES.values() if family.section
 }
+UNBUILT_SECTIONS = {FAMILIES[key.family].section for key in UNBUILT}
 TOP_LEVEL = words_of("")
+
+
+# Every spelling of a setting, but for keys of a launch file's sections; where two settings share one, the first counts.
+SPELLINGS: dict[str, Key] = {
+    **{field: key for key in reversed(KEYS.values()) for field in key.fields}, **FLAGS, **VARIABLES, **KEYS
+}  # fmt: skip
+
+
+def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
+    """The values of the settings `start.NAME` for those NAMEs that are fields of dataclass `kind`."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    found = {key.name.partition(".")[2]: key for key in KEYS.values() if key.name.startswith(f"{start}.")}
+    return {name: settings.value(key) for name, key in found.items() if name in names}
+
+
+def described(options: type, section: str) -> None:
+    """Add the documentation of its settings to the docstring of a class of options."""
+    keys = SECTIONS[section]
+    known = {field.name: keys[field.name] for field in dataclasses.fields(options) if field.name in keys}
+    notes = {name: f" It {why}." if (why := key.refused or key.idle) else "" for name, key in known.items()}
+    lines = [f"        {name}: {key.doc}{notes[name]}" for name, key in known.items()]
+    if options.__doc__ is not None:
+        options.__doc__ = "\n".join([options.__doc__.rstrip(), *lines, "    "])
+
+
+def value_problems(options: Any, section: str) -> Iterator[Problem]:
+    """A problem for each field with a value that its setting cannot read."""
+    keys = SECTIONS[section]
+    for name, value in stated(options).items():
+        try:
+            _ = value if value is None or name not in keys else keys[name].read(value)
+        except ValueError as error:
+            yield Problem(f"{type(options).__name__}.{name}", value, str(error))

@@ -1,0 +1,212 @@
+"""Settings as text: YAML and JSON files, and `a.b=1` on a command line. Errors name the file, the line and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from windlass.config.normalise import hints, members
+from windlass.config.parallel.kinds import flag
+from windlass.config.plain_yaml import load_yaml
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.plain_text import parse_json, read_text
+
+Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A mapping that was read from text, and where each of its keys stood.
+
+    Attributes:
+        values: the mapping, as plain Python values.
+        source: the file's name, or what stands for it.
+        lines: line number (from 1) of each key, by its path of keys.
+    """
+
+    values: dict[str, Any]
+    source: str = "<settings>"
+    lines: Mapping[Keys, int] = field(default_factory=dict)
+
+    def where(self, *keys: str) -> str:
+        """`recipe.yaml:12: a.b`, for an error about the value at `keys`."""
+        line = self.lines.get(keys)
+        place = f"{self.source}:{line}" if line else self.source
+        return f"{place}: {'.'.join(keys)}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars: `no`, `on` and `off` are words and `5e-5` is a number, unlike in YAML 1.1."""
+
+    yaml_implicit_resolvers = {
+        first: [
+            (tag, regex)
+            for tag, regex in resolvers
+            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
+        r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+# Re-registered behind float's wider pattern they would never match: whole numbers are tried first.
+for _resolvers in _Loader.yaml_implicit_resolvers.values():
+    _resolvers.sort(key=lambda pair: pair[0] != "tag:yaml.org,2002:int")
+
+
+def load(path: str | Path) -> Document:
+    """Read a mapping from a `.json` file, or from YAML in any other.
+
+    Raises:
+        ConfigError: the file is missing, is not readable, repeats a key or holds no mapping; with file and line.
+    """
+    source = str(path)
+    try:
+        text = read_text(Path(path).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(Problem("file", source, f"cannot be read: {reason}")) from None
+    return loads(text, source, json_text=Path(path).suffix.lower() == ".json")
+
+
+def loads(text: str, source: str = "<settings>", *, json_text: bool = False) -> Document:
+    """Read a mapping from YAML, or from JSON with `json_text`. Raises as `load`."""
+    values, lines = _read_json(text, source) if json_text else _read_yaml(text, source)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(Problem(source, type(values).__name__, "must hold a mapping of names to values"))
+    return Document(values, source, lines)
+
+
+def _read_yaml(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
+    lines: dict[Keys, int] = {}
+    try:
+        values, node = load_yaml(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(Problem(place, error.problem or "", "is not valid YAML here")) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(source, str(error), "is not valid YAML")) from None
+    if node is not None:
+        _note_lines(node, (), lines, source)
+    return values, lines
+
+
+def _note_lines(node: yaml.Node, path: Keys, lines: dict[Keys, int], source: str) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        here = (*path, str(key.value))
+        line = key.start_mark.line + 1
+        if here in lines and key.value != "<<":
+            fix = f"is given twice; it was given before on line {lines[here]}"
+            raise ConfigError(Problem(f"{source}:{line}", ".".join(here), fix))
+        lines[here] = line
+        _note_lines(value, here, lines, source)
+
+
+def _read_json(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ConfigError(Problem(source, key, "is given twice"))
+            found[key] = value
+        return found
+
+    try:
+        values = parse_json(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(Problem(f"{source}:{error.lineno}", error.msg, "is not valid JSON here")) from None
+    lines: dict[Keys, int] = {}
+    if isinstance(values, dict):
+        for key in values:
+            place = re.search(rf'"{re.escape(key)}"\s*:', text)
+            if place:
+                lines[(key,)] = text.count("\n", 0, place.start()) + 1
+    return values, lines
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: a word that YAML 1.2 would take for a number or truth value is quoted."""
+
+    yaml_implicit_resolvers = {
+        first: [
+            *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+            *_Loader.yaml_implicit_resolvers.get(first, []),
+        ]
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+    }
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks in double quotes, where they are escaped; in single ones they would stay."""
+    broken = len(text.splitlines()) > 1 or text != text.rstrip("\r\n")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if broken else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def one_line(value: Any) -> str:
+    """`value` (of plain Python types) on one line of YAML that `loads` reads back as it was."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return str(text).removesuffix("...\n").strip()
+
+
+def parse_override(text: str) -> tuple[Keys, Any]:
+    """`"a.b=1"` as (("a", "b"), 1); the value is read as YAML: `1e-5`, `true`, `[1, 2]` are what they look like.
+
+    Raises:
+        ConfigError: there is no `=`, no name before it, or the value is not valid YAML.
+    """
+    name, equals, value = text.partition("=")
+    keys = tuple(part.strip() for part in name.strip().removeprefix("--").split("."))
+    if not equals or not all(keys):
+        raise ConfigError(
+            Problem("override", text, "must be name=value, with dots for a name inside another")
+        )
+    loader = _Loader(value)
+    try:
+        return keys, loader.get_single_data()
+    except yaml.YAMLError:
+        raise ConfigError(Problem(".".join(keys), value, "is not a valid value; quote it")) from None
+    finally:
+        loader.dispose()
+
+
+def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Text values whose field is a number or a truth value, read as such; anything else is left as it is."""
+    types = hints(cls) if dataclasses.is_dataclass(cls) else {}
+    return {name: _coerced(value, members(types.get(name, Any))) for name, value in values.items()}
+
+
+def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
+    if not isinstance(value, str) or str in kinds or Any in kinds:
+        return value
+    for kind, read in ((bool, flag), (int, int), (float, float)):
+        if kind in kinds:
+            try:
+                return read(value)
+            except ValueError:
+                continue
+    return value

@@ -1,0 +1,145 @@
+"""Settings from files: launch files, written by `windlass config` or `accelerate config`, and recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
+from windlass.core.errors import Problem
+from windlass.core.plain_text import parse_json, read_text
+
+_KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
+_NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselves, with LOCAL_MACHINE"
+
+
+def from_file(path: str | Path) -> Settings:
+    """Read a launch file (YAML or JSON). Errors become problems of the result, unknown keys notes."""
+    settings = Settings()
+    try:
+        document = parse_file(Path(path).expanduser())
+    except OSError as error:
+        fix = f"cannot be read ({error.strerror}); `windlass config` writes one"
+        settings.problems.append(Problem("--config_file", str(path), fix))
+        return settings
+    except ValueError as error:
+        settings.problems.append(Problem("--config_file", str(path), f"is not valid: {error}"))
+        return settings
+    return from_document(document, str(path))
+
+
+def parse_file(path: Path) -> Mapping[str, Any]:
+    """Read the mapping in a YAML or JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    import yaml
+
+    from windlass.config.plain_yaml import load_yaml
+
+    text = read_text(path)
+    try:
+        document = parse_json(text) if path.suffix == ".json" else load_yaml(text)[0]
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        raise ValueError(f"it must be a mapping of keys to values, and is {type(document).__name__}")
+    return document
+
+
+def from_document(document: Mapping[str, Any], name: str) -> Settings:
+    """Read the settings of the parsed launch file `name`."""
+    settings = Settings()
+    for word, value in document.items():
+        _top_level(settings, str(word), value, name)
+    return settings
+
+
+def without_unknown(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a launch file's document without unknown keys."""
+    kept: dict[str, Any] = {}
+    for word, value in document.items():
+        if word in SECTIONS and isinstance(value, Mapping) and word not in UNBUILT_SECTIONS:
+            kept[word] = {inner: item for inner, item in value.items() if inner in SECTIONS[word]}
+        elif word in _KNOWN or word in TOP_LEVEL or word in FLAGS or word in SECTIONS:
+            kept[word] = value
+    return kept
+
+
+def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
+    origin = f"{word} in {name}"
+    if word == "compute_environment":
+        if value not in ("LOCAL_MACHINE", 0, None):
+            settings.problems.append(Problem(origin, value, _NO_SAGEMAKER))
+    elif word == "fp16":  # how files said it before `mixed_precision`
+        settings.record(KEYS["precision"], "fp16" if value is True else None, origin, "file")
+    elif word == "parallel":
+        _nested(settings, value, origin)
+    elif word == "mpirun_config":
+        _section(settings, value, origin, {w: TOP_LEVEL[w] for w in ("mpirun_hostfile", "mpirun_ccl")}, name)
+    elif word in UNBUILT_SECTIONS:
+        if value:
+            settings.notes.append(f"{origin} is not used: what it configures is not built yet")
+    elif word in SECTIONS:
+        _section(settings, value, origin, SECTIONS[word], name)
+    elif key := (TOP_LEVEL.get(word) or FLAGS.get(word)):
+        settings.record(key, value, origin, "file")
+    else:
+        hint = did_you_mean(word, [*TOP_LEVEL, *SECTIONS])
+        settings.notes.append(f"{name} has a key {word!r} that means nothing here{hint}")
+
+
+def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Key], name: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        settings.problems.append(Problem(origin, value, "must be a section of keys and values"))
+        return
+    section = origin.partition(" ")[0]
+    for word, raw in value.items():
+        if word in words:
+            settings.record(words[word], raw, f"{section}.{word} in {name}", "file")
+        else:
+            hint = did_you_mean(str(word), words)
+            settings.notes.append(f"{name} has a key '{section}.{word}' that means nothing here{hint}")
+
+
+def from_recipe(section: Any, name: str) -> Settings:
+    """Read the `parallel:` section of recipe `name`, which has canonical names: `fsdp: {cpu_offload: true}`."""
+    settings = Settings()
+    _nested(settings, section, f"parallel in {name}")
+    return settings
+
+
+def _nested(settings: Settings, section: Any, origin: str) -> None:
+    if section is None:
+        return
+    if not isinstance(section, Mapping):
+        settings.problems.append(Problem(origin, section, "must be a section of keys and values"))
+        return
+    _, _, name = origin.partition(" in ")
+    built = [key for key in KEYS if KEYS[key] not in UNBUILT and not KEYS[key].refused]
+    for word, raw in _flat(section):
+        where = f"parallel.{word} in {name}"
+        if word in KEYS:
+            settings.record(KEYS[word], raw, where, "file", implicit=False)
+        else:
+            hint = did_you_mean(word, built) or f"; known keys: {', '.join(built)}"
+            settings.problems.append(Problem(where, raw, f"there is no such setting{hint}"))
+
+
+def _flat(section: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for word, value in section.items():
+        path = f"{before}{word}"
+        if isinstance(value, Mapping) and path not in KEYS:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value

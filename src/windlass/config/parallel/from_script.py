@@ -1,0 +1,196 @@
+"""Settings from a script: from `TrainingArguments`, and from the arguments of `Accelerator(...)`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.table import SECTIONS, TRAINING
+from windlass.config.plugin_base import stated
+from windlass.config.support_accelerate import ARGUMENTS_REFUSED
+from windlass.core.errors import ConfigError, Problem
+
+_OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
+_XLA = "needs PyTorch/XLA, which is not built yet"
+# The fields of `TrainingArguments` that are read here.
+FIELDS = (
+    "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing",
+    *(field for key in TRAINING for field in key.fields),
+)  # fmt: skip
+
+
+# --- TrainingArguments ----------------------------------------------------------------------------------------------
+
+
+def from_arguments(args: Any) -> Settings:
+    """Read the settings in a script's arguments; a field at its default sets nothing, except the accumulation."""
+    settings = Settings()
+    _precision(settings, args)
+    _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
+    # The loop counts by the arguments alone, so a launcher that sets another number must be an error.
+    _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
+    for key in rows.DDP:
+        for field in key.fields:
+            settings.record(key, getattr(args, field), f"TrainingArguments.{field}", "script")
+    if args.torch_compile:
+        _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
+        _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
+    _sharding(settings, args)
+    read_section(
+        settings, args.parallelism_config, "parallelism_config", "TrainingArguments.parallelism_config"
+    )
+    return settings
+
+
+def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
+    settings.record(key, raw, f"TrainingArguments.{field}", "script", implicit=False)
+
+
+def _precision(settings: Settings, args: Any) -> None:
+    for field in ("fp16", "bf16"):
+        if getattr(args, field):
+            _say(settings, rows.PRECISION, field, field)
+            return  # both at once is refused with the arguments themselves
+
+
+def _sharding(settings: Settings, args: Any) -> None:
+    options = shard_options(args.fsdp)
+    if options is not None:
+        _say(settings, rows.STRATEGY, "fsdp", "fsdp")
+        # Without options of wrapping, the model's own layers are used.
+        default = "the default of TrainingArguments.fsdp"
+        settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", implicit=True))
+        for option in options:
+            _option(settings, option)
+    read_section(
+        settings, _without_xla(settings, args.fsdp_config), "fsdp_config", "TrainingArguments.fsdp_config"
+    )
+    if args.activation_checkpointing and settings.value(rows.FSDP_RECOMPUTE):
+        fix = "recomputes every layer twice with activation_checkpointing=True; set one of the two"
+        settings.problems.append(Problem("TrainingArguments.fsdp_config.activation_checkpointing", True, fix))
+
+
+def shard_options(fsdp: Any) -> list[str] | None:
+    """The words of `fsdp=`; an empty list for a plain True, None when it is off."""
+    if fsdp is True:
+        return []
+    words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else list(fsdp or [])
+    words = [str(getattr(word, "value", word)).lower() for word in words]
+    if not words or words in (["false"], ["no"], ["0"]):
+        return None
+    return [] if words in (["true"], ["yes"], ["1"]) else words
+
+
+def _option(settings: Settings, option: str) -> None:
+    if option == "offload":
+        _say(settings, rows.FSDP_OFFLOAD, True, "fsdp")
+    elif option in _OPTIONS:
+        if option != "auto_wrap":  # what it asks for is the default
+            _say(settings, rows.FSDP_SHARDING, option, "fsdp")
+    else:
+        fix = f"{option!r} is no option; known: {', '.join(_OPTIONS)}{did_you_mean(option, _OPTIONS)}"
+        settings.problems.append(Problem("TrainingArguments.fsdp", option, fix))
+
+
+def _without_xla(settings: Settings, config: Any) -> Any:
+    if not isinstance(config, Mapping):
+        return config
+    for word, value in config.items():
+        if str(word).startswith("xla") and value:
+            settings.problems.append(Problem(f"TrainingArguments.fsdp_config.{word}", value, _XLA))
+    return {word: value for word, value in config.items() if not str(word).startswith("xla")}
+
+
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
+def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
+    """Read a mapping or dataclass with the fields of a launch file's section; None sets nothing."""
+    if given is None or given == "":
+        return
+    given = _with_dtypes(given)
+    # A mapping was written by hand; an object also holds defaults.
+    implicit = False if isinstance(given, Mapping) else None
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
+    if not isinstance(given, Mapping):
+        settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
+        return
+    known = SECTIONS[section]
+    for word, raw in given.items():
+        if word in known:
+            settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
+        else:
+            fix = f"there is no such option{did_you_mean(str(word), known)}"
+            settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
+
+
+def _with_dtypes(given: Any) -> Any:
+    """`mixed_precision_policy`, which holds a dtype for each role or one word for all, as fields of its own."""
+    policy = given.get("mixed_precision_policy") if isinstance(given, Mapping) else None
+    if not isinstance(policy, str | Mapping) or not policy:
+        return given
+    others = {word: raw for word, raw in given.items() if word != "mixed_precision_policy"}
+    return {**others, **rows.dtypes_of(policy)}
+
+
+# --- Accelerator ----------------------------------------------------------------------------------------------------
+
+_PLAIN: dict[str, Key] = {
+    "mixed_precision": rows.PRECISION,
+    "gradient_accumulation_steps": rows.ACCUMULATION,
+    "cpu": rows.CPU,
+    "dynamo_backend": rows.COMPILE_BACKEND,
+}
+_SECTIONS = {
+    "fsdp_plugin": "fsdp_config",
+    "dynamo_plugin": "dynamo_config",
+    "parallelism_config": "parallelism_config",
+    "ddp_kwargs": "ddp_config",
+}
+# Defaults of constructor arguments, which are not explicit.
+_UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
+
+
+def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settings:
+    """Read the settings in the arguments of `Accelerator`.
+
+    Args:
+        given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
+            "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" (the handler of
+            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as objects, or
+            as mappings of what was set. None sets nothing.
+        where: whose arguments they are, for messages.
+    """
+    settings = Settings()
+    for name, value in given.items():
+        origin = f"{where}({name}=)"
+        if value is None:
+            continue
+        if name in ARGUMENTS_REFUSED:
+            settings.problems.append(Problem(origin, type(value).__name__, ARGUMENTS_REFUSED[name]))
+        elif name in _PLAIN:
+            implicit = name in _UNMEANT and value == _UNMEANT[name]
+            settings.record(_PLAIN[name], value, origin, "script", implicit)
+        else:
+            _plugin(settings, name, value, origin)
+    return settings
+
+
+def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
+    if name == "fsdp_plugin":
+        settings.record(rows.STRATEGY, "fsdp", origin, "script", implicit=False)
+    try:
+        said = plugin.settings() if hasattr(plugin, "settings") else plugin
+    except ConfigError as error:
+        settings.problems += error.problems
+        return
+    if dataclasses.is_dataclass(said) and not isinstance(said, type):
+        # Its other fields are checked by its `objections`.
+        said = {word: value for word, value in stated(said).items() if word in SECTIONS[_SECTIONS[name]]}
+    read_section(settings, said, _SECTIONS[name], origin)

@@ -1,0 +1,260 @@
+"""Make the plans that lower floors read from settings, after checking all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.settings import Settings, contradiction, explicit_among
+from windlass.config.parallel.table import values_for
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.world import World
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The plans that settings make.
+
+    Attributes:
+        accumulation: micro-batches of an update; None when nobody said.
+        use_cpu: leave accelerators alone.
+        compile_backend: a backend of torch.compile; None does not compile.
+        debug: check shapes before collective operations.
+        settings: where each value came from.
+    """
+
+    dist: DistPlan
+    precision: PrecisionPlan
+    accumulation: int | None
+    use_cpu: bool
+    compile_backend: str | None
+    compile_mode: str | None
+    debug: bool
+    settings: Settings
+
+
+def plan_parallel(settings: Settings, world: World) -> Parallel:
+    """Make the plans for `world`. Log once what is accepted without an effect.
+
+    Raises:
+        ConfigError: every problem met while reading, merging and planning.
+    """
+    problems = parallel_problems(settings, world)
+    if problems:
+        raise ConfigError(problems)
+    for note in [*settings.notes, *_remarks(settings, world)] if world.is_main else ():
+        warn_once(logger, note)
+    backend = settings.value(rows.COMPILE_BACKEND)
+    mode = settings.value(rows.COMPILE_MODE)
+    return Parallel(
+        dist=_dist(settings, world),
+        precision=PrecisionPlan(_compute(settings)),
+        accumulation=settings.value(rows.ACCUMULATION),
+        use_cpu=settings.value(rows.CPU),
+        compile_backend=None if backend == "no" else backend,
+        compile_mode=None if backend == "no" or mode == "default" else mode,
+        debug=settings.value(rows.DEBUG),
+        settings=settings,
+    )
+
+
+def parallel_problems(settings: Settings, world: World) -> list[Problem]:
+    """All problems of the settings in `world`."""
+    return [*settings.problems, *_objections(settings, world)]
+
+
+def is_sharded(settings: Settings) -> bool:
+    """Return True if the strategy is FSDP, by its name or by a mesh with shards."""
+    return bool(settings.value(rows.STRATEGY) == "fsdp" or settings.value(rows.MESH_SHARDS) > 1)
+
+
+# --- problems -------------------------------------------------------------------------------------------------------
+
+
+def _objections(settings: Settings, world: World) -> Iterator[Problem]:
+    if not is_sharded(settings):
+        yield from _sharding_that_is_off(settings)
+        yield from _mesh_fits(settings, world, shards=1)
+        return
+    strategy, shards = settings.get(rows.STRATEGY.name), settings.get(rows.MESH_SHARDS.name)
+    if strategy is not None and shards is not None and strategy.value == "ddp":
+        yield contradiction(shards, strategy)
+    yield from _one_sharding(settings)
+    yield from _mesh_fits(settings, world, shards=settings.value(rows.MESH_SHARDS))
+    wrap, layers = settings.get(rows.FSDP_WRAP.name), settings.get(rows.FSDP_LAYERS.name)
+    if (
+        wrap is not None
+        and layers is not None
+        and not wrap.implicit
+        and wrap.value == "size"
+        and layers.value
+    ):
+        yield contradiction(layers, wrap)
+    yield from _scale_reaches_gradients(settings)
+    if settings.value(rows.DDP_HOOK) != "no":
+        said = settings[rows.DDP_HOOK.name]
+        yield Problem(
+            said.origin, said.value, "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
+        )
+
+
+def _scale_reaches_gradients(settings: Settings) -> Iterator[Problem]:
+    """Without an accelerator everything is on the host anyway."""
+    offloads = settings.value(rows.FSDP_OFFLOAD) and not settings.value(rows.CPU)
+    if offloads and settings.value(rows.PRECISION) == "fp16":
+        said = settings[rows.FSDP_OFFLOAD.name]
+        fix = "keeps gradients on the host, where an accelerator's fp16 loss scale does not reach; use bf16"
+        yield Problem(said.origin, said.value, fix)
+
+
+def _sharding_that_is_off(settings: Settings) -> Iterator[Problem]:
+    fix = "means nothing while sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
+    for said in explicit_among(settings, [key.name for key in rows.FSDP]):
+        if said.source in ("script", "flag"):
+            yield Problem(said.origin, said.value, fix)
+
+
+def _one_sharding(settings: Settings) -> Iterator[Problem]:
+    named, reshard = settings.get(rows.FSDP_SHARDING.name), settings.get(rows.FSDP_RESHARD.name)
+    if named is None or reshard is None or named.implicit or reshard.implicit or named.value == "no_shard":
+        return
+    agree = (
+        named.value == reshard.value
+        if isinstance(reshard.value, str)
+        else _frees(named.value) == bool(reshard.value)
+    )
+    if not agree:
+        yield contradiction(reshard, named)
+
+
+def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
+    said = explicit_among(settings, [rows.MESH_REPLICAS.name, rows.MESH_SHARDS.name])
+    replicas = settings.value(rows.MESH_REPLICAS)
+    if not said:
+        return
+    if settings.is_explicit(rows.MESH_SHARDS.name) or not is_sharded(settings):
+        if replicas * shards != world.size:
+            fix = f"{replicas} copies of {shards} shards make {replicas * shards} processes, and there are {world.size}"
+            yield Problem(said[0].origin, said[0].value, fix)
+    elif world.size % replicas:
+        yield Problem(said[0].origin, replicas, f"must divide the number of processes, which is {world.size}")
+
+
+# --- notes ----------------------------------------------------------------------------------------------------------
+
+
+def _remarks(settings: Settings, world: World) -> Iterator[str]:
+    if not is_sharded(settings):
+        unused = explicit_among(settings, [key.name for key in rows.FSDP])
+        if unused:
+            yield f"not used, for sharding is off: {', '.join(said.origin for said in unused)}"
+        return
+    version = settings.get(rows.FSDP_VERSION.name)
+    if version is not None and version.value == "1" and version.source == "script":
+        yield f"{version.origin}=1: its spellings are understood, and what runs is FSDP2"
+    one_machine = 1 < world.size == world.local_size and not settings.is_explicit(rows.MESH_REPLICAS.name)
+    if one_machine and _sharding(settings).startswith("hybrid"):
+        yield "hybrid sharding keeps a copy on each machine; there is one machine, so all processes share one copy"
+    prefetch = settings.get(rows.FSDP_BACKWARD_PREFETCH.name)
+    if prefetch is not None and prefetch.value in ("backward_post", "no_prefetch"):
+        yield (
+            f"{prefetch.origin}={prefetch.value} has no meaning in FSDP2, which always gathers the next layer while "
+            "this one's gradients are computed"
+        )
+
+
+# --- the plans ------------------------------------------------------------------------------------------------------
+
+
+def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
+    precision: Literal["no", "bf16", "fp16"] = settings.value(rows.PRECISION)
+    return "fp32" if precision == "no" else precision
+
+
+def _dist(settings: Settings, world: World) -> DistPlan:
+    sharded = is_sharded(settings)
+    return DistPlan(
+        **values_for(settings, "ddp", DistPlan),
+        timeout_seconds=settings.value(rows.DDP_TIMEOUT),
+        strategy="fsdp" if sharded else "ddp",
+        shard=_shard(settings, world) if sharded else None,
+    )
+
+
+def _shard(settings: Settings, world: World) -> ShardPlan:
+    param_dtype, reduce_dtype = _dtypes(settings)
+    ahead = settings.value(rows.FSDP_BACKWARD_PREFETCH)
+    computed = {
+        "replicas": _replicas(settings, world),
+        "wrap": _wrap(settings),
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "forward_prefetch": int(settings.value(rows.FSDP_FORWARD_PREFETCH)),
+        "backward_prefetch": ahead if isinstance(ahead, int) else 0,
+    }
+    return ShardPlan(
+        **{**values_for(settings, "fsdp", ShardPlan), **computed},
+        reshard=_reshard(settings),
+        recompute=settings.value(rows.FSDP_RECOMPUTE),
+        ram_efficient=settings.value(rows.FSDP_RAM_EFFICIENT),
+        ignored=settings.value(rows.FSDP_IGNORED),
+    )
+
+
+def _sharding(settings: Settings) -> str:
+    """FSDP1's name of what is sharded; files of its time may say it as `reshard_after_forward`."""
+    reshard = settings.value(rows.FSDP_RESHARD)
+    return reshard if isinstance(reshard, str) else str(settings.value(rows.FSDP_SHARDING))
+
+
+def _frees(sharding: str) -> bool:
+    return sharding in ("full_shard", "hybrid_shard")
+
+
+def _reshard(settings: Settings) -> bool | int:
+    reshard = settings.value(rows.FSDP_RESHARD)
+    by_name = settings.is_explicit(rows.FSDP_SHARDING.name) and not settings.is_explicit(
+        rows.FSDP_RESHARD.name
+    )
+    if isinstance(reshard, str) or by_name:
+        return _frees(_sharding(settings))
+    return reshard  # type: ignore[no-any-return]
+
+
+def _replicas(settings: Settings, world: World) -> int:
+    if _sharding(settings) == "no_shard":
+        return world.size
+    if settings.is_explicit(rows.MESH_REPLICAS.name):
+        return int(settings.value(rows.MESH_REPLICAS))
+    machines = max(world.size // world.local_size, 1)
+    return machines if _sharding(settings).startswith("hybrid") else 1
+
+
+def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
+    """The wrapping that was set; else what follows from names of layers, or from a minimum size."""
+    if not settings.is_explicit(rows.FSDP_WRAP.name):
+        if settings.value(rows.FSDP_LAYERS):
+            return "transformer"
+        if (
+            settings.is_explicit(rows.FSDP_MIN_PARAMETERS.name)
+            and settings.value(rows.FSDP_MIN_PARAMETERS) > 0
+        ):
+            return "size"
+    wrap: Literal["none", "transformer", "size"] = settings.value(rows.FSDP_WRAP)
+    return wrap
+
+
+def _dtypes(settings: Settings) -> tuple[Any, Any]:
+    """Dtypes of gathered parameters and of gradients: as set, else the precision's with gradients averaged in fp32."""
+    param = settings.value(rows.FSDP_PARAM_DTYPE)
+    reduce = settings.value(rows.FSDP_REDUCE_DTYPE)
+    compute = _compute(settings)
+    if param is None and compute != "fp32":
+        return compute, reduce or "fp32"
+    return param, reduce

@@ -1,0 +1,177 @@
+"""Which samples make the batches of a pass, over all ranks: cut from an order, or as a batch sampler gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from windlass.core.errors import DataError
+from windlass.data.cut import Cut, dealt
+from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
+from windlass.data.rebalance import balanced_batches
+
+
+class Row(NamedTuple):
+    """One batch of every rank.
+
+    Attributes:
+        parts: positions of each rank's samples in the dataset; empty lists for ranks without any.
+        end: position of the pass once this row is done.
+        last: no row follows.
+    """
+
+    parts: list[list[int]]
+    end: int
+    last: bool
+
+
+class Rows(Protocol):
+    """The rows of any pass, from any position at once."""
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def total_batch_size(self) -> int | None: ...
+
+    def rows(self, epoch: int, start: int) -> Iterator[Row]: ...
+
+    def count(self, epoch: int, start: int = 0) -> int: ...
+
+    def position(self, epoch: int, rows: int) -> int: ...
+
+    def reseed(self, seed: int) -> None: ...
+
+
+def cuts(rows: Iterator[Row], count: int, rank: int) -> Iterator[Cut]:
+    """What `rank` reads of `count` rows after the other; of a last row that is too short to give it a sample, nothing.
+
+    Only a rank that has no sample in any of the rows reads one that belongs to another: a filler.
+    """
+    while taken := list(islice(rows, count)):
+        own = [row.parts[rank] for row in taken if row.parts[rank]]
+        filler = next(part for part in taken[0].parts if part)[:1]
+        shares = tuple(sum(map(len, parts)) for parts in zip(*(row.parts for row in taken), strict=True))
+        yield Cut(own or [filler], shares, taken[-1].end, taken[-1].last, filler=not own)
+
+
+class SampleRows:
+    """Rows of `size` samples cut from an order; positions count samples, so that the size may change on resume.
+
+    Only the last row can be short: it is shared out evenly, so that every rank has work if it can.
+    """
+
+    unit = "samples"
+
+    def __init__(self, order: Order, size: int, world: int, drop_last: bool) -> None:
+        self._order, self.total_batch_size, self._world, self._drop_last = order, size, world, drop_last
+
+    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+        order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
+        for begin in range(start, length, size):
+            end = min(begin + size, length)
+            yield Row(dealt(order[begin:end].tolist(), self._world), end, end == length)
+
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
+
+    def position(self, epoch: int, rows: int) -> int:
+        return min(rows * self.total_batch_size, self.length(epoch))
+
+    def reseed(self, seed: int) -> None:
+        self._order.seed = seed
+
+    def length(self, epoch: int) -> int:
+        """Samples of a pass."""
+        count = len(self._order.of(epoch))
+        return count - count % self.total_batch_size if self._drop_last else count
+
+
+class BalancedRows(SampleRows):
+    """Rows of an order that deals whole updates to ranks and micro-batches by cost: `updates` rows at a time."""
+
+    def __init__(self, order: RebalancedOrder, size: int, world: int, drop_last: bool, updates: int) -> None:
+        super().__init__(order, size, world, drop_last)
+        self._lengths, self._updates = order.lengths, updates
+
+    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+        order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
+        for begin in range(start, length, size * self._updates):
+            ids = order[begin : min(begin + size * self._updates, length)].tolist()
+            end = begin
+            for parts in balanced_batches(
+                ids, self._lengths[ids].tolist(), -(-len(ids) // size), self._world
+            ):
+                end += sum(map(len, parts))
+                yield Row(parts, end, end == length)
+
+
+class BatchRows:
+    """Rows made of a batch sampler's batches: one for each rank, or (`split`) one shared out over all ranks.
+
+    The batches that are left over at the end are shared out sample by sample, or dropped where the batch sampler
+    says `drop_last`. Positions count the batch sampler's batches.
+
+    Args:
+        sampler: yields lists of positions; run through once a pass, under generators seeded by (seed, epoch).
+    """
+
+    unit = "batches"
+
+    def __init__(self, sampler: Any, seed: int, world: int, split: bool) -> None:
+        self._sampler, self._seed, self._world = sampler, seed, world
+        self._per_row = 1 if split else world
+        self._split = split
+        self._drop_last = bool(getattr(sampler, "drop_last", False))
+        size = getattr(sampler, "batch_size", None)
+        self.total_batch_size = None if size is None else int(size) * self._per_row
+        self._generators = own_generators(sampler, getattr(sampler, "sampler", None))
+        self._cached: tuple[tuple[int, int], list[list[int]]] | None = None
+
+    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+        batches, step = self.of(epoch), self._per_row
+        for begin in range(start, len(batches), step):
+            end = min(begin + step, len(batches))
+            yield Row(self._parts(batches[begin:end]), end, end == len(batches))
+
+    def count(self, epoch: int, start: int = 0) -> int:
+        return max(-(-(len(self.of(epoch)) - start) // self._per_row), 0)
+
+    def position(self, epoch: int, rows: int) -> int:
+        return min(rows * self._per_row, len(self.of(epoch)))
+
+    def reseed(self, seed: int) -> None:
+        self._seed = seed
+
+    def _parts(self, batches: list[list[int]]) -> list[list[int]]:
+        if len(batches) == self._world and not self._split:
+            return batches
+        return dealt([position for batch in batches for position in batch], self._world)
+
+    def of(self, epoch: int) -> list[list[int]]:
+        """All batches of a pass, over all ranks."""
+        key = (self._seed, epoch)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, self._drawn(epoch))
+        return self._cached[1]
+
+    def _drawn(self, epoch: int) -> list[list[int]]:
+        drawn = run_sampler(self._sampler, self._seed, epoch, self._generators)
+        batches = [_positions(batch, self._sampler) for batch in drawn]
+        if self._drop_last:
+            del batches[len(batches) - len(batches) % self._per_row :]
+        return batches
+
+
+def _positions(batch: Any, sampler: Any) -> list[int]:
+    try:
+        positions = [position.__index__() for position in batch]
+    except (TypeError, AttributeError):
+        positions = []
+    if not positions:
+        raise DataError(
+            f"the batch sampler {type(sampler).__name__} gave {batch!r}; it must yield lists of positions (whole "
+            "numbers), none of them empty."
+        )
+    return positions

@@ -1,0 +1,137 @@
+"""Portions whose sizes only the rank that reads them knows: ranks tell each other, two batches ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from windlass.core.errors import DataError
+from windlass.core.trees import batch_size_of
+from windlass.data.batch_reader import BatchReader, DealtBatch
+from windlass.data.bookmark import Bookmark
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import Lockstep, Round
+
+# Batches read before the one that is handed out: one shows whether another follows, and by the time its sizes are
+# needed, they have been under way for a whole step.
+_AHEAD = 2
+
+
+class _Read(NamedTuple):
+    """What came of reading one batch."""
+
+    dealt: DealtBatch | None
+    error: Exception | None
+
+
+# What a rank tells of a batch, besides its size.
+_HAS, _HAS_NONE, _FAILED = 0.0, 1.0, 2.0
+
+
+class LockstepReader:
+    """Makes ranks with their own streams, or with batches of unknown size, go in step.
+
+    Ranks may end at different batches; those that end first get fillers until the last one is done. What is exchanged
+    are a few numbers between hosts: no device waits.
+
+    Args:
+        reader: this rank's batches.
+        rank: this rank's place in the shares that `reader` gives.
+        gang: the ranks that go in step.
+        own_parts: `reader` turned out to read a part that its stream cut: positions say so.
+
+    Raises:
+        DataError: while iterating, on all ranks at the same batch: a rank has no batch at all, or failed to read one
+            (the failing rank raises its own error).
+    """
+
+    def __init__(self, reader: BatchReader, rank: int, gang: Gang, *, own_parts: bool = False) -> None:
+        self._reader, self._rank, self._gang, self._own_parts = reader, rank, gang, own_parts
+
+    @property
+    def unit(self) -> str:
+        """Batches of every process; on another number of processes they hold other samples."""
+        return f"batches of {self._gang.size} processes{', each of its own part' if self._own_parts else ''}"
+
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Unknown: batches may differ in size."""
+        return None
+
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+        mine = self._reader.read(epoch, self._reader.position(epoch, start), bookmark)
+        rounds = Lockstep[_Read](self._gang)
+        for _ in range(_AHEAD):
+            self._begin(rounds, mine)
+        done, stand_in = start, None
+        try:
+            current = self._checked(rounds)
+            if current.going_on and not start:
+                self._refuse_rank_without_any(current)
+            while current.going_on:
+                following = self._checked(rounds)
+                self._begin(rounds, mine)
+                done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
+                shares = tuple(map(int, current.sums[: self._gang.size]))
+                yield replace(stand_in, shares=shares, end=done, last=not following.going_on, ids=[])
+                current = following
+        finally:
+            rounds.close()  # every rank has begun these, so every rank can end them
+
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        return self._reader.count(epoch, self._reader.position(epoch, start))
+
+    def position(self, epoch: int, batches: int) -> int:
+        return batches
+
+    def reseed(self, seed: int) -> None:
+        self._reader.reseed(seed)
+
+    def _begin(self, rounds: Lockstep[_Read], mine: Iterator[DealtBatch]) -> None:
+        """Read a batch, and tell the others of it; an error is raised when they come to this batch too."""
+        read = _Read(None, None)
+        try:
+            read = _Read(next(mine, None), None)
+        except Exception as failure:
+            read = _Read(None, failure)
+        size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.dealt is None else _HAS
+        if read.dealt is not None and read.dealt.shares[self._rank]:
+            size = float(batch_size_of(read.dealt.batch) or 1)
+        rounds.begin(read, read.dealt is not None, [*self._placed(size), *self._placed(state)])
+
+    def _placed(self, value: float) -> list[float]:
+        """Zeros but for this rank's value: their sum is the list of all ranks' values."""
+        return [value if rank == self._gang.rank else 0.0 for rank in range(self._gang.size)]
+
+    def _checked(self, rounds: Lockstep[_Read]) -> Round[_Read]:
+        """The next round, in which no rank failed."""
+        told = rounds.end()
+        if told.item.error is not None:
+            raise told.item.error
+        failed = self._ranks_in(_FAILED, told)
+        if failed:
+            raise DataError(f"ranks {failed} failed while reading this batch; their own errors say why.")
+        return told
+
+    def _ranks_in(self, state: float, told: Round[_Read]) -> list[int]:
+        return [rank for rank, value in enumerate(told.sums[self._gang.size :]) if value == state]
+
+    def _refuse_rank_without_any(self, first: Round[_Read]) -> None:
+        """On all ranks alike: one that has nothing to run along with would leave the others waiting."""
+        idle = self._ranks_in(_HAS_NONE, first)
+        if idle:
+            raise DataError(
+                f"ranks {idle} have no batch at all, while the others have: the data was split into fewer parts than "
+                "there are processes. Split it further, or set dispatch_batches=True."
+            )
+
+    def _any(self, epoch: int) -> DealtBatch:
+        """Some batch of this rank's to run along with, if it has none left after a resume."""
+        dealt = next(self._reader.read(epoch, 0), None)
+        if dealt is None:
+            raise DataError(f"rank {self._gang.rank} has no batch to read, while others have some.")
+        return dealt

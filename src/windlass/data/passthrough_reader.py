@@ -1,0 +1,60 @@
+"""Portions of a loader whose class iterates in its own way: its batches are taken as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
+from windlass.data.batch_reader import DealtBatch
+from windlass.data.bookmark import Bookmark
+from windlass.data.foreign_loader import loader_length
+from windlass.data.workers import START_TIMEOUT, Reader, read_batches
+
+logger = get_logger(__name__)
+
+
+class PassthroughReader:
+    """One rank's batches, read one ahead to know the last. A position is reached by reading up to it."""
+
+    unit = "batches"
+
+    def __init__(self, loader: Any, start_timeout: float = START_TIMEOUT) -> None:
+        self._loader = loader
+        self._reader = Reader(f"a prepared {type(loader).__name__}", start_timeout)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        return getattr(self._loader, "batch_size", None)
+
+    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+        if start:
+            name = type(self._loader).__name__
+            logger.warning(f"reading {start} batches of {name} again, to continue behind them")
+        for part in (self._loader, getattr(self._loader, "sampler", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)  # type: ignore[union-attr]
+        batches, done = read_batches(self._loader, self._reader), 0
+        batch = next(batches, _END)
+        while batch is not _END:
+            following, done = next(batches, _END), done + 1
+            if done > start:
+                yield DealtBatch(batch, (batch_size_of(batch) or 1,), done, following is _END)
+            batch = following
+
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        whole = loader_length(self._loader)
+        return None if whole is None else max(whole - start, 0)
+
+    def position(self, epoch: int, batches: int) -> int:
+        return batches
+
+    def reseed(self, seed: int) -> None:
+        """Its order is its own."""
+
+
+_END = object()

@@ -1,0 +1,134 @@
+"""From a user's `DataLoader` to one whose batches are dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from windlass.core.errors import DataError
+from windlass.data.choice import ReaderChoice
+from windlass.data.order import own_generators
+from windlass.data.pin import wants_pinning
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.workers import START_TIMEOUT
+from windlass.dist.gang import Gang
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """How a user's loader is dealt to ranks.
+
+    Attributes:
+        split_batches: the loader's batch size is that of all ranks together, not of each.
+        dispatch_batches: the main process alone reads, and sends the others their part; None is False.
+        even_batches: kept for scripts that set it. The tail is always shared out without repeating a sample, and
+            every rank always gets the same number of batches.
+        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order that accelerate gives.
+        data_seed: what the order of shuffled loaders depends on; None: a number drawn from PyTorch's generator.
+        non_blocking: copy to the device without waiting; always so from page-locked memory.
+        use_stateful_dataloader: `load_state_dict` goes back into the middle of a pass.
+        worker_start_timeout: seconds after which a worker that has not started is replaced.
+        slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    worker_start_timeout: float = START_TIMEOUT
+    slice_fn: Callable[..., Any] | None = None
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    world: int,
+    rank: int,
+    device: torch.device | None,
+    options: LoaderOptions,
+    gang: Gang,
+) -> PreparedLoader:
+    """The loader that deals `loader`'s samples to ranks. To be called on all ranks: they agree on a seed.
+
+    Args:
+        loader: a `DataLoader`, which is only read from; one that was prepared already is given back.
+        world, rank: over how many ranks the samples are dealt, and which of them this is.
+        device: where batches are put; None leaves them on the host.
+        gang: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
+            `world` ranks.
+
+    Raises:
+        ConfigError: an option that this loader cannot have.
+        DataError: no `DataLoader`, one that cannot be dealt, or another one on another rank.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            f"{type(loader).__name__} is no torch.utils.data.DataLoader, so it cannot be prepared."
+        )
+    seed = _agreed_seed(loader, options, gang)
+    reader = ReaderChoice(
+        loader,
+        seed=seed,
+        split=options.split_batches,
+        seedable=options.use_seedable_sampler,
+        gang=gang,
+        start_timeout=options.worker_start_timeout,
+    ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=options.slice_fn)
+    return PreparedLoader(
+        loader,
+        reader,
+        seed=seed,
+        rank=rank,
+        world=world,
+        device=device,
+        non_blocking=options.non_blocking or wants_pinning(loader.pin_memory),
+        restores_position=options.use_stateful_dataloader,
+    )
+
+
+def _agreed_seed(loader: DataLoader[Any], options: LoaderOptions, gang: Gang) -> int:
+    """Rank 0's seed, also for generators that the loader brings along.
+
+    Every rank draws, so that their generators stay in step.
+
+    Raises:
+        DataError: on all ranks, where their datasets differ in size.
+    """
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = own_generators(loader, *samplers)
+    here = [_seed(options), [first for _, first in generators], _length(loader.dataset)]
+    everywhere = gang.gather_objects(here)
+    lengths = [length for _, _, length in everywhere]
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"the ranks hold {type(loader.dataset).__name__}s of different sizes: {lengths}. Samples are dealt "
+            "to ranks when a loader is prepared, so give every rank the whole dataset."
+        )
+    seed, firsts, _ = everywhere[0]
+    for (generator, first), agreed in zip(generators, firsts, strict=True):
+        if first is not None and first != agreed:
+            generator.manual_seed(agreed)
+    return int(seed)
+
+
+def _seed(options: LoaderOptions) -> int:
+    if options.data_seed is not None:
+        return options.data_seed
+    if options.use_seedable_sampler:
+        return torch.random.initial_seed()
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _length(dataset: Any) -> int | None:
+    if isinstance(dataset, IterableDataset):
+        return None  # it may split itself, and parts may differ
+    return len(dataset) if hasattr(dataset, "__len__") else None

@@ -1,0 +1,105 @@
+"""What keeps ranks in step, when their data ends unevenly or one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from windlass.core.errors import WindlassError
+from windlass.dist.gang import Gang, Pending
+
+T = TypeVar("T")
+_FAILED = "failed"
+
+
+class PeerError(WindlassError):
+    """Another rank failed, so the work they share cannot be finished here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round(Generic[T]):
+    """One round over all ranks.
+
+    Attributes:
+        item: what this rank began it with.
+        going_on: how many ranks said that they go on.
+        sums: the other numbers, each summed over ranks.
+    """
+
+    item: T
+    going_on: int
+    sums: list[float]
+
+
+class Lockstep(Generic[T]):
+    """Rounds in which every rank says whether it goes on, and sends a few numbers. Collective: as many on each rank.
+
+    A round is one sum on the host. It can be begun before it is needed, so that the numbers travel while the device
+    works. A rank without data goes on taking part until no rank has any; what it does meanwhile is the caller's choice:
+    repeat earlier data that weighs nothing, or only answer.
+    """
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self._begun: deque[tuple[T, Pending]] = deque()
+
+    @property
+    def under_way(self) -> bool:
+        """A round was begun and not ended."""
+        return bool(self._begun)
+
+    def begin(self, item: T, goes_on: bool, numbers: Sequence[float] = ()) -> None:
+        """Begin a round; `item` comes back with its sums."""
+        self._begun.append((item, self._gang.start_sum([float(goes_on), *numbers])))
+
+    def end(self) -> Round[T]:
+        """The outcome of the oldest round that was begun; waits for the slowest rank to begin it."""
+        item, pending = self._begun.popleft()
+        going_on, *sums = pending.wait()
+        return Round(item, int(going_on), sums)
+
+    def close(self) -> None:
+        """Wait for all rounds that were begun: one that is under way could outlive the process group."""
+        while self._begun:
+            self.end()
+
+
+def answer_until_all_are_done(gang: Gang, width: int) -> None:
+    """Take part in rounds of `width` numbers, for a rank that has left, until no other rank goes on."""
+    rounds = Lockstep[None](gang)
+    while True:
+        rounds.begin(None, False, [0.0] * width)
+        if not rounds.end().going_on:
+            return
+
+
+def agree(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's message; the meeting point at which a rank learns that another one failed.
+
+    Raises:
+        PeerError: another rank failed in `telling_others` instead; its words are quoted.
+    """
+    messages: list[dict[str, Any]] = gang.gather_objects(message)
+    failures = [f"rank {rank}: {m[_FAILED]}" for rank, m in enumerate(messages) if _FAILED in m]
+    if failures:
+        raise PeerError("evaluation stopped here because it failed elsewhere: " + "; ".join(failures))
+    return messages
+
+
+@contextlib.contextmanager
+def telling_others(gang: Gang) -> Iterator[None]:
+    """Around work that may fail on one rank alone, and is followed by `agree`.
+
+    The ranks that wait there stop with this one's reason, instead of waiting for their time-out.
+    """
+    try:
+        yield
+    except PeerError:
+        raise  # the others know already, and have left
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the failure to be told of matters more than the telling
+            gang.gather_objects({_FAILED: f"{type(error).__name__}: {error}"})
+        raise

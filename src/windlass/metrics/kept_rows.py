@@ -1,0 +1,234 @@
+"""What evaluation keeps of every batch, and how the ranks' shares become one array in the dataset's order.
+
+Batches are kept as they came and joined once at the end, straight into their place: the work is linear in the number of
+samples, and no array exists twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.core.errors import ModelError
+from windlass.core.trees import Spec, unflatten
+from windlass.dist.gang import Gang
+from windlass.dist.lockstep import agree
+from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which samples every batch of every rank held.
+
+    Attributes:
+        counts: for each rank, the number of samples of each of its batches.
+        ids: for each rank, the dataset positions of all its samples, int64 of shape (sum of counts,); None where some
+            batch came without positions.
+    """
+
+    counts: list[list[int]]
+    ids: list[Tensor] | None
+
+    def rows(self, blocks: list[list[int]]) -> list[list[slice | Tensor]]:
+        """Where each batch's rows go in the joined array, given each batch's number of rows for each rank.
+
+        One row per sample: by dataset position. Otherwise (outputs flattened over tokens, scalars): whole batches, by
+        the position of their first sample. Without positions: batches in turn, rank by rank.
+        """
+        if self.ids is not None and blocks == self.counts:
+            return self._rows_by_id(self.ids)
+        return self._rows_by_batch(blocks)
+
+    def _rows_by_id(self, ids: list[Tensor]) -> list[list[slice | Tensor]]:
+        order = torch.argsort(torch.cat(ids), stable=True)
+        target = torch.empty_like(order)
+        target[order] = torch.arange(order.numel())
+        shares = torch.split(target, [rank_ids.numel() for rank_ids in ids])
+        return [list(torch.split(share, counts)) for share, counts in zip(shares, self.counts, strict=True)]
+
+    def _rows_by_batch(self, blocks: list[list[int]]) -> list[list[slice | Tensor]]:
+        places: list[list[slice | Tensor]] = [[slice(0)] * len(rank_blocks) for rank_blocks in blocks]
+        start = 0
+        for rank, index in self.batches():
+            count = blocks[rank][index]
+            places[rank][index] = slice(start, start + count)
+            start += count
+        return places
+
+    def batches(self) -> list[tuple[int, int]]:
+        """(rank, index) of all batches in the order in which they are joined."""
+        keys = {(rank, i): (i, rank) for rank, counts in enumerate(self.counts) for i in range(len(counts))}
+        if self.ids is not None:
+            for rank, (rank_ids, counts) in enumerate(zip(self.ids, self.counts, strict=True)):
+                for i, part in enumerate(torch.split(rank_ids, counts)):
+                    keys[rank, i] = (int(part[0]) if part.numel() else -1, i)
+        return sorted(keys, key=lambda batch: (keys[batch], batch))
+
+
+class OrderLog:
+    """Notes, batch by batch on this rank, which samples came; `exchange` makes the order of all ranks of it."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._ids: list[int] = []
+        self._known = True
+
+    def add(self, ids: Sequence[int], samples: int) -> None:
+        self._counts.append(samples)
+        self._known = self._known and len(ids) == samples
+        self._ids.extend(ids)
+
+    def exchange(self, gang: Gang) -> BatchOrder:
+        """Collective."""
+        messages = agree(gang, {"counts": self._counts, "known": self._known})
+        counts = [message["counts"] for message in messages]
+        if not all(message["known"] for message in messages):
+            return BatchOrder(counts, None)
+        ids = [tensor.cpu() for _, _, tensor in gang.stream([torch.tensor(self._ids, dtype=torch.int64)])]
+        return BatchOrder(counts, ids)
+
+
+class RowStore:
+    """One field (predictions, labels, inputs or losses) of every batch of this rank.
+
+    Args:
+        name: what error messages call it.
+        concat: join batches into one tree; False keeps a list with one tree for each batch.
+
+    Attributes:
+        nbytes: size of what is kept on this rank.
+    """
+
+    def __init__(self, name: str, concat: bool = True) -> None:
+        self.name = name
+        self._concat = concat
+        self._specs: list[Spec] = []
+        self._blocks: list[list[Tensor]] = []
+        self._on_host = 0
+        self.nbytes = 0
+
+    def add(self, tree: Any) -> None:
+        """Keep a copy: the original may be a view that holds more memory, or be overwritten by the next batch.
+
+        Raises:
+            ModelError: batches are to be joined, and this one is built differently from the first.
+        """
+        spec, leaves = take_apart(tree)
+        if self._concat and self._specs and spec != self._specs[0]:
+            raise ModelError(_different(self.name, len(self._specs), self._specs[0], spec))
+        self._specs.append(spec if not self._specs or spec != self._specs[0] else self._specs[0])
+        self._blocks.append([leaf.detach().clone() for leaf in leaves])
+        self.nbytes += sum(leaf.nbytes for leaf in leaves)
+
+    def to_host(self) -> None:
+        """Free the accelerator: whatever was added since the last call moves to host memory."""
+        for leaves in self._blocks[self._on_host :]:
+            leaves[:] = [leaf.cpu() for leaf in leaves]
+        self._on_host = len(self._blocks)
+
+    def gather(self, order: BatchOrder, gang: Gang) -> Any:
+        """All ranks' batches as a tree of numpy arrays (or a list of such trees); None where there was nothing.
+
+        Collective. Leaves this store empty.
+        """
+        specs = [message["specs"] for message in agree(gang, {"specs": self._distinct_specs()})]
+        result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
+        self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
+        return result
+
+    def _distinct_specs(self) -> list[Spec]:
+        return self._specs[:1] if self._concat else self._specs
+
+    def _joined(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> Any:
+        seen = [rank_specs[0] for rank_specs in specs if rank_specs]
+        if not seen:
+            return None
+        for spec in seen[1:]:
+            if spec != seen[0]:
+                raise ModelError(_different(self.name, 0, seen[0], spec))
+        count = _count_leaves(seen[0])
+        return unflatten(seen[0], [to_numpy(self._joined_leaf(leaf, order, gang)) for leaf in range(count)])
+
+    def _joined_leaf(self, leaf: int, order: BatchOrder, gang: Gang) -> Tensor:
+        mine = self._take(leaf)
+        headers = _headers(mine, gang)
+        rows = order.rows([[shape[0] for _, shape in header] for header in headers])
+        shapes = [shape for header in headers for _, shape in header]
+        dtype = _common_dtype({name for header in headers for name, _ in header})
+        out = blank(sum(shape[0] for shape in shapes), shapes, numpy_dtype(dtype), self.name)
+        for rank, index, block in gang.stream(mine):
+            place(out, rows[rank][index], block)
+        return out
+
+    def _take(self, leaf: int) -> list[Tensor]:
+        """One leaf of every batch. Only the list holds them now, and `stream` lets go of them piece by piece."""
+        nothing = torch.empty(0)
+        taken = []
+        for leaves in self._blocks:
+            taken.append(as_rows(leaves[leaf]))
+            leaves[leaf] = nothing
+        return taken
+
+    def _listed(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> list[Any] | None:
+        if all(spec is None for rank_specs in specs for spec in rank_specs):
+            return None
+        arrays: list[list[Any]] = [[] for _ in specs]
+        mine = [leaf for leaves in self._blocks for leaf in leaves]
+        self._blocks = []
+        for rank, _, tensor in gang.stream(mine):
+            arrays[rank].append(to_numpy(tensor.cpu()))
+        trees = [_trees(rank_specs, stock) for rank_specs, stock in zip(specs, arrays, strict=True)]
+        return [trees[rank][index] for rank, index in order.batches()]
+
+
+def _headers(blocks: list[Tensor], gang: Gang) -> list[list[tuple[str, Shape]]]:
+    """Type name and shape of every rank's blocks."""
+    messages = agree(gang, {"blocks": [[_name(block.dtype), list(block.shape)] for block in blocks]})
+    return [[(name, tuple(shape)) for name, shape in message["blocks"]] for message in messages]
+
+
+def _trees(specs: list[Spec], leaves: list[Any]) -> list[Any]:
+    """Put the trees of several batches together, given all their leaves in one row."""
+    stock = iter(leaves)
+    return [unflatten(spec, [next(stock) for _ in range(_count_leaves(spec))]) for spec in specs]
+
+
+def _count_leaves(spec: Spec) -> int:
+    if spec is None or spec == "leaf":
+        return 0 if spec is None else 1
+    kind, children = spec
+    return sum(_count_leaves(child[1] if kind == "dict" else child) for child in children)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _common_dtype(names: set[str]) -> torch.dtype:
+    dtypes = [getattr(torch, name) for name in sorted(names)]
+    common: torch.dtype = dtypes[0]
+    for dtype in dtypes[1:]:
+        common = torch.promote_types(common, dtype)
+    return common
+
+
+def _different(name: str, batch: int, first: Spec, other: Spec) -> str:
+    return (
+        f"the {name} of evaluation batch {batch} are built as {describe(other)}, those of the first batch as "
+        f"{describe(first)}: return the same structure for every batch, or set eval_do_concat_batches=False"
+    )
+
+
+def describe(spec: Spec) -> str:
+    """A spec in words for an error message, such as `(tensor, {'mask': tensor})`."""
+    if spec is None or spec == "leaf":
+        return "tensor" if spec else "None"
+    kind, children = spec
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"
+    inner = ", ".join(map(describe, children))
+    return f"({inner})" if kind == "tuple" else f"[{inner}]"

@@ -1,0 +1,137 @@
+"""Which evaluations of a run were the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.config.plan import SavePlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.events import TrainerState
+from windlass.core.metric_values import number_in
+from windlass.core.types import State
+from windlass.trainer.run_events import Events
+
+
+class BestTracker:
+    """Ranks evaluations by the metric of the plan, and notes the checkpoints of the best ones.
+
+    The only writer of `best_metric`, `best_global_step` and `best_model_checkpoint` of the state.
+
+    Args:
+        folder_of: the checkpoint folder of a step.
+    """
+
+    def __init__(self, plan: SavePlan, events: Events, folder_of: Callable[[int], Path]) -> None:
+        self._plan, self._events, self._folder_of = plan, events, folder_of
+        # As many of the best evaluations as `keep_best` asks for, as [metric, step], best first; and the same as of
+        # the last checkpoint that was committed.
+        self.evaluations: list[list[float]] = []
+        self._committed_evaluations: list[list[float]] = []
+        # Step and metric of the last evaluation.
+        self._last: tuple[int, float | None] = (-1, None)
+        # Metric and step of the evaluation that `best_model_checkpoint` was saved at.
+        self._saved: tuple[float | None, int | None] = (None, None)
+
+    # --- evaluations ------------------------------------------------------------------------------------------------
+
+    def observe(self, metrics: Mapping[str, float]) -> bool:
+        """Note an evaluation of the present step; return True if it is the best so far.
+
+        Raises:
+            ConfigError: the metric is not among `metrics`.
+        """
+        if self._plan.metric is None:
+            return False
+        value, state = find_metric(metrics, self._plan.metric), self._events.state
+        self._last = state.global_step, value
+        best = state.best_metric
+        better = math.isfinite(value) and (
+            best is None or (value > best if self._plan.greater_is_better else value < best)
+        )
+        if better:
+            state.best_metric, state.best_global_step = value, state.global_step
+        return better
+
+    def keeps_last(self) -> bool:
+        """Rank the last evaluation; return True if it is among the best `keep_best`."""
+        step, value = self._last
+        if not self._plan.keep_best or value is None or not math.isfinite(value):
+            return False
+        sign = -1 if self._plan.greater_is_better else 1
+        # Of equals the earlier one stays; a repeated evaluation replaces its first result.
+        others = [noted for noted in self.evaluations if noted[1] != step]
+        ranked = sorted([*others, [value, step]], key=lambda noted: (sign * noted[0], noted[1]))
+        self.evaluations = ranked[: self._plan.keep_best]
+        return [value, step] in self.evaluations
+
+    def metric_at(self, step: int) -> float | None:
+        """The metric of the last evaluation, if that was at this step."""
+        noted_step, value = self._last
+        return None if noted_step != step or value is None else float(value)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def begin_save(self) -> str | None:
+        """A checkpoint of the present step begins. Returns the best checkpoint until then, for `failed`."""
+        state = self._events.state
+        previous = state.best_model_checkpoint
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(self._folder_of(state.global_step))
+        return previous
+
+    def committed(self, as_saved: TrainerState) -> None:
+        """The checkpoint of this state was committed."""
+        self._committed_evaluations = list(self.evaluations)
+        if as_saved.best_global_step == as_saved.global_step:
+            self._saved = as_saved.best_metric, as_saved.best_global_step
+
+    def failed(self, as_saved: TrainerState, previous: str | None) -> None:
+        """The checkpoint of this state failed: the best is one of those that exist."""
+        state = self._events.state
+        if state.best_model_checkpoint == as_saved.best_model_checkpoint:
+            state.best_model_checkpoint = previous
+        if self._plan.load_best_at_end and state.best_global_step == as_saved.global_step:
+            state.best_metric, state.best_global_step = self._saved
+        self.evaluations = list(self._committed_evaluations)
+
+    def checkpoints(self) -> list[Path]:
+        """Where the best model and the best evaluations that are kept lie, as far as they were saved."""
+        noted = self._events.state.best_model_checkpoint
+        kept = [self._folder_of(int(step)) for _, step in self.evaluations]
+        return kept if noted is None else [*kept, Path(noted)]
+
+    # --- in checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state: State) -> None:
+        self.evaluations = state["evaluations"]
+        self._committed_evaluations = list(self.evaluations)
+
+    def moved(self, folder: Path) -> None:
+        """The best checkpoint is in this folder now."""
+        self._events.state.best_model_checkpoint = str(folder)
+
+    def resume(self, step: int, metric: Any) -> None:
+        """Continue at a checkpoint whose step was evaluated with this metric (None: it was not)."""
+        state = self._events.state
+        self._last = step, metric
+        noted = state.best_model_checkpoint is not None
+        self._saved = (state.best_metric, state.best_global_step) if noted else (None, None)
+
+
+def find_metric(metrics: Mapping[str, float], name: str) -> float:
+    """The metric of this name; its `eval_` prefix is optional.
+
+    Raises:
+        ConfigError: it is not among the metrics, which are listed, or it is not a number.
+    """
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    if key not in metrics:
+        fix = f"no evaluation returns {key!r}; it returns: {', '.join(sorted(metrics))}"
+        raise ConfigError(Problem("metric_for_best_model", name, fix))
+    return number_in(metrics, key, "metric_for_best_model", name)

@@ -1,0 +1,187 @@
+"""What is done between two updates: log, evaluate, save, and leave if a scheduler asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+from windlass.config.plan import RunPlan
+from windlass.core.clock import Moment
+from windlass.core.errors import Preempted
+from windlass.core.logs import get_job_logger
+from windlass.core.types import State
+from windlass.dist.beacon import beacon
+from windlass.dist.gang import Gang
+from windlass.engine.loop import Loop
+from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
+from windlass.optim.schedule import Schedule
+from windlass.trainer import save_retry
+from windlass.trainer.agreement import Agreement
+from windlass.trainer.best_tracker import BestTracker, find_metric
+from windlass.trainer.checkpointer import Checkpointer
+from windlass.trainer.evaluator import Evaluator
+from windlass.trainer.hooks import TrainHooks
+from windlass.trainer.interruption import Interruption
+from windlass.trainer.run_events import Events
+from windlass.trainer.run_reports import RunReports
+from windlass.trainer.run_saver import RunSaver
+
+logger = get_job_logger(__name__)
+
+
+class DueWork:
+    """Does what control flags, the clock and signals ask for. All ranks call it alike.
+
+    It is a part of checkpoints: what a run that was told to leave in an evaluation has not done at its last step, a
+    resumed run makes up.
+
+    Args:
+        in_step: returns whether a forward of one rank waits for the others.
+    """
+
+    def __init__(
+        self, gang: Gang, events: Events, hooks: TrainHooks, plan: RunPlan, evaluator: Evaluator,
+        interruption: Interruption, agreement: Agreement, checkpointer: Checkpointer, saver: RunSaver,
+        best: BestTracker, reports: RunReports, schedule: Schedule, loop: Loop, in_step: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._gang, self._events, self._hooks, self._plan = gang, events, hooks, plan
+        self._evaluator, self._interruption, self._agreement = evaluator, interruption, agreement
+        self._checkpointer, self._saver, self._best, self._reports = checkpointer, saver, best, reports
+        self._schedule, self._loop, self._in_step = schedule, loop, in_step
+        self._beacon = beacon()
+        self._started = Moment()
+        self._saved_step = 0
+        # An evaluation that was left, and a save that was due after it.
+        self._evaluation_left = self._save_left = False
+
+    def begin(self, started: Moment) -> None:
+        """Training began at this moment; make up what an earlier part of the run left undone."""
+        self._started = started
+        evaluation, save = self._evaluation_left, self._save_left
+        self._evaluation_left = self._save_left = False
+        if not evaluation:
+            return
+        evaluates = self._hooks.has_evaluation_data
+        if not evaluates:
+            logger.warning(
+                "the evaluation that the run left at step %d is not made up: there is no evaluation data now",
+                self._events.state.global_step,
+            )
+        self._events.control.should_evaluate, self._events.control.should_save = evaluates, save
+        self.run()
+
+    def run(self) -> None:
+        """Log, evaluate, save: in this order, each if a callback or the cadence asked for it."""
+        events, interruption = self._events, self._interruption
+        if events.control.should_log:
+            self._beacon.call("log")
+            self._log()
+            events.agree_on_flags()
+        if events.control.should_evaluate:
+            self._beacon.call("evaluate")
+            self._evaluate()
+            events.agree_on_flags()
+        preempted = interruption.preempted
+        if events.control.should_save or interruption.stopped or self._agreement.save_due or preempted:
+            self._beacon.call("save")
+            self._save()
+            events.agree_on_flags()
+        if preempted:
+            self.leave()
+
+    def _log(self) -> None:
+        logs = self._reports.progress()
+        if logs:
+            self._hooks.log(logs, self._started)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        events = self._events
+        logged, states = len(events.state.log_history), events.copy_callback_states()
+        try:
+            with self._evaluator.interruptible(self._interruptible):
+                metrics = self._hooks.evaluate()
+        except EvaluationAbandoned:
+            # It is made again from its start, and what it reported so far is reported again.
+            del events.state.log_history[logged:]
+            events.handler.load_state_dict(states)
+            self._evaluation_left, self._save_left = True, events.control.should_save
+            return
+        save = self._plan.save
+        if follows_metric(self._schedule):
+            self._schedule.observe(find_metric(metrics, save.metric or "loss"))
+        if save.load_best_at_end or save.keep_best:
+            self._checkpointer.finish()  # the best is one of those that were committed
+        new_best = self._hooks.judge(metrics)
+        kept = self._best.keeps_last()
+        if save.cadence.strategy == "best":
+            events.control.should_save = new_best or kept
+        elif kept or (new_best and save.load_best_at_end):
+            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked
+            # for.
+            events.control.should_save = True
+
+    def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        """The batches of an evaluation, which all ranks leave when one of them is told to."""
+
+        def agreed(sums: Sequence[float]) -> None:
+            self._agreement.apply(sums, self._events.state.global_step)
+            if self._interruption.preempted:
+                raise EvaluationAbandoned
+
+        return interruptible_batches(
+            batches, self._gang, self._agreement.own, agreed, in_step=self._in_step()
+        )
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the run saved, or tried to, at its present step."""
+        return self._saved_step == self._events.state.global_step
+
+    def _save(self) -> None:
+        interruption, retry, checkpointer = self._interruption, self._saver.retry, self._checkpointer
+        step = self._events.state.global_step
+        planned = self._events.control.should_save or interruption.stopped or interruption.preempted
+        checkpointer.ephemeral = not (planned or retry.owes_ordinary)
+        retry.begin(step, self._agreement.clock_asks, ordinary=not checkpointer.ephemeral)
+        self._agreement.saved(step)
+        self._saved_step = step
+        self._loop.check_finite()
+        self._hooks.save_checkpoint()
+        checkpointer.ephemeral = False  # what a script saves by itself is not the clock's
+        interruption.saved()
+        self._events.control.should_save = False
+
+    def save_and_leave(self) -> None:
+        """The run was told to leave while it waited for data, or after its last update: save what was done."""
+        self._interruption.preempted = True
+        if not self.is_saved:
+            self._save()
+        self.leave()
+
+    def leave(self) -> None:
+        """Collective, when all is saved.
+
+        Raises:
+            Preempted: always.
+        """
+        self._checkpointer.finish_last(save_retry.LEAVING_PAUSES, self._hooks.save_checkpoint)
+        folder, step = self._checkpointer.newest, self._events.state.global_step
+        logger.warning("leaving at step %d; the run goes on from %s", step, folder or "its beginning")
+        raise Preempted(step, folder)
+
+    # --- in checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {"save": self._save_left} if self._evaluation_left else {}
+
+    def load_state_dict(self, state: State) -> None:
+        self._evaluation_left, self._save_left = bool(state), bool(state.get("save"))
+
+
+def follows_metric(schedule: Schedule) -> bool:
+    """Whether a schedule learns from evaluations."""
+    return bool(getattr(schedule, "follows_metric", False))

@@ -1,0 +1,131 @@
+"""The state of a run, its control flags, and the events that callbacks see."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.callbacks.handler import CallbackHandler
+from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.callbacks.progress import ProgressCallback
+from windlass.config.plan import RunPlan
+from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.types import State
+from windlass.trainer.session import Session
+
+logger = get_logger(__name__)
+
+# Settings of the present run, which a checkpoint's state does not replace.
+_OF_THIS_RUN = (
+    "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
+    *TrainerState.PER_PROCESS,
+)  # fmt: skip
+
+
+class Events:
+    """Owner of a Trainer's state, control flags and callbacks, and the only one that fires events.
+
+    Args:
+        args: returns the arguments that callbacks are given; a script may replace them at any time.
+    """
+
+    def __init__(self, args: Callable[[], Any], session: Session, handler: CallbackHandler) -> None:
+        self._args, self._gang, self._world = args, session.gang, session.world
+        self.handler = handler
+        self._flags_may_differ = False
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Start with a new state and no request."""
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            is_local_process_zero=self._world.is_local_main, is_world_process_zero=self._world.is_main
+        )
+
+    def use_plan(self, plan: RunPlan) -> None:
+        """Show callbacks the settings of a run."""
+        state = self.state
+        state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
+        state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
+        state.save_steps = plan.save.cadence.steps
+
+    def adopt(self, saved: TrainerState) -> None:
+        """Continue a checkpoint's progress, in the same state object. Settings of this run and this process stay."""
+        for item in dataclasses.fields(saved):
+            if item.name not in _OF_THIS_RUN:
+                setattr(self.state, item.name, getattr(saved, item.name))
+
+    def fire(self, event: str, state: TrainerState | None = None, **payload: Any) -> None:
+        """Call the callbacks.
+
+        Args:
+            state: what they are given instead of the present state.
+        """
+        self.control = self.handler.fire(event, self._args(), state or self.state, self.control, **payload)
+
+    def fire_if_heard(self, event: str) -> None:
+        """The same for the events of a step, which usually nobody listens to."""
+        if self.handler.listens(event):
+            self.fire(event)
+
+    def add_log(self, logs: dict[str, Any]) -> None:
+        """Append a row to the history and report it."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.fire("on_log", logs=logs)
+
+    def find_deciding_callbacks(self) -> None:
+        """Find out whether a rank has callbacks of a script's own, whose flags may differ. Collective."""
+        if self._gang.size > 1:
+            own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
+            self._flags_may_differ = bool(self._gang.sum(torch.tensor(float(any(own)))))
+            self.agree_on_flags()
+
+    def agree_on_flags(self) -> None:
+        """Set each flag that a callback of any rank set: saving, evaluating and ending need all ranks. Collective.
+
+        Windlass's own callbacks decide alike on every rank, so this exchanges nothing without others.
+        """
+        if self._flags_may_differ:
+            wishes = self._gang.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
+            for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
+                setattr(self.control, name, count > 0)
+
+    def show(self, **objects: Any) -> None:
+        """Set what every event is given by name: `model`, `optimizer`, `train_dataloader`, ..."""
+        for name, value in objects.items():
+            setattr(self.handler, name, value)
+
+    # --- in checkpoints ---------------------------------------------------------------------------------------------
+
+    def saved_state(self) -> dict[str, Any]:
+        """The fields of the state, with the states of callbacks in it. The history is the live list."""
+        self.state.stateful_callbacks = self.handler.state_dict()
+        return {item.name: getattr(self.state, item.name) for item in dataclasses.fields(self.state)}
+
+    def restore_callbacks(self, restore_args: bool) -> None:
+        """Give callbacks the states that came with an adopted state."""
+        self.handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
+
+    def copy_callback_states(self) -> State:
+        """The states of callbacks; none if they cannot be copied, and so not be saved either, which a save reports."""
+        try:
+            return copy.deepcopy(self.handler.state_dict())
+        except Exception as error:
+            logger.debug("states of callbacks cannot be copied: %r", error)
+            return {}
+
+    def roll_back_metrics_log(self) -> None:
+        for callback in self.handler.callbacks:
+            if isinstance(callback, MetricsLogCallback):
+                callback.roll_back(self.state)
+
+    def close_displays(self) -> None:
+        """Release the terminal: a run that an exception ended fires no `on_train_end`."""
+        for callback in self.handler.callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.close()

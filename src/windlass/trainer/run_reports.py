@@ -1,0 +1,95 @@
+"""What a run counts and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.config.plan import RunPlan
+from windlass.core.clock import Moment
+from windlass.core.events import TrainerState
+from windlass.core.logs import get_logger
+from windlass.core.threads import LoadWatch, processes_and_threads
+from windlass.engine.feed import UpdateBatch
+from windlass.metrics.ledger import Ledger
+from windlass.metrics.memory import memory_metrics
+from windlass.metrics.speed import speed_metrics
+from windlass.metrics.tokens import InputCounter
+
+logger = get_logger(__name__)
+
+
+class RunReports:
+    """Counts samples, tokens and FLOPs, and reads the losses that are reported.
+
+    Attributes:
+        load_watch: warns if other programs use the cores.
+
+    Args:
+        parameters: those that take part in multiplications with every token.
+        last_rates: returns the learning rates of the last update.
+    """
+
+    def __init__(
+        self, plan: RunPlan, state: TrainerState, ledger: Ledger, device: torch.device, parameters: int,
+        last_rates: Callable[[], list[float]],
+    ) -> None:  # fmt: skip
+        self._plan, self._state, self._ledger, self._device = plan, state, ledger, device
+        self._flops_per_position, self._last_rates = 6 * parameters, last_rates
+        self._samples, self._updates = 0.0, 0
+        self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
+
+    def announce(self, samples: int | None) -> None:
+        """Log what is about to happen.
+
+        Args:
+            samples: of the training data; None for a stream.
+        """
+        batch = self._plan.batch
+        logger.info("***** Running training *****")
+        logger.info(
+            "  samples: %s, updates: %d",
+            "a stream" if samples is None else samples,
+            self._plan.duration.steps,
+        )
+        logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
+                    batch.update, batch.micro, batch.accumulation, batch.world)  # fmt: skip
+
+    def update_applied(self, portion: UpdateBatch) -> None:
+        """One update was made from this data, or skipped."""
+        self._samples += portion.total_samples
+        self._updates += 1
+        self._state.num_input_tokens_seen += int(portion.tokens)
+        self._state.total_flos += self._flops_per_position * portion.positions
+
+    def progress(self) -> dict[str, Any]:
+        """The losses since the last report; empty if there were no updates."""
+        report = self._ledger.read()
+        if not report:
+            return {}
+        self.load_watch.look(training=True)
+        rates = self._last_rates()
+        logs = {**report, "learning_rate": rates[0] if rates else 0.0}
+        if self._ledger.skipped:
+            logs["skipped_updates"] = self._ledger.skipped
+        return logs
+
+    def summary(self, started: Moment) -> dict[str, float]:
+        """Speed, FLOPs, mean loss and memory of the whole run."""
+        self._ledger.read()  # what the last report did not cover, so that the mean loss covers every update
+        metrics: dict[str, float] = speed_metrics(
+            "train", started, num_samples=self._samples, num_steps=self._updates
+        )
+        metrics["total_flos"] = self._state.total_flos
+        metrics["train_loss"] = self._ledger.mean_loss()
+        if self._plan.reports.memory:
+            metrics.update(memory_metrics("train", self._device))
+        return metrics
+
+
+def count_inputs(model: object, tokens: str, pad_token: int | None) -> tuple[Any, Any]:
+    """Functions of a batch: the tokens that `num_input_tokens_seen` counts, and positions with padding."""
+    inputs = InputCounter(getattr(model, "main_input_name", "input_ids"), pad_token)
+    return {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[tokens], inputs.positions

@@ -1,0 +1,145 @@
+"""What a run's checkpoints hold besides the weights, the optimizer and the history: one list for saving, resuming and
+rolling back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from windlass.checkpoint.manager import Checkpoint
+from windlass.core.errors import CheckpointError, WindlassError
+from windlass.core.rng import load_rng_state, rng_state
+from windlass.core.types import State, Stateful
+from windlass.engine.loop import Loop
+from windlass.transforms.strategy import Strategy, load_own_state, own_state
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One entry of a checkpoint.
+
+    Attributes:
+        name: under which it is saved.
+        owner: whose state it is.
+        rolls_back: a rollback restores it. The position in the data is not: the data that led there is left out.
+        optional: checkpoints of earlier versions lack it.
+    """
+
+    name: str
+    owner: Stateful
+    rolls_back: bool = True
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart(SavedPart):
+    """One that each rank has for itself.
+
+    Attributes:
+        adopt: restores it from the states of all ranks if there were more or fewer of them; None: it is not restored.
+    """
+
+    adopt: Callable[[list[State]], None] | None = None
+
+
+class SavedParts:
+    """The parts of a run, in the order in which they are restored."""
+
+    def __init__(self, rank: int, world: int, parts: Sequence[SavedPart]) -> None:
+        self._rank, self._world, self._parts = rank, world, parts
+
+    def shared(self) -> dict[str, State]:
+        """The states that are saved once."""
+        return {part.name: part.owner.state_dict() for part in self._parts if not isinstance(part, RankPart)}
+
+    def of_rank(self) -> dict[str, State]:
+        """The states of this rank."""
+        return {part.name: part.owner.state_dict() for part in self._parts if isinstance(part, RankPart)}
+
+    def load(self, checkpoint: Checkpoint, *, rolling_back: bool = False) -> None:
+        """Restore the parts from a checkpoint.
+
+        Raises:
+            CheckpointError: one is missing, or is not what a run saves there.
+        """
+        for part in self._parts:
+            if rolling_back and not part.rolls_back:
+                continue
+            if isinstance(part, RankPart):
+                with reading(checkpoint, "rank-*"):
+                    self._load_rank_part(checkpoint, part)
+            elif not part.optional or checkpoint.has(part.name):
+                with reading(checkpoint, part.name):
+                    part.owner.load_state_dict(checkpoint.shared(part.name))
+
+    def _load_rank_part(self, checkpoint: Checkpoint, part: RankPart) -> None:
+        if part.optional and not checkpoint.has_of_rank(part.name, 0):
+            return
+        if checkpoint.world_size == self._world:
+            part.owner.load_state_dict(checkpoint.per_rank(part.name, self._rank))
+        elif part.adopt is not None:
+            part.adopt([checkpoint.per_rank(part.name, rank) for rank in range(checkpoint.world_size)])
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    """Within the body a part is restored; if it is not what a run saves there, the error names its file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, WindlassError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{checkpoint.folder / part}.json does not hold what a run saves there ({what})"
+        ) from error
+
+
+# --- owners of what has no object of its own -------------------------------------------------------------------------
+
+
+class Generators:
+    """The random generators of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> State:
+        return rng_state(self._device)
+
+    def load_state_dict(self, state: State) -> None:
+        load_rng_state(state, self._device)
+
+
+class Buffers:
+    """Buffers of the model that differ between ranks."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def state_dict(self) -> State:
+        return own_state(self._strategy)
+
+    def load_state_dict(self, state: State) -> None:
+        load_own_state(self._strategy, state, same_world=True)
+
+    def adopt(self, states: list[State]) -> None:
+        """Take rank 0's."""
+        load_own_state(self._strategy, states[0], same_world=False)
+
+
+class Position:
+    """Where this rank's data goes on; ranks with loaders of their own are at different places."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def state_dict(self) -> State:
+        return self._loop.position
+
+    def load_state_dict(self, state: State) -> None:
+        self._loop.go_on_from(state)

@@ -1,0 +1,67 @@
+"""The objects that a Trainer keeps from one call to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.accelerator.accelerator import Accelerator
+from windlass.accelerator.engine import TrainerEngine
+from windlass.assemble.resolve import resolve_parallel, resolve_precision
+from windlass.callbacks.handler import CallbackHandler
+from windlass.precision.check import check_precision
+from windlass.trainer.batch_fitter import BatchFitter
+from windlass.trainer.evaluator import Evaluator
+from windlass.trainer.loss_policy import LossPolicy
+from windlass.trainer.run_events import Events
+from windlass.trainer.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Each owns one kind of state; `Run` and everything below it get them instead of the Trainer."""
+
+    session: Session
+    accelerator: Accelerator
+    engine: TrainerEngine
+    events: Events
+    loss: LossPolicy
+    fitter: BatchFitter
+    evaluator: Evaluator
+
+    @classmethod
+    def open(
+        cls,
+        session: Session,
+        accelerator: Accelerator,
+        engine: TrainerEngine,
+        args: Callable[[], Any],
+        handler: CallbackHandler,
+    ) -> Services:
+        """Make them.
+
+        Args:
+            args: returns the arguments that callbacks are given.
+        """
+        events = Events(args, session, handler)
+        loss, fitter = LossPolicy(session, accelerator), BatchFitter(session)
+        return cls(
+            session, accelerator, engine, events, loss, fitter, Evaluator(session, events, loss, fitter)
+        )
+
+
+def open_accelerator(
+    session: Session, args: Callable[[], Any], owned: Callable[[], Iterable[Any]]
+) -> tuple[TrainerEngine, Accelerator]:
+    """The accelerator of a Trainer, and the engine in it, to which runs attach.
+
+    Args:
+        args: returns the Trainer's arguments.
+        owned: returns the Trainer's own model, wrapper, optimizer and schedule.
+    """
+    precision = resolve_precision(args())
+    check_precision(precision, session.device)
+    engine = TrainerEngine(owned, lambda: resolve_parallel(args(), session.world).dist)
+    accumulation = args().gradient_accumulation_steps
+    return engine, Accelerator.of_run(session.gang, session.device, precision, accumulation, engine)

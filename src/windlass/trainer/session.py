@@ -1,0 +1,28 @@
+"""Where a Trainer runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from windlass.core.world import World, world_from_environment
+from windlass.dist.gang import Gang, join
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The process, its device and the other processes, for as long as a Trainer lives."""
+
+    world: World
+    device: torch.device
+    gang: Gang
+
+    @classmethod
+    def open(cls, args: Any) -> Session:
+        """Choose this process's device and join the other processes. Collective."""
+        world, device = world_from_environment(), args.device
+        if device.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(device.index or 0)
+        return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend))

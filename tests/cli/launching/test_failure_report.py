@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from windlass.cli.launching.failure_report import Incident, RankFacts, describe, exit_code
+
+PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:918"
+
+
+def failed(rank: int, message: str = "", code: int = 1, time: float = 1.0, **rest: Any) -> RankFacts:
+    return RankFacts(rank, 0, "failed", exit_code=code, message=message, time=time, **rest)
+
+
+def test_a_rank_that_lost_its_peers_is_no_cause_though_it_failed_first() -> None:
+    incident = Incident("failed", [failed(0, PEER, time=1.0), failed(1, "KeyError: 'x'", time=2.0)])
+    assert incident.culprit.rank == 1
+    assert incident.knows_its_cause
+
+
+def test_of_two_causes_the_first_counts_and_one_that_was_killed_before_both() -> None:
+    two = [failed(0, "KeyError: 'x'", time=5.0), failed(1, "ValueError: y", time=4.0)]
+    assert Incident("failed", two).culprit.rank == 1
+    assert Incident("failed", [*two, failed(2, code=-9, time=0.0)]).culprit.rank == 2
+
+
+def test_where_all_lost_their_peers_one_that_had_ended_is_the_cause() -> None:
+    incident = Incident("failed", [failed(0, PEER), RankFacts(1, 0, "done", exit_code=0)])
+    assert incident.culprit.rank == 1
+    assert not incident.knows_its_cause
+    assert "rank 1 ended while others still waited for it; rank 0 then failed" in describe(
+        incident, 2, "logs"
+    )
+
+
+def test_where_all_lost_their_peers_and_none_had_ended_the_cause_lies_elsewhere() -> None:
+    incident = Incident("failed", [failed(0, PEER)])
+    assert not incident.knows_its_cause
+    assert "1 more on machines that have not reported" in describe(incident, 2, "logs")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprit"),
+    [
+        # Behind the others.
+        ([RankFacts(0, 0, "running", step=5, call="data"), RankFacts(1, 0, "running", step=4, call="sum")], 1),
+        # In the same step: not the one that waits for the others.
+        ([RankFacts(0, 0, "running", step=5, call="gather"), RankFacts(1, 0, "running", step=5, call="data")], 1),
+        # All that run wait: one that had ended does not come any more.
+        ([RankFacts(0, 0, "running", step=5, call="sum"), RankFacts(1, 0, "done", step=4, call="end")], 1),
+        # One that had ended is no cause where another is at work.
+        ([RankFacts(0, 0, "done", step=4, call="end"), RankFacts(1, 0, "running", step=4, call="save")], 1),
+        # Seen to stand equally long: the one that has said less.
+        ([RankFacts(0, 0, "running", step=3, call="backward", idle=8.0, marks=12),
+          RankFacts(1, 0, "running", step=3, call="update", idle=8.0, marks=11)], 1),
+        # None has begun a step: the one that stands longest.
+        ([RankFacts(0, 0, "running", idle=3.0), RankFacts(1, 0, "running", idle=9.0)], 1),
+    ],
+)  # fmt: skip
+def test_the_rank_that_holds_up_the_others_is_named(ranks: list[RankFacts], culprit: int) -> None:
+    assert Incident("stalled", ranks).culprit.rank == culprit
+
+
+def test_one_that_left_is_no_cause_where_another_failed() -> None:
+    left = failed(0, code=75, time=0.0)
+    incident = Incident("failed", [left, failed(1, "KeyError: 'x'", time=5.0)])
+    assert incident.culprit.rank == 1
+    assert exit_code(incident) == 1
+    assert "rank 0 (machine 0): had left, as it was asked to" in describe(incident, 2, "logs")
+    assert exit_code(Incident("failed", [left, failed(1, code=-9, time=5.0)])) == 137
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 3), (-9, 137), (-15, 143)])
+def test_the_exit_code_is_the_culprits(code: int, expected: int) -> None:
+    assert exit_code(Incident("failed", [failed(0, PEER), failed(1, code=code)])) == expected
+
+
+def test_after_an_exception_the_code_is_pythons_though_the_process_aborted_later() -> None:
+    assert exit_code(Incident("failed", [failed(0, "ValueError: x", code=-6)])) == 1
+
+
+def test_a_stall_and_an_unknown_cause_have_codes_of_their_own() -> None:
+    assert exit_code(Incident("stalled", [RankFacts(0, 0, "running")])) == 124
+    assert exit_code(Incident("abandoned", [])) == 1
+
+
+def test_an_incident_survives_its_way_to_another_machine() -> None:
+    incident = Incident("stalled", [failed(0, PEER, step=3, call="sum", stacks="File x", idle=2.5)])
+    assert Incident.from_json(json.loads(json.dumps(incident.to_json()))) == incident
+
+
+def test_accounts_of_machines_are_joined_and_the_one_that_knows_more_counts() -> None:
+    ours, theirs = (
+        Incident("abandoned", [RankFacts(0, 0, "running")]),
+        Incident("failed", [failed(1, "E: x")]),
+    )
+    joined = ours.joined_with(theirs)
+    assert (joined.kind, joined.culprit.rank) == ("failed", 1)
+    assert Incident("failed", []).joined_with(Incident("stalled", [])).kind == "stalled"
+
+
+def test_the_report_leaves_out_how_the_script_was_brought_to_run() -> None:
+    stacks = (
+        'Thread 1:\n  File "/a/train.py", line 3 in main\n  File "<frozen runpy>", line 88 in _run_code\n'
+    )
+    text = describe(Incident("stalled", [RankFacts(0, 0, "running", stacks=stacks)]), 1, "logs")
+    assert "train.py" in text
+    assert "runpy" not in text
+
+
+def test_long_messages_are_quoted_whole_once_and_shortened_in_the_list() -> None:
+    text = describe(Incident("failed", [failed(0, "ValueError: " + "word " * 100)]), 1, "logs")
+    headline, listed = (line for line in text.splitlines() if "ValueError" in line)
+    assert len(headline) > 500
+    assert len(listed) < 220
+    assert listed.endswith("...")

@@ -1,0 +1,150 @@
+"""What a script does to a Trainer from outside or in a subclass, without touching anything private."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import run_script
+from tests.trainer.small import Net, rows
+
+from windlass import Trainer, TrainingArguments
+
+ROLLOUTS = Path(__file__).parent / "rollout_run.py"
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    defaults = {
+        "max_steps": 3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(str(folder), **{**defaults, **changes})
+
+
+def three(model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+    outputs = model(**inputs)
+    return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def four(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    return three(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize("function", [three, four])
+def test_compute_loss_is_assigned_after_construction(tmp_path: Path, function: Any) -> None:
+    expected, assigned = (
+        Trainer(Net(), arguments(tmp_path / name), train_dataset=rows(24), eval_dataset=rows(8))
+        for name in ("expected", "assigned")
+    )
+    called = []
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return function(*args, **kwargs)
+
+    loss.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    assigned.compute_loss = loss  # type: ignore[method-assign]
+    for trainer in (expected, assigned):
+        trainer.train()
+    assert called
+    for ours, theirs in zip(assigned.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert assigned.evaluate()["eval_loss"] == expected.evaluate()["eval_loss"]
+
+
+def test_a_method_of_any_name_is_overridden_once(tmp_path: Path) -> None:
+    """Each public method that a run or an evaluation calls, overridden by one that notes the call."""
+    called: set[str] = set()
+
+    def noting(name: str) -> Any:
+        method = getattr(Trainer, name)
+
+        def noted(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return method(self, *args, **kwargs)
+
+        noted.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+        return noted
+
+    names = [
+        "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+        "count_targets", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "create_optimizer",
+        "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names", "evaluate", "predict",
+        "evaluation_loop", "prediction_step", "log", "save_model", "add_callback", "is_world_process_zero",
+        "create_accelerator_and_postprocess", "train", "call_model_init", "_save", "_save_checkpoint",
+        "_load_best_model", "_determine_best_metric", "_prepare_inputs", "_get_train_sampler", "_get_eval_sampler",
+        "_set_signature_columns_if_needed",
+    ]  # fmt: skip
+    noted = type("Noted", (Trainer,), {name: noting(name) for name in names})
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = arguments(tmp_path, **options, load_best_model_at_end=True)
+    trainer = noted(model_init=Net, args=args, train_dataset=rows(24), eval_dataset=rows(8))
+    trainer.train()
+    trainer.predict(rows(8))
+    trainer.save_model()
+    assert called == set(names)
+
+
+def test_every_public_method_can_be_overridden(tmp_path: Path) -> None:
+    """A subclass that replaces all of them at once, each by one that passes on, trains to the same bits."""
+    skipped = {"init_hf_repo", "push_to_hub", "hyperparameter_search"}  # refused by name
+    refused = {
+        "get_batch_samples",
+        "set_initial_training_values",
+    }  # overrides of these are refused before training
+
+    def passing(name: str) -> Any:
+        method = getattr(Trainer, name)
+
+        def passed(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            return method(self, *args, **kwargs)
+
+        passed.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+        return passed
+
+    names = [
+        name
+        for name, value in inspect.getmembers(Trainer, inspect.isfunction)
+        if not name.startswith("_") and name not in skipped | refused
+        and not isinstance(inspect.getattr_static(Trainer, name), staticmethod)
+    ]  # fmt: skip
+    assert len(names) > 40
+    everything = type("Everything", (Trainer,), {name: passing(name) for name in names})
+    weights = []
+    for kind in (Trainer, everything):
+        trainer = kind(
+            Net(), arguments(tmp_path / kind.__name__), train_dataset=rows(24), eval_dataset=rows(8)
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        weights.append([metrics["eval_loss"], *(p.detach().clone() for p in trainer.model.parameters())])
+    assert weights[0][0] == weights[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(weights[0][1:], weights[1][1:], strict=True))
+
+
+def test_a_buffer_of_the_scripts_own_survives_a_kill(tmp_path: Path) -> None:
+    """Its samples decide the gradients, so a run that is killed and resumed ends with the same bits only with it."""
+    run_script(ROLLOUTS, tmp_path / "whole", 0)
+    run_script(ROLLOUTS, tmp_path / "killed", 5, expect=-signal.SIGKILL)
+    assert "continuing from" in run_script(ROLLOUTS, tmp_path / "killed", 0)
+    ours, theirs = (torch.load(tmp_path / name / "end.pt") for name in ("killed", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_buffers_are_compared_to_something() -> None:
+    """Without its state a buffer starts empty, which changes what is drawn from it."""
+    from tests.trainer.rollout_run import Rollouts
+
+    full = Rollouts()
+    full.add(torch.ones(2))
+    other = Rollouts()
+    other.load_state_dict(full.state_dict())
+    assert float(other.mean()) == 1.0
+    assert float(Rollouts().mean()) == 0.0
