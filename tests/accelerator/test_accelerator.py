@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.engine import TrainerEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.ranks import Ranks
 from windlass.accelerator.schedule import PreparedSchedule
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import GradScalerKwargs
@@ -30,6 +31,11 @@ def of_run(compute: Any, engine: TrainerEngine) -> Accelerator:
 @pytest.fixture
 def accelerator() -> Accelerator:
     return of_run("bf16", TrainerEngine(list, DistPlan))
+
+
+def test_it_consists_of_objects() -> None:
+    """A facade: state is in the objects that it holds, not in a tower of classes."""
+    assert Accelerator.__mro__ == (Accelerator, Ranks, object)
 
 
 def test_a_world_of_one(accelerator: Accelerator) -> None:

@@ -18,6 +18,7 @@ from tests.trainer.adapter_cases import adapted, base
 from torch import Tensor, nn
 
 from windlass import Accelerator
+from windlass.accelerator import saving
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
@@ -351,6 +352,25 @@ def test_what_hooks_write_is_part_of_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"hook wrote model\.safetensors"):
         accelerator.save_state(tmp_path / "state")
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_hooks_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
+    accelerator, _ = loop()
+
+    def killed(models: list[nn.Module], states: list[Any], folder: str) -> None:
+        (Path(folder) / "old.txt").write_text("old")
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving.HookFiles, "clear", lambda self: None)  # the process ends at once
+        handle = accelerator.register_save_state_pre_hook(killed)
+        with pytest.raises(KeyboardInterrupt):
+            accelerator.save_state(tmp_path / "state")
+        handle.remove()
+    assert list(tmp_path.glob(".windlass-hooks-*"))
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert not (folder / "old.txt").exists()
 
 
 def test_of_two_models_a_hook_may_save_one(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ class Preparer:
         if len(new) < len(args):
             warn_once(
                 _log,
-                "The Trainer prepares its own model, optimizer, schedule and loaders: trainer.accelerator.prepare "
-                "returns them unchanged.",
+                "The Trainer prepares its own model, optimizer and schedule: trainer.accelerator.prepare returns them "
+                "unchanged.",
             )
         if new:
             objects = [args[index] for index in new]

@@ -265,6 +265,7 @@ class Saver:
             ),
         )
         hooked = HookFiles(store, step)
+        hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
             snapshot = self._snapshot(content) if background else None
@@ -333,9 +334,8 @@ class HookFiles:
         self._store = store
 
     def make(self) -> None:
-        """Create the folder on the keeper, without files that an interrupted save left."""
+        """Create the folder on the keeper."""
         if self._store.keeps:
-            self.clear()
             self.folder.mkdir(parents=True)
 
     def clear(self) -> None:
