@@ -17,8 +17,8 @@ _HOMES = {
     "windlass.accelerator.accelerator": ("Accelerator",),
     "windlass.accelerator.state": ("PartialState",),
     "windlass.launchers": ("debug_launcher", "notebook_launcher"),
-    "windlass.accelerator.memory": ("find_executable_batch_size",),
-    "windlass.accelerator.rng": ("synchronize_rng_states",),
+    "windlass.accelerator.device_cache": ("find_executable_batch_size",),
+    "windlass.accelerator.shared_rng": ("synchronize_rng_states",),
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.plugins": (

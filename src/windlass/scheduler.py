@@ -1,5 +1,5 @@
-"""Names that scripts import from here (`windlass.accelerator.schedule`)."""
+"""Names that scripts import from here (`windlass.accelerator.prepared_schedule`)."""
 
-from windlass.accelerator.schedule import PreparedSchedule as AcceleratedScheduler
+from windlass.accelerator.prepared_schedule import PreparedSchedule as AcceleratedScheduler
 
 __all__ = ["AcceleratedScheduler"]

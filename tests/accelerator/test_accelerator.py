@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.engine import TrainerEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.ranks import Ranks
-from windlass.accelerator.schedule import PreparedSchedule
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError

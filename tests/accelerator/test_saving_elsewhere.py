@@ -18,7 +18,7 @@ from tests.trainer.adapter_cases import adapted, base
 from torch import Tensor, nn
 
 from windlass import Accelerator
-from windlass.accelerator import saving
+from windlass.accelerator import loop_saver
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
@@ -362,7 +362,7 @@ def test_files_of_hooks_of_an_interrupted_save_are_removed(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving.HookFiles, "clear", lambda self: None)  # the process ends at once
+        patch.setattr(loop_saver.HookFiles, "clear", lambda self: None)  # the process ends at once
         handle = accelerator.register_save_state_pre_hook(killed)
         with pytest.raises(KeyboardInterrupt):
             accelerator.save_state(tmp_path / "state")

@@ -15,7 +15,7 @@ from typing import Any
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
-from windlass.accelerator.tracking import Trackers
+from windlass.accelerator.loop_trackers import Trackers
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.callbacks.tracking import TrackingCallback

@@ -14,18 +14,18 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.delegate import method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
+from windlass.accelerator.loop_saver import Saver
+from windlass.accelerator.loop_settings import Handlers, LoopSettings, Request, resolve_settings
+from windlass.accelerator.loop_trackers import Trackers
 from windlass.accelerator.model_files import ModelFiles
 from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.preparing import Preparer
 from windlass.accelerator.ranks import Ranks
-from windlass.accelerator.rng import synchronize_rng_states
-from windlass.accelerator.saving import Saver
-from windlass.accelerator.settings import Handlers, Request, Settings, resolve_settings
 from windlass.accelerator.setup import Setup
+from windlass.accelerator.shared_rng import synchronize_rng_states
 from windlass.accelerator.state import AcceleratorState, remember
 from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
-from windlass.accelerator.tracking import Trackers
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import (
@@ -149,7 +149,7 @@ class Accelerator(Ranks):
         engine: LoopEngine,
     ) -> Accelerator:
         """The accelerator of a Trainer, which has joined its processes and resolved its settings already."""
-        settings = Settings(
+        settings = LoopSettings(
             dist=DistPlan(),
             precision=precision,
             accumulation=GradientAccumulationPlugin(num_steps=accumulation),
@@ -167,7 +167,7 @@ class Accelerator(Ranks):
         self,
         gang: Gang,
         device: torch.device,
-        settings: Settings,
+        settings: LoopSettings,
         scaler: Scaler,
         engine: Callable[[AccumulationState, Prepared], LoopEngine],
     ) -> None:
@@ -334,7 +334,7 @@ class Accelerator(Ranks):
         leave()
 
 
-def meet(settings: Settings, world: World) -> tuple[Gang, torch.device]:
+def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:
     """Choose this process's device, and join the process group."""
     device = choose_device(settings.cpu, world.local_rank)
     if device.type not in ("cpu", "mps"):
@@ -350,7 +350,7 @@ def meet(settings: Settings, world: World) -> tuple[Gang, torch.device]:
     return join(world, device, timeout, backend, None if init is None else init.init_method), device
 
 
-def _scaler(settings: Settings, device: torch.device) -> Scaler:
+def _scaler(settings: LoopSettings, device: torch.device) -> Scaler:
     options = settings.handlers.scaler
     if settings.precision.compute != "fp16" or not options.enabled:
         return UnitScaler(device)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.accelerator.memory import clear_device_cache
-from windlass.accelerator.schedule import PreparedSchedule
+from windlass.accelerator.device_cache import clear_device_cache
+from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.data.dealt_loader import DealtLoader

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.memory import clear_device_cache
+from windlass.accelerator.device_cache import clear_device_cache
 from windlass.accelerator.prepared import Prepared
 from windlass.config.plan import DistPlan
 from windlass.dist.beacon import AFTER, beacon

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.schedule import PreparedSchedule
+from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
 from windlass.core.errors import ModelError
 from windlass.core.module_state import customizes_state

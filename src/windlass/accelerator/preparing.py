@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.alike import check_prepared_alike
+from windlass.accelerator.compare_loops import check_prepared_alike
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import mix_precision, refuse_raw_forward
 from windlass.accelerator.optimizer import PreparedOptimizer, Stepper
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.schedule import PreparedSchedule
+from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
-from windlass.accelerator.settings import Settings
 from windlass.config.plan import DistPlan
 from windlass.config.plugin_words import DistributedType, FP8BackendType, distributed_type_of
 from windlass.config.plugins import AutocastKwargs, ParallelismConfig, ProfileKwargs
@@ -34,7 +34,7 @@ class Setup:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LoopSettings,
         gang: Gang,
         device: torch.device,
         dist: Callable[[], DistPlan],

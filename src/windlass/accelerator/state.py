@@ -53,9 +53,10 @@ class PartialState(Ranks):
         self.__dict__ = self._shared_state
         if not self.initialized:
             gang, device, debug = _meet(cpu, options)
-            self._place(gang, device, debug)
+            self.take_place(gang, device, debug)
 
-    def _place(self, gang: Gang, device: torch.device, debug: bool) -> None:
+    def take_place(self, gang: Gang, device: torch.device, debug: bool) -> None:
+        """Show this process as one of `gang`, on `device`."""
         self._gang, self.device, self.debug = gang, device, debug
         self.backend = backend_for(device) if gang.size > 1 else None
         self.distributed_type = distributed_type_of(device.type, gang.size)
@@ -221,7 +222,7 @@ def remember(
     """
     partial = PartialState.__new__(PartialState)
     partial.__dict__ = PartialState._shared_state
-    partial._place(gang, device, PartialState._shared_state.get("debug", False))
+    partial.take_place(gang, device, PartialState._shared_state.get("debug", False))
     if sharded:
         partial.distributed_type = DistributedType.FSDP
     AcceleratorState._shared_state.update(

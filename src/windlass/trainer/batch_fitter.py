@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from windlass.accelerator.memory import clear_device_cache, should_reduce_batch_size
+from windlass.accelerator.device_cache import clear_device_cache, should_reduce_batch_size
 from windlass.assemble.batch import UpdateSize
 from windlass.core.errors import MemoryShortError
 from windlass.core.logs import get_logger

@@ -25,11 +25,11 @@ HOMES: dict[str, tuple[str, ...]] = {
         "CannotPadNestedTensorWarning", "DistributedOperationException", "broadcast", "broadcast_object_list",
         "copy_tensor_to_devices", "gather", "gather_object", "pad_across_processes", "reduce",
     ),
-    "windlass.accelerator.memory": (
+    "windlass.accelerator.device_cache": (
         "clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size",
     ),
     "windlass.accelerator.unwrapping": ("extract_model_from_parallel", "is_compiled_module"),
-    "windlass.accelerator.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
+    "windlass.accelerator.shared_rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
     "windlass.utils.progress_bar": ("tqdm",),
     "windlass.utils.versions": ("compare_versions", "is_torch_version"),
     "windlass.utils.environment": (

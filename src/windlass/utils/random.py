@@ -5,7 +5,7 @@ from typing import Any
 from windlass.core.lazy import loader_of
 from windlass.utils.homes import names_in
 
-_NAMES = names_in("windlass.accelerator.rng")
+_NAMES = names_in("windlass.accelerator.shared_rng")
 _load = loader_of(__name__, _NAMES)
 __all__ = sorted(_NAMES)
 

@@ -10,7 +10,7 @@ import torch
 from tests.callbacks.test_tracker_registry import Notes
 from tests.callbacks.tracker_readers import READERS
 
-from windlass.accelerator.tracking import Trackers
+from windlass.accelerator.loop_trackers import Trackers
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.core.errors import ConfigError

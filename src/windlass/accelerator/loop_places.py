@@ -21,7 +21,7 @@ from windlass.dist.gang import Gang
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StatePlace:
     """A folder of checkpoints, and their names in it.
 
     Attributes:
@@ -38,14 +38,14 @@ class Place:
         return f"{self.parent}/{name}" if is_url(self.parent) else str(Path(self.parent, name))
 
 
-class Places:
+class StatePlaces:
     """Finds and opens the folders of a loop's checkpoints."""
 
     def __init__(self, gang: Gang, project: ProjectConfiguration) -> None:
         self._gang, self._project = gang, project
         self._disks: dict[Path, Disks] = {}
 
-    def find(self, folder: str | os.PathLike[str] | None, argument: str) -> Place:
+    def find(self, folder: str | os.PathLike[str] | None, argument: str) -> StatePlace:
         """The place of a checkpoint.
 
         Args:
@@ -59,13 +59,13 @@ class Places:
             return self._of_project(argument)
         if not is_url(folder):
             path = Path(folder).expanduser().absolute()
-            return Place(str(path.parent), path.name)
+            return StatePlace(str(path.parent), path.name)
         parent, name = parent_of(os.fspath(folder))
         if not is_url(parent):
             raise ConfigError(Problem(argument, os.fspath(folder), "name a folder in it for the checkpoint"))
-        return Place(parent, name)
+        return StatePlace(parent, name)
 
-    def _of_project(self, argument: str) -> Place:
+    def _of_project(self, argument: str) -> StatePlace:
         project = self._project
         if not project.automatic_checkpoint_naming:
             fix = "give the folder, or ProjectConfiguration(automatic_checkpoint_naming=True)"
@@ -75,9 +75,9 @@ class Places:
             raise ConfigError(Problem("project_dir", None, fix))
         folder = project.project_dir
         root = folder if is_url(folder) else str(Path(folder).expanduser().absolute())
-        return Place(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
+        return StatePlace(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
 
-    def to_write(self, place: Place) -> CheckpointManager:
+    def to_write(self, place: StatePlace) -> CheckpointManager:
         """The manager for writing to `place`. Collective: the first call finds out which ranks share the disk.
 
         Raises:
@@ -85,7 +85,7 @@ class Places:
         """
         return self._manager(place, self._disks_of(local_folder(place.parent)))
 
-    def _manager(self, place: Place, disks: Disks) -> CheckpointManager:
+    def _manager(self, place: StatePlace, disks: Disks) -> CheckpointManager:
         store = open_store(place.parent, self._gang, disks, place.name)
         return CheckpointManager(store, Retention(self._project.total_limit))
 
@@ -94,7 +94,7 @@ class Places:
             self._disks[root] = find_disks(self._gang, root)
         return self._disks[root]
 
-    def open(self, place: Place, folder: str | os.PathLike[str] | None) -> Checkpoint:
+    def open(self, place: StatePlace, folder: str | os.PathLike[str] | None) -> Checkpoint:
         """Open and verify the checkpoint `folder`, or the newest one that verifies if it is None. Collective.
 
         The main process verifies for all, so that nothing is hashed twice. If machines have disks of their own, one

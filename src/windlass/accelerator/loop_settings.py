@@ -95,7 +95,7 @@ _KINDS: dict[type[KwargsHandler], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoopSettings:
     """The resolved settings of a loop.
 
     Attributes:
@@ -122,7 +122,7 @@ class Settings:
     rng_types: tuple[str, ...] = ("generator",)
 
 
-def resolve_settings(request: Request, world: World) -> Settings:
+def resolve_settings(request: Request, world: World) -> LoopSettings:
     """Resolve the arguments and the launcher's settings.
 
     Raises:
@@ -146,7 +146,7 @@ def resolve_settings(request: Request, world: World) -> Settings:
     problems += others
     if problems or parallel is None:
         raise ConfigError(problems)
-    return Settings(
+    return LoopSettings(
         dist=parallel.dist,
         precision=parallel.precision,
         accumulation=_accumulation(request, parallel),

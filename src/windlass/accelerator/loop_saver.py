@@ -19,7 +19,7 @@ from windlass.accelerator import restoring
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.loop_content import LoopContent, ModelContent
-from windlass.accelerator.places import Places, SaveLock
+from windlass.accelerator.loop_places import SaveLock, StatePlaces
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.setup import Setup
 from windlass.checkpoint.background import BackgroundSaver
@@ -61,7 +61,7 @@ class Saver:
     ) -> None:
         self._gang, self._accumulation, self._prepared, self._engine = gang, accumulation, prepared, engine
         self._device, self._project = setup.device, setup.settings.project
-        self._places = Places(gang, setup.settings.project)
+        self._places = StatePlaces(gang, setup.settings.project)
         self._content = LoopContent(gang, setup.device, accumulation, prepared)
         self._memory = HostMemory(setup.device)
         self._under_way: _UnderWay | None = None

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.settings import Settings
 from windlass.config.plan import DistPlan
 from windlass.dist.alike import check_alike, model_facts, optimizer_facts
 from windlass.dist.gang import Gang
 
 
-def check_prepared_alike(objects: Sequence[Any], settings: Settings, dist: DistPlan, gang: Gang) -> None:
+def check_prepared_alike(objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, gang: Gang) -> None:
     """Raise on all ranks if the settings of the loop, or what it prepares, differ between them.
 
     Collective: one exchange of a hash for each `prepare`; none in a world of one.
@@ -29,7 +29,7 @@ def check_prepared_alike(objects: Sequence[Any], settings: Settings, dist: DistP
         check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, gang)
 
 
-def _settings(settings: Settings, plan: DistPlan) -> dict[str, Any]:
+def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
     accumulation, loader = settings.accumulation, settings.loader
     dist = dataclasses.asdict(plan)
     del dist["timeout_seconds"]  # how long this process waits
@@ -50,7 +50,7 @@ def _settings(settings: Settings, plan: DistPlan) -> dict[str, Any]:
     }
 
 
-def _described(objects: Sequence[Any], settings: Settings) -> Iterator[tuple[str, Any]]:
+def _described(objects: Sequence[Any], settings: LoopSettings) -> Iterator[tuple[str, Any]]:
     for number, item in enumerate(objects):
         name = f"prepare() argument {number}"
         if isinstance(item, nn.Module):
