@@ -1,4 +1,4 @@
-"""A trainer that keeps a buffer of what its model did, and learns from it: `rollout_run.py FOLDER KILL_AT`."""
+"""A trainer that keeps a buffer of what its model did, and learns from it: `rollout_run.py FOLDER KILL_AT [STEPS]`."""
 
 from __future__ import annotations
 
@@ -58,16 +58,17 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: Path, kill_at: int) -> None:
+def main(folder: Path, kill_at: int, steps: int = 9) -> None:
     args = TrainingArguments(
-        str(folder), max_steps=9, per_device_train_batch_size=2, save_steps=3, save_in_background=False,
+        str(folder), max_steps=steps, per_device_train_batch_size=2, save_steps=3, save_in_background=False,
         report_to="none", disable_tqdm=True, use_cpu=True, logging_steps=3,
     )  # fmt: skip
     trainer = RolloutTrainer(Net(), args, train_dataset=rows(24), callbacks=[Kill(kill_at)])
     trainer.train(resume_from_checkpoint="auto")
     state = {**trainer.model.state_dict(), "rollouts": trainer.rollouts.state_dict()["values"]}
-    torch.save(state, folder / "end.pt")
+    if trainer.is_world_process_zero():
+        torch.save(state, folder / "end.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import run_script
+from tests.dist.launch import launch, run_script
 from tests.trainer.small import Net, rows
 
 from windlass import Trainer, TrainingArguments
@@ -148,3 +148,9 @@ def test_the_buffers_are_compared_to_something() -> None:
     other.load_state_dict(full.state_dict())
     assert float(other.mean()) == 1.0
     assert float(Rollouts().mean()) == 0.0
+
+
+def test_registered_objects_of_another_number_of_processes_are_reported(tmp_path: Path) -> None:
+    """Each process has a state of its own, and nobody knows whose a new process would need."""
+    launch(2, ROLLOUTS, tmp_path / "run", 0, 6)
+    assert "start without their state: 2 process(es)" in run_script(ROLLOUTS, tmp_path / "run", 0)

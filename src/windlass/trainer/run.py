@@ -147,12 +147,21 @@ class Run:
             SavedPart("unfinished", self._due, rolls_back=False, optional=True),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
-            *(RankPart(f"registered-{number}", owner, optional=True) for number, owner in enumerate(self._registered)),
+            *(
+                RankPart(f"registered-{number}", owner, optional=True, adopt=self._begin_anew)
+                for number, owner in enumerate(self._registered)
+            ),
             RankPart("rng", Generators(self._session.device), adopt=self._reseed),
         ])  # fmt: skip
 
     def _merge_ledgers(self, states: list[State]) -> None:
         self.ledger.load_state_dict(merged_ledger(states, mine=self._gang.rank == 0))
+
+    def _begin_anew(self, states: list[State]) -> None:
+        logger.warning(
+            "objects registered for checkpointing start without their state: %d process(es) saved theirs, this run "
+            "has %d", len(states), self._gang.size
+        )  # fmt: skip
 
     def _reseed(self, states: list[State]) -> None:
         self._seed_step.start(self._events.state.global_step)
