@@ -51,9 +51,9 @@ def cuts(rows: Iterator[Row], count: int, rank: int) -> Iterator[Cut]:
     """
     while taken := list(islice(rows, count)):
         own = [row.parts[rank] for row in taken if row.parts[rank]]
-        filler = next(part for part in taken[0].parts if part)[:1]
-        shares = tuple(sum(map(len, parts)) for parts in zip(*(row.parts for row in taken), strict=True))
-        yield Cut(own or [filler], shares, taken[-1].end, taken[-1].last, filler=not own)
+        shares = tuple(map(sum, zip(*[map(len, row.parts) for row in taken], strict=True)))
+        batches = own or [next(part for part in taken[0].parts if part)[:1]]
+        yield Cut(batches, shares, taken[-1].end, taken[-1].last, filler=not own)
 
 
 class SampleRows:

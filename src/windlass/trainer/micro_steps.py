@@ -35,6 +35,7 @@ class MicroSteps:
         step: TrainingStep, noting_loss: NotingLoss,
     ) -> None:  # fmt: skip
         self._loss, self._executor, self._accelerator = loss, executor, accelerator
+        self._accumulation = accelerator.gradient_state
         self._normaliser, self._device, self._step, self._noting_loss = (
             loss.normaliser,
             device,
@@ -75,7 +76,7 @@ class MicroSteps:
         last = index == len(request.targets) - 1
         share = request.samples[index] / max(request.total_samples, 1.0)
         normaliser.scope(request.targets[index], share, last, filler)
-        self._accelerator.sync_gradients = last
+        self._accumulation.sync_gradients = last
         count = self._loss.count(request.denominator, self._device) if self._needs_count else None
         if self._check is None:
             self._step(batch, count)
