@@ -1,11 +1,11 @@
 """Names that scripts import from here: what runs before and after a module's forward (`windlass.transforms`)."""
 
-from windlass.transforms.attach_hooks import (
+from windlass.compat.attach_hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from windlass.transforms.layerwise_casting import LayerwiseCastingHook
+from windlass.compat.layerwise_casting import LayerwiseCastingHook
 from windlass.transforms.model_hooks import (
     ModelHook,
     SequentialHook,

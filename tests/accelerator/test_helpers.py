@@ -13,8 +13,8 @@ from tests.dist.launch import launch
 from torch import nn
 
 from windlass.accelerator.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
-from windlass.accelerator.rank_logging import get_logger
 from windlass.accelerator.state import AcceleratorState, PartialState
+from windlass.compat.rank_logging import get_logger
 from windlass.core.errors import ModelError
 
 

@@ -19,17 +19,17 @@ from tests.checkpoint.faults import save
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_malicious import CORPUS, LARGE, WITNESS, Bomb, huge_json, reseal, saved_by_torch
 
-from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import open_foreign
-from windlass.checkpoint.offloaded import OffloadedWeightsLoader
 from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.stored import open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
+from windlass.compat.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.offloaded import OffloadedWeightsLoader
 from windlass.config import codec
 from windlass.config.canonical import read_document
 from windlass.config.parallel.from_files import parse_file

@@ -54,7 +54,8 @@ class Plus(ModelHook):
     ],
 )
 def test_classes_have_the_methods_of_the_reference(name: str) -> None:
-    from windlass.transforms import layerwise_casting, offload
+    from windlass.compat import layerwise_casting
+    from windlass.transforms import offload
 
     theirs = {attribute for attribute in vars(getattr(reference, name)) if not attribute.startswith("_")}
     mine = next(

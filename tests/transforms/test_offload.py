@@ -7,8 +7,7 @@ import torch
 from tests.transforms.big_models import IDS, Block, seeded
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
-from windlass.transforms.attach_hooks import (
+from windlass.compat.attach_hooks import (
     PrefixedDataset,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -16,6 +15,7 @@ from windlass.transforms.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
+from windlass.core.errors import ModelError
 from windlass.transforms.model_hooks import (
     add_hook_to_module,
     remove_hook_from_module,

@@ -60,10 +60,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "windlass.utils.constants": (
         "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     ),
-    "windlass.transforms.attach_hooks": ("PrefixedDataset", "extract_submodules_state_dict"),
-    "windlass.transforms.auto_device_map": ("infer_auto_device_map",),
-    "windlass.transforms.device_map": ("check_device_map", "check_tied_parameters_on_same_device"),
-    "windlass.transforms.device_memory": ("get_balanced_memory", "get_max_memory"),
+    "windlass.compat.attach_hooks": ("PrefixedDataset", "extract_submodules_state_dict"),
+    "windlass.compat.auto_device_map": ("infer_auto_device_map",),
+    "windlass.compat.device_map": ("check_device_map", "check_tied_parameters_on_same_device"),
+    "windlass.compat.device_memory": ("get_balanced_memory", "get_max_memory"),
     "windlass.transforms.module_sizes": (
         "calculate_maximum_sizes", "compute_module_sizes", "convert_file_size_to_int", "dtype_byte_size",
         "get_max_layer_size",
@@ -72,8 +72,8 @@ HOMES: dict[str, tuple[str, ...]] = {
         "find_tied_parameters", "named_module_tensors", "retie_parameters", "set_module_tensor_to_device",
     ),
     "windlass.transforms.offload": ("align_module_device", "has_offloaded_params"),
-    "windlass.accelerator.checkpoint_loading": ("load_checkpoint_in_model",),
-    "windlass.checkpoint.offloaded": (
+    "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
+    "windlass.compat.offloaded": (
         "OffloadedWeightsLoader", "offload_state_dict", "offload_weight", "save_offload_index",
     ),
 }  # fmt: skip

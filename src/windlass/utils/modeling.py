@@ -6,8 +6,8 @@ from windlass.core.lazy import loader_of
 from windlass.utils.homes import names_in
 
 _NAMES = names_in(
-    "windlass.accelerator.checkpoint_loading", "windlass.transforms.auto_device_map", "windlass.transforms.device_map",
-    "windlass.transforms.device_memory", "windlass.transforms.module_sizes", "windlass.transforms.module_tensors",
+    "windlass.compat.checkpoint_loading", "windlass.compat.auto_device_map", "windlass.compat.device_map",
+    "windlass.compat.device_memory", "windlass.transforms.module_sizes", "windlass.transforms.module_tensors",
     "windlass.transforms.offload",
 )  # fmt: skip
 _load = loader_of(__name__, _NAMES)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.offloaded import Index, index_entry, save_offload_index
 from windlass.checkpoint.tensor_file import TensorFile, open_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, read_aliases
+from windlass.compat.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
+from windlass.compat.offloaded import Index, index_entry, save_offload_index
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.transforms.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
 from windlass.transforms.module_tensors import (
     META,
     Place,
@@ -122,14 +122,14 @@ def _check_arguments(
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class WeightFiles:
     """The safetensors files of a checkpoint, and where its index says that tied names are stored: (file, name)."""
 
     files: list[Path]
     aliases: dict[str, tuple[Path, str]]
 
 
-def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Checkpoint:
+def find_checkpoint(checkpoint: str | os.PathLike[str]) -> WeightFiles:
     """The files of a checkpoint, checked by name.
 
     Raises:
@@ -139,11 +139,11 @@ def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Checkpoint:
     if path.suffix in PICKLED:
         raise CheckpointError(f"{path} {CONVERT}")
     if path.is_file():
-        return _indexed(path) if path.suffix == ".json" else Checkpoint([path], {})
+        return _indexed(path) if path.suffix == ".json" else WeightFiles([path], {})
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     if (path / WEIGHTS_NAME).is_file():
-        return Checkpoint([path / WEIGHTS_NAME], {})
+        return WeightFiles([path / WEIGHTS_NAME], {})
     indices = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.index.json"))
     if len(indices) > 1:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Checkpoint:
     raise CheckpointError(f"{path} has neither {WEIGHTS_NAME} nor an index of several files (*.index.json)")
 
 
-def _indexed(path: Path) -> Checkpoint:
+def _indexed(path: Path) -> WeightFiles:
     index = strict_json.parse(Files().read(path, strict_json.MAX_JSON_BYTES), str(path))
     names = index.get("weight_map", index) if isinstance(index, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
@@ -173,7 +173,7 @@ def _indexed(path: Path) -> Checkpoint:
     if astray := [kept for kept in aliases.values() if kept not in names]:
         raise CheckpointError(f"{path} ties names to weights that it does not have: {shorten(astray)}")
     stored = {name: (path.parent / names[kept], kept) for name, kept in aliases.items()}
-    return Checkpoint([path.parent / file for file in files], stored)
+    return WeightFiles([path.parent / file for file in files], stored)
 
 
 def _check_complete(path: Path, names: Mapping[str, str]) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from windlass.compat.device_map import clean_device_map, lookup
+from windlass.compat.device_memory import Room, class_names, get_max_memory
 from windlass.core.logs import get_logger
 from windlass.core.output import say
-from windlass.transforms.device_map import clean_device_map, lookup
-from windlass.transforms.device_memory import Room, class_names, get_max_memory
 from windlass.transforms.module_sizes import (
     NamedModule,
     children_of,
