@@ -6,6 +6,7 @@ from windlass.compat.attach_hooks import (
     attach_execution_device_hook,
 )
 from windlass.compat.layerwise_casting import LayerwiseCastingHook
+from windlass.compat.moving import CpuOffload, UserCpuOffloadHook
 from windlass.transforms.model_hooks import (
     ModelHook,
     SequentialHook,
@@ -13,7 +14,7 @@ from windlass.transforms.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from windlass.transforms.offload import AlignDevicesHook, CpuOffload, UserCpuOffloadHook
+from windlass.transforms.offload import AlignDevicesHook
 
 __all__ = [
     "AlignDevicesHook",

@@ -28,6 +28,7 @@ from windlass.compat import (
     device_map,
     device_memory,
     layerwise_casting,
+    moving,
 )
 from windlass.compat.auto_device_map import infer_auto_device_map
 from windlass.compat.big_model import (
@@ -46,7 +47,7 @@ from windlass.transforms.offload import get_state_dict_offloaded_model
 
 MODULES = (
     big_model, checkpoint_loading, auto_device_map, device_map, device_memory, layerwise_casting, meta, model_hooks,
-    module_sizes, module_tensors, offload,
+    module_sizes, module_tensors, moving, offload,
 )  # fmt: skip
 NAMES = {
     "init_empty_weights", "init_on_device", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",

@@ -36,6 +36,7 @@ from windlass.compat.device_map import (
     without_nesting,
 )
 from windlass.compat.device_memory import get_balanced_memory
+from windlass.compat.moving import CpuOffload, UserCpuOffloadHook
 from windlass.compat.offloaded import (
     INDEX_NAME,
     OffloadedWeightsLoader,
@@ -47,7 +48,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
 from windlass.transforms.model_hooks import GUARDED, add_hook_to_module
 from windlass.transforms.module_tensors import Place, find_tied_parameters
-from windlass.transforms.offload import AlignDevicesHook, CpuOffload, UserCpuOffloadHook, Weights
+from windlass.transforms.offload import AlignDevicesHook, Weights
 
 OFFLOADED = ("cpu", "disk")
 _logger = get_logger(__name__)

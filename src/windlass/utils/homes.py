@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from windlass.core.lazy import loader_of, reverse
+
 HOMES: dict[str, tuple[str, ...]] = {
     "windlass.config.plugins": (
         "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "DataLoaderConfiguration", "DeepSpeedPlugin",
@@ -71,7 +76,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "windlass.transforms.module_tensors": (
         "find_tied_parameters", "named_module_tensors", "retie_parameters", "set_module_tensor_to_device",
     ),
-    "windlass.transforms.offload": ("align_module_device", "has_offloaded_params"),
+    "windlass.compat.moving": ("align_module_device",),
+    "windlass.transforms.offload": ("has_offloaded_params",),
     "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
     "windlass.compat.offloaded": (
         "OffloadedWeightsLoader", "offload_state_dict", "offload_weight", "save_offload_index",
@@ -79,9 +85,10 @@ HOMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def names_in(*homes: str) -> dict[str, str]:
-    """name -> home, for the names of some homes."""
-    return {name: home for home in homes for name in HOMES[home]}
+def names_of(module: str, *homes: str) -> tuple[Callable[[str], Any], list[str]]:
+    """`__getattr__` and `__all__` of a module that has the names of some homes."""
+    names = reverse({home: HOMES[home] for home in homes})
+    return loader_of(module, names), sorted(names)
 
 
 _DEEPSPEED = "DeepSpeed is not built"
