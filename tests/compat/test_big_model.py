@@ -29,6 +29,7 @@ from windlass.compat import (
     device_memory,
     layerwise_casting,
     moving,
+    ties,
 )
 from windlass.compat.auto_device_map import infer_auto_device_map
 from windlass.compat.big_model import (
@@ -38,16 +39,16 @@ from windlass.compat.big_model import (
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.errors import ConfigError, ModelError
 from windlass.transforms import meta, model_hooks, module_sizes, module_tensors, offload
 from windlass.transforms.meta import init_empty_weights
 from windlass.transforms.model_hooks import remove_hook_from_submodules
-from windlass.transforms.module_tensors import find_tied_parameters
 from windlass.transforms.offload import get_state_dict_offloaded_model
 
 MODULES = (
     big_model, checkpoint_loading, auto_device_map, device_map, device_memory, layerwise_casting, meta, model_hooks,
-    module_sizes, module_tensors, moving, offload,
+    module_sizes, module_tensors, moving, offload, ties,
 )  # fmt: skip
 NAMES = {
     "init_empty_weights", "init_on_device", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",

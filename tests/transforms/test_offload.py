@@ -15,13 +15,13 @@ from windlass.compat.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.errors import ModelError
 from windlass.transforms.model_hooks import (
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from windlass.transforms.module_tensors import find_tied_parameters
 from windlass.transforms.offload import (
     AlignDevicesHook,
     get_state_dict_offloaded_model,

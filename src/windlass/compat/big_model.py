@@ -43,11 +43,12 @@ from windlass.compat.offloaded import (
     offload_state_dict,
     read_offload_index,
 )
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
 from windlass.transforms.model_hooks import GUARDED, add_hook_to_module
-from windlass.transforms.module_tensors import Place, find_tied_parameters
+from windlass.transforms.module_tensors import Place
 from windlass.transforms.offload import AlignDevicesHook, Weights
 
 OFFLOADED = ("cpu", "disk")

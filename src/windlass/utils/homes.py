@@ -74,9 +74,10 @@ HOMES: dict[str, tuple[str, ...]] = {
         "get_max_layer_size",
     ),
     "windlass.transforms.module_tensors": (
-        "find_tied_parameters", "named_module_tensors", "retie_parameters", "set_module_tensor_to_device",
+        "named_module_tensors", "set_module_tensor_to_device",
     ),
     "windlass.compat.moving": ("align_module_device",),
+    "windlass.compat.ties": ("find_tied_parameters", "retie_parameters"),
     "windlass.transforms.offload": ("has_offloaded_params",),
     "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
     "windlass.compat.offloaded": (

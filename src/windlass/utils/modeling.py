@@ -9,6 +9,7 @@ __getattr__, __all__ = names_of(
     "windlass.compat.device_map",
     "windlass.compat.device_memory",
     "windlass.compat.moving",
+    "windlass.compat.ties",
     "windlass.transforms.module_sizes",
     "windlass.transforms.module_tensors",
     "windlass.transforms.offload",
