@@ -66,9 +66,9 @@ _HOMES = {
     "windlass.utils.imports": ("is_rich_available",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
     "windlass.transforms.meta": ("init_empty_weights", "init_on_device"),
-    "windlass.transforms.auto_device_map": ("infer_auto_device_map",),
-    "windlass.accelerator.checkpoint_loading": ("load_checkpoint_in_model",),
-    "windlass.accelerator.big_model": (
+    "windlass.compat.auto_device_map": ("infer_auto_device_map",),
+    "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
+    "windlass.compat.big_model": (
         "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch",
     ),
 }  # fmt: skip

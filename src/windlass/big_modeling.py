@@ -1,15 +1,15 @@
-"""Names that scripts import from here: models that are larger than one device (`windlass.accelerator.big_model`)."""
+"""Names that scripts import from here: models that are larger than one device (`windlass.compat.big_model`)."""
 
-from windlass.accelerator.big_model import (
+from windlass.compat.auto_device_map import infer_auto_device_map
+from windlass.compat.big_model import (
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
-from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
-from windlass.transforms.auto_device_map import infer_auto_device_map
-from windlass.transforms.layerwise_casting import attach_layerwise_casting_hooks
+from windlass.compat.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.layerwise_casting import attach_layerwise_casting_hooks
 from windlass.transforms.meta import init_empty_weights, init_on_device
 
 __all__ = [

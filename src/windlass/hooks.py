@@ -1,11 +1,12 @@
 """Names that scripts import from here: what runs before and after a module's forward (`windlass.transforms`)."""
 
-from windlass.transforms.attach_hooks import (
+from windlass.compat.attach_hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from windlass.transforms.layerwise_casting import LayerwiseCastingHook
+from windlass.compat.layerwise_casting import LayerwiseCastingHook
+from windlass.compat.moving import CpuOffload, UserCpuOffloadHook
 from windlass.transforms.model_hooks import (
     ModelHook,
     SequentialHook,
@@ -13,7 +14,7 @@ from windlass.transforms.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from windlass.transforms.offload import AlignDevicesHook, CpuOffload, UserCpuOffloadHook
+from windlass.transforms.offload import AlignDevicesHook
 
 __all__ = [
     "AlignDevicesHook",

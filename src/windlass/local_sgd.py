@@ -1,5 +1,5 @@
-"""Names that scripts import from here (`windlass.accelerator.local_sgd`)."""
+"""Names that scripts import from here (`windlass.compat.local_sgd`)."""
 
-from windlass.accelerator.local_sgd import LocalSGD
+from windlass.compat.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]

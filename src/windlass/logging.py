@@ -1,5 +1,5 @@
-"""Names that scripts import from here: loggers for several processes (`windlass.accelerator.rank_logging`)."""
+"""Names that scripts import from here: loggers for several processes (`windlass.compat.rank_logging`)."""
 
-from windlass.accelerator.rank_logging import MultiProcessAdapter, get_logger
+from windlass.compat.rank_logging import MultiProcessAdapter, get_logger
 
 __all__ = ["MultiProcessAdapter", "get_logger"]

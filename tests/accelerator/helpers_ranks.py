@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.accelerator.local_sgd import LocalSGD
-from windlass.accelerator.rank_logging import get_logger
 from windlass.accelerator.shared_rng import set_seed, synchronize_rng_states
+from windlass.compat.local_sgd import LocalSGD
+from windlass.compat.rank_logging import get_logger
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.operations import gather
 

@@ -17,8 +17,8 @@ from windlass.accelerator.device_cache import (
     release_memory,
     should_reduce_batch_size,
 )
-from windlass.accelerator.rank_logging import get_logger
 from windlass.accelerator.state import AcceleratorState, PartialState
+from windlass.compat.rank_logging import get_logger
 from windlass.core.errors import ModelError
 
 

@@ -19,18 +19,18 @@ from tests.checkpoint.faults import save
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_malicious import CORPUS, LARGE, WITNESS, Bomb, huge_json, reseal, saved_by_torch
 
-from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import open_foreign
-from windlass.checkpoint.offloaded import OffloadedWeightsLoader
 from windlass.checkpoint.sharded import write_parts
 from windlass.checkpoint.stored import open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
-from windlass.config import codec
+from windlass.compat.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.offloaded import OffloadedWeightsLoader
+from windlass.config import documents
 from windlass.config.canonical import read_document
 from windlass.config.parallel.from_files import parse_file
 from windlass.config.parser import HfArgumentParser
@@ -182,8 +182,8 @@ BINARY_PLACES: list[Place] = [
     (offload, "model.safetensors", lambda f: OffloadedWeightsLoader(save_folder=f)["weight"]),
 ]  # fmt: skip
 SETTINGS_PLACES: list[Place] = [
-    (nothing, "recipe.yaml", lambda f: codec.load(f / "recipe.yaml")),
-    (nothing, "recipe.json", lambda f: codec.load(f / "recipe.json")),
+    (nothing, "recipe.yaml", lambda f: documents.load(f / "recipe.yaml")),
+    (nothing, "recipe.json", lambda f: documents.load(f / "recipe.json")),
     (nothing, "launch.yaml", lambda f: parse_file(f / "launch.yaml")),
     (nothing, "launch.json", lambda f: parse_file(f / "launch.json")),
     (nothing, "fsdp.json", lambda f: read_document(str(f / "fsdp.json"))),

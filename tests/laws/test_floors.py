@@ -13,9 +13,10 @@ FLOORS = [
     {"assemble"},
     {"accelerator"},
     {"trainer"},
+    {"cli", "compat"},
     {
-        "cli", "compat", "utils", "launchers",
         # what scripts import by the names of their old library
+        "launchers", "utils",
         "big_modeling", "data_loader", "hooks", "local_sgd", "logging", "optimizer", "parallelism_config", "scheduler",
         "state", "tracking",
     },

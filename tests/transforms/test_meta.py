@@ -7,9 +7,9 @@ import torch
 from tests.transforms.big_models import Model
 from torch import nn
 
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.errors import ModelError
 from windlass.transforms.meta import init_empty_weights, init_on_device
-from windlass.transforms.module_tensors import find_tied_parameters
 
 
 def test_parameters_have_no_data_and_buffers_do() -> None:

@@ -54,11 +54,14 @@ class Plus(ModelHook):
     ],
 )
 def test_classes_have_the_methods_of_the_reference(name: str) -> None:
-    from windlass.transforms import layerwise_casting, offload
+    from windlass.compat import layerwise_casting, moving
+    from windlass.transforms import offload
 
     theirs = {attribute for attribute in vars(getattr(reference, name)) if not attribute.startswith("_")}
     mine = next(
-        getattr(module, name) for module in (ours, offload, layerwise_casting) if hasattr(module, name)
+        getattr(module, name)
+        for module in (ours, offload, layerwise_casting, moving)
+        if hasattr(module, name)
     )
     assert theirs <= set(dir(mine))
 

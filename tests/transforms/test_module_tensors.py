@@ -12,10 +12,8 @@ from windlass.core.errors import ModelError
 from windlass.transforms.module_tensors import (
     SharedWeight,
     check_device_same,
-    find_tied_parameters,
     get_non_persistent_buffers,
     named_module_tensors,
-    retie_parameters,
     set_module_tensor_to_device,
     torch_dtype,
 )
@@ -93,20 +91,6 @@ def test_shared_copies_are_taken_and_not_kept_alive() -> None:
     assert first.weight is second.weight
     first.weight = second.weight = None  # type: ignore[assignment]
     assert shared.on(torch.device("cpu")) is None
-
-
-def test_ties_are_found_as_the_reference_finds_them_and_tied_again() -> None:
-    model = Model()
-    model.blocks[1].scale = model.blocks[0].scale
-    model.blocks[2].scale = model.blocks[0].scale
-    tied = find_tied_parameters(model)
-    assert sorted(tied) == sorted(reference.find_tied_parameters(model))
-    model.blocks[1].scale = nn.Parameter(torch.zeros(8))
-    set_module_tensor_to_device(model, "blocks.0.scale", "meta")
-    retie_parameters(model, tied)
-    assert model.blocks[0].scale is model.blocks[1].scale is model.blocks[2].scale
-    assert not model.blocks[0].scale.is_meta
-    assert find_tied_parameters(Model(tied=False)) == []
 
 
 def test_names_of_dtypes() -> None:

@@ -7,8 +7,7 @@ import torch
 from tests.transforms.big_models import IDS, Block, seeded
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
-from windlass.transforms.attach_hooks import (
+from windlass.compat.attach_hooks import (
     PrefixedDataset,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -16,17 +15,15 @@ from windlass.transforms.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
+from windlass.compat.ties import find_tied_parameters
+from windlass.core.errors import ModelError
 from windlass.transforms.model_hooks import (
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from windlass.transforms.module_tensors import find_tied_parameters
 from windlass.transforms.offload import (
     AlignDevicesHook,
-    CpuOffload,
-    UserCpuOffloadHook,
-    align_module_device,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     load_offloaded_parameter,
@@ -207,44 +204,6 @@ def test_modules_without_tensors_get_no_hook_for_inputs() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     attach_execution_device_hook(model, "cpu", preload_module_classes=["Sequential"])
     assert not hasattr(model[0], "_hf_hook")
-
-
-def test_aligned_for_a_while() -> None:
-    layer = nn.Linear(2, 2)
-    weight = layer.weight.detach().clone()
-    with align_module_device(layer, "meta"):
-        pass
-    assert torch.equal(layer.weight, weight)
-    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
-    with align_module_device(layer):
-        assert not layer.weight.is_meta
-    assert layer.weight.is_meta
-    plain = nn.Linear(2, 2)
-    plain.weight.data.copy_(weight)
-    with align_module_device(plain, "cpu"):
-        assert torch.equal(plain.weight, weight)
-    with align_module_device(plain):
-        assert torch.equal(plain.weight, weight)
-
-
-def test_a_pipeline_offloads_the_model_before() -> None:
-    moves: list[str] = []
-
-    class Noting(nn.Linear):
-        def to(self, device: object) -> Noting:  # type: ignore[override]
-            moves.append(f"{self.in_features}:{device}")
-            return self
-
-    first, second = Noting(1, 2), Noting(2, 3)
-    hook = CpuOffload("cpu")
-    add_hook_to_module(first, hook)
-    user = UserCpuOffloadHook(first, hook)
-    add_hook_to_module(second, CpuOffload("cpu", prev_module_hook=user))
-    moves.clear()
-    second(first(torch.ones(1)))
-    assert moves == ["1:cpu", "1:cpu", "2:cpu"]
-    user.remove()
-    assert not hasattr(first, "_hf_hook")
 
 
 def test_maps_behind_a_prefix() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import socket
@@ -92,6 +93,17 @@ def test_submodules(name: str) -> None:
     assert defined & BUILT <= {*module.__all__, *elsewhere}
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = module.nothing_of_the_kind
+
+
+def test_type_checkers_find_the_module_of_logs() -> None:
+    """They read what `__all__` spells out; every other name is what `__getattr__` returns."""
+    tree = ast.parse(Path(ours.__file__).read_text("utf-8"))
+    (listed,) = (
+        n.value for n in tree.body if isinstance(n, ast.Assign) and "__all__" in ast.unparse(n.targets[0])
+    )
+    assert isinstance(listed, ast.List)
+    assert "logging" in {item.value for item in listed.elts if isinstance(item, ast.Constant)}
+    assert set(ours.__all__) == {*BUILT, "logging"}
 
 
 def test_top_level_names_of_the_peer() -> None:

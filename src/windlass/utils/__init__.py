@@ -5,19 +5,13 @@ They are loaded when they are first asked for. A name that scripts know and Wind
 
 from __future__ import annotations
 
-from typing import Any
-
-from windlass.core import logs as logging  # noqa: F401 (reached as `windlass.utils.logging`)
+from windlass.core import logs as logging
 from windlass.core.lazy import loader_of, reverse
 from windlass.utils.homes import HOMES, REFUSED
 
 _NAMES = reverse(HOMES)
-_load = loader_of("windlass.utils", _NAMES, reverse(REFUSED))
-__all__ = sorted([*_NAMES, "logging"])
-
-
-def __getattr__(name: str) -> Any:
-    return _load(name)
+__getattr__ = loader_of("windlass.utils", _NAMES, reverse(REFUSED))
+__all__ = ["logging", *sorted(_NAMES)]
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from windlass.core.lazy import loader_of, reverse
+
 HOMES: dict[str, tuple[str, ...]] = {
     "windlass.config.plugins": (
         "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "DataLoaderConfiguration", "DeepSpeedPlugin",
@@ -60,28 +65,31 @@ HOMES: dict[str, tuple[str, ...]] = {
     "windlass.utils.constants": (
         "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
     ),
-    "windlass.transforms.attach_hooks": ("PrefixedDataset", "extract_submodules_state_dict"),
-    "windlass.transforms.auto_device_map": ("infer_auto_device_map",),
-    "windlass.transforms.device_map": ("check_device_map", "check_tied_parameters_on_same_device"),
-    "windlass.transforms.device_memory": ("get_balanced_memory", "get_max_memory"),
+    "windlass.compat.attach_hooks": ("PrefixedDataset", "extract_submodules_state_dict"),
+    "windlass.compat.auto_device_map": ("infer_auto_device_map",),
+    "windlass.compat.device_map": ("check_device_map", "check_tied_parameters_on_same_device"),
+    "windlass.compat.device_memory": ("get_balanced_memory", "get_max_memory"),
     "windlass.transforms.module_sizes": (
         "calculate_maximum_sizes", "compute_module_sizes", "convert_file_size_to_int", "dtype_byte_size",
         "get_max_layer_size",
     ),
     "windlass.transforms.module_tensors": (
-        "find_tied_parameters", "named_module_tensors", "retie_parameters", "set_module_tensor_to_device",
+        "named_module_tensors", "set_module_tensor_to_device",
     ),
-    "windlass.transforms.offload": ("align_module_device", "has_offloaded_params"),
-    "windlass.accelerator.checkpoint_loading": ("load_checkpoint_in_model",),
-    "windlass.checkpoint.offloaded": (
+    "windlass.compat.moving": ("align_module_device",),
+    "windlass.compat.ties": ("find_tied_parameters", "retie_parameters"),
+    "windlass.transforms.offload": ("has_offloaded_params",),
+    "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
+    "windlass.compat.offloaded": (
         "OffloadedWeightsLoader", "offload_state_dict", "offload_weight", "save_offload_index",
     ),
 }  # fmt: skip
 
 
-def names_in(*homes: str) -> dict[str, str]:
-    """name -> home, for the names of some homes."""
-    return {name: home for home in homes for name in HOMES[home]}
+def names_of(module: str, *homes: str) -> tuple[Callable[[str], Any], list[str]]:
+    """`__getattr__` and `__all__` of a module that has the names of some homes."""
+    names = reverse({home: HOMES[home] for home in homes})
+    return loader_of(module, names), sorted(names)
 
 
 _DEEPSPEED = "DeepSpeed is not built"

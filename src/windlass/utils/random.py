@@ -1,14 +1,5 @@
 """Names that scripts import from here: seeds."""
 
-from typing import Any
+from windlass.utils.homes import names_of
 
-from windlass.core.lazy import loader_of
-from windlass.utils.homes import names_in
-
-_NAMES = names_in("windlass.accelerator.shared_rng")
-_load = loader_of(__name__, _NAMES)
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return _load(name)
+__getattr__, __all__ = names_of(__name__, "windlass.accelerator.shared_rng")

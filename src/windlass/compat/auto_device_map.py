@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from windlass.compat.device_map import clean_device_map, lookup
+from windlass.compat.device_memory import Room, class_names, get_max_memory
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.logs import get_logger
 from windlass.core.output import say
-from windlass.transforms.device_map import clean_device_map, lookup
-from windlass.transforms.device_memory import Room, class_names, get_max_memory
 from windlass.transforms.module_sizes import (
     NamedModule,
     children_of,
@@ -24,7 +25,7 @@ from windlass.transforms.module_sizes import (
     get_max_layer_size,
     top_level,
 )
-from windlass.transforms.module_tensors import Place, find_tied_parameters
+from windlass.transforms.module_tensors import Place
 
 _logger = get_logger(__name__)
 

@@ -19,35 +19,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.checkpoint_loading import load_checkpoint_in_model
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.offloaded import (
-    INDEX_NAME,
-    OffloadedWeightsLoader,
-    offload_state_dict,
-    read_offload_index,
-)
-from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.logs import get_logger
-from windlass.transforms.attach_hooks import (
+from windlass.compat.attach_hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     extract_submodules_state_dict,
     shared_weights,
 )
-from windlass.transforms.auto_device_map import infer_auto_device_map
-from windlass.transforms.device_map import (
+from windlass.compat.auto_device_map import infer_auto_device_map
+from windlass.compat.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.device_map import (
     STRATEGIES,
     DeviceMap,
     check_and_set_device_map,
     check_device_map,
     without_nesting,
 )
-from windlass.transforms.device_memory import get_balanced_memory
+from windlass.compat.device_memory import get_balanced_memory
+from windlass.compat.moving import CpuOffload, UserCpuOffloadHook
+from windlass.compat.offloaded import (
+    INDEX_NAME,
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    read_offload_index,
+)
+from windlass.compat.ties import find_tied_parameters
+from windlass.core.device import visible_devices
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.logs import get_logger
 from windlass.transforms.model_hooks import GUARDED, add_hook_to_module
-from windlass.transforms.module_tensors import Place, find_tied_parameters
-from windlass.transforms.offload import AlignDevicesHook, CpuOffload, UserCpuOffloadHook, Weights
+from windlass.transforms.module_tensors import Place
+from windlass.transforms.offload import AlignDevicesHook, Weights
 
 OFFLOADED = ("cpu", "disk")
 _logger = get_logger(__name__)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.integrations import accelerate as transformers_reference
 
-from windlass.checkpoint.offloaded import (
+from windlass.compat.offloaded import (
     OffloadedWeightsLoader,
     offload_state_dict,
     offload_weight,

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from tests.transforms.big_models import IDS, Model, seeded
 from torch import nn
 
-from windlass.accelerator.checkpoint_loading import find_checkpoint, load_checkpoint_in_model
-from windlass.checkpoint.offloaded import OffloadedWeightsLoader, read_offload_index
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import save_weights
+from windlass.compat.checkpoint_loading import find_checkpoint, load_checkpoint_in_model
+from windlass.compat.offloaded import OffloadedWeightsLoader, read_offload_index
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.transforms.meta import init_empty_weights
 

@@ -19,37 +19,36 @@ from tests.transforms.big_models import IDS, Model, seeded
 from torch import nn
 
 from windlass import Accelerator
-from windlass.accelerator import big_model, checkpoint_loading
-from windlass.accelerator.big_model import (
+from windlass.checkpoint.folders import load_folder
+from windlass.checkpoint.weights import save_weights
+from windlass.compat import (
+    auto_device_map,
+    big_model,
+    checkpoint_loading,
+    device_map,
+    device_memory,
+    layerwise_casting,
+    moving,
+    ties,
+)
+from windlass.compat.auto_device_map import infer_auto_device_map
+from windlass.compat.big_model import (
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
-from windlass.checkpoint.folders import load_folder
-from windlass.checkpoint.weights import save_weights
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.errors import ConfigError, ModelError
-from windlass.transforms import (
-    auto_device_map,
-    device_map,
-    device_memory,
-    layerwise_casting,
-    meta,
-    model_hooks,
-    module_sizes,
-    module_tensors,
-    offload,
-)
-from windlass.transforms.auto_device_map import infer_auto_device_map
+from windlass.transforms import meta, model_hooks, module_sizes, module_tensors, offload
 from windlass.transforms.meta import init_empty_weights
 from windlass.transforms.model_hooks import remove_hook_from_submodules
-from windlass.transforms.module_tensors import find_tied_parameters
 from windlass.transforms.offload import get_state_dict_offloaded_model
 
 MODULES = (
     big_model, checkpoint_loading, auto_device_map, device_map, device_memory, layerwise_casting, meta, model_hooks,
-    module_sizes, module_tensors, offload,
+    module_sizes, module_tensors, moving, offload, ties,
 )  # fmt: skip
 NAMES = {
     "init_empty_weights", "init_on_device", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
@@ -277,7 +276,7 @@ def test_a_pipeline_of_models() -> None:
 MEMORY = """
 import sys, torch
 from torch import nn
-from windlass.accelerator.big_model import load_checkpoint_and_dispatch
+from windlass.compat.big_model import load_checkpoint_and_dispatch
 from windlass.metrics.memory import process_peak_bytes
 from windlass.transforms.meta import init_empty_weights
 

@@ -11,9 +11,9 @@ import torch
 from accelerate.utils import modeling as reference
 from tests.transforms.big_models import Model, RandomModel
 
-from windlass.transforms.auto_device_map import get_module_size_with_ties, infer_auto_device_map
-from windlass.transforms.device_map import check_device_map, lookup
-from windlass.transforms.device_memory import get_balanced_memory
+from windlass.compat.auto_device_map import get_module_size_with_ties, infer_auto_device_map
+from windlass.compat.device_map import check_device_map, lookup
+from windlass.compat.device_memory import get_balanced_memory
 from windlass.transforms.module_sizes import compute_module_sizes
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.transforms.big_models import IDS, Block, seeded
 from torch import nn
 
-from windlass.transforms.layerwise_casting import attach_layerwise_casting_hooks
+from windlass.compat.layerwise_casting import attach_layerwise_casting_hooks
 from windlass.transforms.model_hooks import remove_hook_from_submodules
 
 CASES = [

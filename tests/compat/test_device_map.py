@@ -11,8 +11,7 @@ from accelerate.utils import modeling as reference
 from tests.transforms.big_models import Model
 from transformers.integrations import accelerate as transformers_reference
 
-from windlass.core.errors import ConfigError
-from windlass.transforms.device_map import (
+from windlass.compat.device_map import (
     check_and_set_device_map,
     check_device_map,
     check_tied_parameters_on_same_device,
@@ -21,6 +20,7 @@ from windlass.transforms.device_map import (
     get_device,
     without_nesting,
 )
+from windlass.core.errors import ConfigError
 
 MAP = {
     "embedding": 0,

@@ -9,8 +9,8 @@ import pytest
 from accelerate.utils import modeling as reference
 from tests.transforms.big_models import Model
 
+from windlass.compat.device_memory import available_host_memory, get_balanced_memory, get_max_memory
 from windlass.core.errors import ConfigError
-from windlass.transforms.device_memory import available_host_memory, get_balanced_memory, get_max_memory
 
 
 def test_what_the_system_says_is_available() -> None:

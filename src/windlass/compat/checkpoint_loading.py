@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.offloaded import Index, index_entry, save_offload_index
 from windlass.checkpoint.tensor_file import TensorFile, open_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, read_aliases
+from windlass.compat.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
+from windlass.compat.offloaded import Index, index_entry, save_offload_index
+from windlass.compat.ties import find_tied_parameters
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.transforms.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
 from windlass.transforms.module_tensors import (
     META,
     Place,
     device_of,
-    find_tied_parameters,
     put_tensor,
     renewed,
     set_module_tensor_to_device,
