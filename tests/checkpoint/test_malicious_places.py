@@ -30,7 +30,7 @@ from windlass.checkpoint.stored import open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
-from windlass.config import codec
+from windlass.config import documents
 from windlass.config.canonical import read_document
 from windlass.config.parallel.from_files import parse_file
 from windlass.config.parser import HfArgumentParser
@@ -182,8 +182,8 @@ BINARY_PLACES: list[Place] = [
     (offload, "model.safetensors", lambda f: OffloadedWeightsLoader(save_folder=f)["weight"]),
 ]  # fmt: skip
 SETTINGS_PLACES: list[Place] = [
-    (nothing, "recipe.yaml", lambda f: codec.load(f / "recipe.yaml")),
-    (nothing, "recipe.json", lambda f: codec.load(f / "recipe.json")),
+    (nothing, "recipe.yaml", lambda f: documents.load(f / "recipe.yaml")),
+    (nothing, "recipe.json", lambda f: documents.load(f / "recipe.json")),
     (nothing, "launch.yaml", lambda f: parse_file(f / "launch.yaml")),
     (nothing, "launch.json", lambda f: parse_file(f / "launch.json")),
     (nothing, "fsdp.json", lambda f: read_document(str(f / "fsdp.json"))),
