@@ -165,7 +165,7 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
         return Path(which) if is_foreign(Path(which)) else None
     folders = store.folders()
     candidates = [folder for folder in folders if is_foreign(folder)]
-    if not candidates or any(is_checkpoint(folder) for folder in folders) or store.standing():
+    if not candidates or any(is_checkpoint(folder) for folder in folders) or store.committed():
         return None
     skipped = []
     for folder in reversed(candidates):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.remote import Mirror, Uploaded
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -25,7 +25,7 @@ class MirroredStore(Store):
     stands here. Nothing here talks to other ranks.
 
     Args:
-        mirror: the remote folder. Only keepers write to it.
+        mirror: the remote folder. Only writer ranks write to it.
         options: those of `Store`.
     """
 
@@ -33,10 +33,10 @@ class MirroredStore(Store):
         super().__init__(mirror.root, **options)
         self.mirror = mirror
 
-    def commit(self, draft: Draft) -> None:
-        super().commit(draft)
-        if self.keeps:
-            self.mirror.upload(self._read(draft.target))
+    def commit(self, staged: StagedCheckpoint) -> None:
+        super().commit(staged)
+        if self.is_writer:
+            self.mirror.upload(self._read(staged.target))
             self._catch_up()
 
     def _catch_up(self) -> None:
@@ -63,8 +63,8 @@ class MirroredStore(Store):
         if path.exists():
             super().remove(path)
 
-    def standing(self) -> _Infos:
-        here = {info.order: info for info in super().standing()}
+    def committed(self) -> _Infos:
+        here = {info.order: info for info in super().committed()}
         try:
             there = {one.info.order: one.info for one in self.mirror.list()}
         except OSError as error:  # saves go on, and each tries for itself
@@ -84,8 +84,8 @@ class MirroredStore(Store):
         """
         return super().is_fresh() and not self._uploaded() and not self._of_other_nodes()
 
-    def stands(self, path: Path) -> bool:
-        return super().stands(path) or self._uploaded_at(path) is not None
+    def is_committed(self, path: Path) -> bool:
+        return super().is_committed(path) or self._uploaded_at(path) is not None
 
     def verify(self, path: Path | str) -> CheckpointInfo:
         """Check every byte of the checkpoint at `path`, which is fetched where this machine has none or an older one.

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.draft import folder_pattern, set_aside
 from windlass.checkpoint.files import CHUNK, Files
 from windlass.checkpoint.history import is_segment
 from windlass.checkpoint.manifest import (
@@ -26,6 +25,7 @@ from windlass.checkpoint.manifest import (
     parse_manifest,
 )
 from windlass.checkpoint.replacing import replacing
+from windlass.checkpoint.staged import folder_pattern, set_aside
 from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
 from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
@@ -333,14 +333,14 @@ class Mirror:
             CheckpointError: it is damaged. OSError: the service or the disk failed.
         """
         target = one.info.path
-        draft = target.with_name("tmp-" + target.name)
-        if draft.exists() or draft.is_symlink():
-            files.remove_tree(draft)
+        staged = target.with_name("tmp-" + target.name)
+        if staged.exists() or staged.is_symlink():
+            files.remove_tree(staged)
         files.ensure_folder(target.parent)
-        files.make_folder(draft)
+        files.make_folder(staged)
         for name, entry in one.info.files.items():
-            files.ensure_folder((draft / name).parent)
-            arrived = files.write(draft / name, self.remote.chunks(f"{one.name}/{name}"))
+            files.ensure_folder((staged / name).parent)
+            arrived = files.write(staged / name, self.remote.chunks(f"{one.name}/{name}"))
             if arrived != entry:
                 raise CheckpointError(
                     f"{self.remote.shown}/{one.name}/{name} is damaged: it does not match the manifest"
@@ -349,10 +349,10 @@ class Mirror:
         if one.info.nodes > 1:
             manifests += [node_manifest_name(node) for node in one.info.held]
         for name in manifests:
-            files.write(draft / name, [self.remote.read(f"{one.name}/{name}", MAX_MANIFEST_BYTES)])
-        files.sync_folder(draft)
+            files.write(staged / name, [self.remote.read(f"{one.name}/{name}", MAX_MANIFEST_BYTES)])
+        files.sync_folder(staged)
         replaced = set_aside(target, files)
-        files.rename(draft, target)
+        files.rename(staged, target)
         files.sync_folder(target.parent)
         if replaced is not None and replaced.name.startswith("replaced-"):
             files.remove_tree(replaced)
