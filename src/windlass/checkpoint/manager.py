@@ -199,7 +199,7 @@ class CheckpointManager:
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
         """Save checkpoint `step` and let retention act. Gives its folder, or None if the system refused something (any
-        `OSError`): that costs this checkpoint and a loud warning, earlier ones stand.
+        `OSError`): that costs this checkpoint and an error in the log; earlier ones remain.
 
         Args:
             meta: plain values for the manifest (best metric, ...).
@@ -222,7 +222,7 @@ class CheckpointManager:
         """`save`, which raises whatever the system refused.
 
         Raises:
-            CheckpointError, OSError: the checkpoint was not saved; earlier ones stand.
+            CheckpointError, OSError: the checkpoint was not saved; earlier ones remain.
         """
         store = self.store
         store.write(
@@ -289,7 +289,7 @@ class CheckpointManager:
         return hand_over(self.store.resume_point(which))
 
     def receive(self, handover: Handover) -> Checkpoint:
-        """Open what another rank verified, by its manifest: a file that stands as it stood then is trusted, any
+        """Open what another rank verified, by its manifest: a file that is unchanged since then is trusted, any
         other is hashed when it is read.
         """
         return Checkpoint(take_over(handover), self.store.files)

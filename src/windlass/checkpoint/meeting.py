@@ -83,7 +83,7 @@ def _warn_of_skipped(store: Store, order: _Order, reasons: list[str]) -> None:
 
 
 def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
-    """The writer ranks verify what lies at `path` on their disks; gives this one's, and what all of them found."""
+    """The writer ranks verify what lies at `path` on their disks; return this one's, and what all of them found."""
     info, answer = None, None
     if store.is_writer:
         assert path is not None

@@ -1,5 +1,5 @@
-"""Which ranks share a disk: found out by looking, for no setting and no host name tells whether a path leads two
-machines to one folder.
+"""Which ranks share a disk: detected with files, because neither a setting nor a host name shows whether two machines
+see one folder under a path.
 """
 
 from __future__ import annotations

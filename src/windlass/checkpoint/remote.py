@@ -2,7 +2,7 @@
 
 An object store has no rename. So the data files of a checkpoint are uploaded first and its manifest last: that upload
 is the commit. A checkpoint is removed in the other order. A step that is saved again gets a folder of another name
-(`checkpoint-20-again-1`), and the older one goes once the new manifest stands.
+(`checkpoint-20-again-1`), and the older one is removed once the new manifest is uploaded.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def check_remote(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A checkpoint that stands in the remote folder `name`; the path of `info` is its place on this machine."""
+    """A committed checkpoint in the remote folder `name`; the path of `info` is its place on this machine."""
 
     name: str
     info: CheckpointInfo
@@ -215,7 +215,7 @@ class Mirror:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def list(self) -> Sequence[Uploaded]:
-        """Those whose manifest stands and can be read, in order of their commits.
+        """Those whose manifest exists and can be read, in order of their commits.
 
         Raises:
             OSError: the folder cannot be reached.
@@ -257,7 +257,7 @@ class Mirror:
         """Upload a checkpoint: its manifest last.
 
         Raises:
-            OSError: it did not arrive; what stood before still stands.
+            OSError: it did not arrive; earlier ones remain.
         """
         name = self._free_name(info.path.name)
         shared = self._shared_files(info)
@@ -288,7 +288,7 @@ class Mirror:
         }
 
     def _clear(self) -> None:
-        """Remove what cut-off uploads and removals left. It matters to nobody, so a failure is no failure."""
+        """Remove files that interrupted uploads and removals left. Errors are ignored: nobody needs those files."""
         with contextlib.suppress(OSError):
             for name in self._names():
                 if name not in self._known and self._is_cut_off(name):
@@ -299,7 +299,7 @@ class Mirror:
         return name != self._users and not self.remote.has(f"{name}/{MANIFEST_NAME}")
 
     def _free_name(self, stem: str) -> str:
-        """A name under which nothing stands; what a cut-off upload left there is removed."""
+        """An unused name; files of an interrupted upload under it are removed."""
         taken = set(self._names())
         for number in range(len(taken) + 1):
             name = f"{stem}-again-{number}" if number else stem
@@ -311,7 +311,7 @@ class Mirror:
         raise AssertionError("as many names as there are folders, and one more")
 
     def remove(self, path: Path) -> None:
-        """Remove what stands for the local folder `path`.
+        """Remove the remote counterpart of the local folder `path`.
 
         Raises:
             OSError: the service refused.
@@ -376,17 +376,17 @@ class Mirror:
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
         name, status = path.relative_to(self.root).as_posix(), path.stat()
-        stands = status.st_size, status.st_mtime_ns
-        if self._sent.get(name) == stands:
+        version = status.st_size, status.st_mtime_ns
+        if self._sent.get(name) == version:
             return
         if status.st_size <= _SMALL:
             loose.write(name, path.read_bytes())
         else:
             loose.put(path, name)
-        self._sent[name] = stands
+        self._sent[name] = version
 
     def fetch_loose(self, name: str, files: Files) -> None:
-        """Take the remote copy of a file of the run, where there is one."""
+        """Take the remote copy of a file of the run, if there is one."""
         if self._loose is None or not self._loose.has(name):
             return
         with replacing(self.root / name, files) as new:

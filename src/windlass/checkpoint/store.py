@@ -59,7 +59,7 @@ def has_all_files(info: CheckpointInfo) -> bool:
 
 
 class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
-    """A checkpoint was given up because another rank could not write its part."""
+    """A checkpoint was dropped because another rank could not write its part."""
 
 
 class Store:
@@ -251,7 +251,7 @@ class Store:
         which is committed once all have written.
 
         An exception at any instant, also one that a signal handler raises, leaves a staging folder or a whole
-        checkpoint. (This is no context manager: an exception between its body and its exit would not reach it.)
+        checkpoint. (This is not a context manager: an exception between its body and its exit would not reach it.)
 
         Args:
             meta: plain values kept in the manifest.
@@ -398,8 +398,8 @@ class Store:
                     self.files.sync_folder(self.root)
 
     def _remove_leftovers(self) -> None:
-        """The writer rank: remove what cut-off saves and removals left. It matters to nobody, so a failure is no
-        failure.
+        """On the writer rank: remove files that interrupted saves and removals left. Errors are ignored: nobody needs
+        those files.
         """
         with contextlib.suppress(OSError):
             for path in sorted(self.root.iterdir()):
