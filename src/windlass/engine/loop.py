@@ -356,7 +356,7 @@ class Loop:
             and not self._data_spent
         ):
             # Updates have another size now: count the consumed data in the new size.
-            self._updates_in_epoch = self._feed.groups_behind(self._position) or self._updates_in_epoch
+            self._updates_in_epoch = self._feed.groups_consumed(self._position) or self._updates_in_epoch
 
 
 def nonfinite_at(step: int, ids: list[list[int]]) -> str:

@@ -5,7 +5,7 @@ number of ranks. Everything else in Windlass speaks of shares.
 
 There are two normalisers, because a run of the Trainer has counted the whole update before its first backward, and a
 loop of the user's own learns of each micro-batch when it comes (`LoopNormaliser`). What a filler weighs, how the weight
-of `LossTerms` is summed and what stands for it until it is known is the same for both.
+of `LossTerms` is summed and its estimate until it is known are the same for both.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Normaliser:
 
     @property
     def total(self) -> Tensor | None:
-        """The weight of all `LossTerms` of the update over all ranks, None where there are none. Collective."""
+        """The weight of all `LossTerms` of the update over all ranks, None if there are none. Collective."""
         if self._total is None and self.weight is not None:
             # Without any weight there is nothing to correct.
             self._total = self._terms_weight.over_ranks(otherwise=self.denominator)
@@ -230,8 +230,8 @@ class LoopNormaliser:
 
     A plain loss is the mean over its batch's samples: it is divided by the micro-batches of an update and weighted by
     this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known at its last
-    micro-batch only: until then a guess stands for it (that of the update before), and the gradients are corrected
-    once, after they were reduced. Nothing of it waits for the device.
+    micro-batch only. Until then the weight of the previous update is used as an estimate, and the gradients are
+    corrected once, after they were reduced. Nothing of it waits for the device.
     """
 
     def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
