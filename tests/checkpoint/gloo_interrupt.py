@@ -41,7 +41,7 @@ def main() -> None:
         for at, fault in ((2, interrupted), (6, leave), (9, interrupted)):
             faulty = CountingFiles(at, fault) if rank == victim else Files()
             results.append(attempt(root, 2, faulty))
-            dist.barrier()  # an interrupted rank 0 has cleared its draft
+            dist.barrier()  # an interrupted rank 0 has removed its staged checkpoint
     standing = [info.step for info in Store(root).list()]
     results.append(attempt(root, 3, Files()))
     (root / f"result-{rank}").write_text(json.dumps([results, standing]))

@@ -73,7 +73,7 @@ def test_it_can_be_waited_for_in_either_half(tmp_path: Path) -> None:
     threading.Timer(0.01, release.set).start()
     assert saver.finish() == Outcome(1, tmp_path / "checkpoint-1")
     begin(saver, 2)
-    while saver.agreed(saver.counters()) is None and not saver._flight.agreed:  # type: ignore[union-attr]
+    while saver.agreed(saver.counters()) is None and not saver._pending.agreed:  # type: ignore[union-attr]
         pass
     if saver.busy:
         assert saver.finish() == Outcome(2, tmp_path / "checkpoint-2")
@@ -252,7 +252,7 @@ def test_a_disk_that_fails_on_one_rank_costs_all_of_them_that_checkpoint(
 def test_ranks_that_all_leave_with_an_error_leave_a_checkpoint_behind(
     victim: int | None, fast_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ask each other nothing: the keeper sees by their lists of files that all have written."""
+    """They ask each other nothing: the writer rank sees by their lists of files that all have written."""
     monkeypatch.setattr("windlass.checkpoint.background._PATIENCE", 0.2 if victim else 60)
     ranks = Ranks(3)
 

@@ -89,7 +89,7 @@ def test_folders_beside_the_weights_are_not_companions(tmp_path: Path) -> None:
 def test_a_file_and_a_folder_are_not_taken_for_each_other(tmp_path: Path) -> None:
     here = source(tmp_path, 1)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="is no folder that an export wrote"):
+    with pytest.raises(CheckpointError, match="is not a folder that an export wrote"):
         export_folder(here, tmp_path / "file", ExportOptions(force=True))
     with pytest.raises(CheckpointError, match="is a folder; name a file"):
         export_file(here, tmp_path / "run-1", ExportOptions(force=True))

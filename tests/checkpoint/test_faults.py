@@ -102,7 +102,9 @@ def test_a_disk_that_fails_once_at_any_operation_costs_at_most_this_checkpoint(
         saved = save(root, 2, CountingFiles(at, failing(number)))  # returns, and does not raise
         assert newest(root) == (before if saved is None else 2) or newest(root) == 2
         if saved is None:
-            assert not (root / "tmp-checkpoint-2").exists(), f"operation {at}: the draft was not dropped"
+            assert not (root / "tmp-checkpoint-2").exists(), (
+                f"operation {at}: the staged checkpoint was not dropped"
+            )
         assert save(root, 3) == root / "checkpoint-3"
         assert newest(root) == 3
         shutil.rmtree(root)

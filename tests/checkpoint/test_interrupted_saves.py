@@ -94,7 +94,7 @@ def test_what_is_still_being_written_is_not_committed(tmp_path: Path) -> None:
 class AtLine:
     """Raises at the n-th line that this thread runs in the modules that save; counts them."""
 
-    MODULES = ("background.py", "background_call.py", "store.py", "draft.py", "manager.py")
+    MODULES = ("background.py", "background_call.py", "store.py", "staged.py", "manager.py")
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
@@ -201,16 +201,16 @@ def a_loop() -> Accelerator:
 
 def test_nothing_is_committed_before_it_is_sealed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    draft = store.begin(1, {}, names=["rank-00000.json", "weights.bin"])
-    draft.write_rank_state({})
+    staged = store.begin(1, {}, names=["rank-00000.json", "weights.bin"])
+    staged.write_rank_state({})
     with pytest.raises(Exception, match="not everything was written"):
-        store.commit(draft)
+        store.commit(staged)
     with pytest.raises(Exception, match=r"lacks files that were to be written: weights\.bin"):
-        draft.seal()
-    draft.write_file("weights.bin", b"12")
-    draft.seal()
-    os.truncate(draft.folder / "weights.bin", 1)
+        staged.seal()
+    staged.write_file("weights.bin", b"12")
+    staged.seal()
+    os.truncate(staged.folder / "weights.bin", 1)
     with pytest.raises(OSError, match="2 bytes were written and 1 are there"):
-        store.commit(draft)
+        store.commit(staged)
     assert store.list() == []
     nothing()

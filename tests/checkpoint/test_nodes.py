@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import state_of
 
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.core.world import World
@@ -69,7 +69,7 @@ def test_one_folder_is_one_node(tmp_path: Path) -> None:
 def test_a_folder_on_each_machine(tmp_path: Path) -> None:
     found = on_ranks(machines(2, 2), lambda gang: find_disks(gang, tmp_path / str(gang.rank // 2)))
     assert found == [Disks(0, 2, (0, 1))] * 2 + [Disks(1, 2, (2, 3))] * 2
-    assert [(disks.keeper, disks.others) for disks in found[1:3]] == [(0, (1,)), (2, (3,))]
+    assert [(disks.writer_rank, disks.others) for disks in found[1:3]] == [(0, (1,)), (2, (3,))]
 
 
 def test_two_machines_share_and_a_third_does_not(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
             disks=disks,
         )
 
-        def write(draft: Draft) -> None:
-            draft.write_state("optimizer", state_of(gang.rank))
-            draft.write_rank_state({"rng": state_of(gang.rank)})
+        def write(staged: StagedCheckpoint) -> None:
+            staged.write_state("optimizer", state_of(gang.rank))
+            staged.write_rank_state({"rng": state_of(gang.rank)})
 
         store.write(1, {}, write)
 
@@ -153,7 +153,7 @@ def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
     _, second = save_on_two(tmp_path / "b")
     again = tmp_path / "b" / "1"
     alone = Store(again, rank=1, world=2, disks=Disks(1, 2, (1,)), gather=lambda value: [None, value])
-    alone.write(1, {}, lambda draft: None)
+    alone.write(1, {}, lambda staged: None)
     shutil.copy(second / "node-00001.manifest.json", first)
     with pytest.raises(CheckpointError, match=r"node-00001.manifest.json is of another save"):
         Store(first.parent).verify(first)

@@ -154,7 +154,7 @@ def endless_list() -> bytes:
         (nested_list(1_000_000), "nested more than"),
         (b"\x80\x02" + doubled_tuple(60) + b".", "refer to each other too often"),
         (b"\x80\x02ctorch\ndevice\n" + doubled_tuple(60) + b"\x85R.", "device is malformed"),
-        (b"\x80\x02cnumpy\ndtype\n" + doubled_tuple(60) + b"\x85R.", "no plain number"),
+        (b"\x80\x02cnumpy\ndtype\n" + doubled_tuple(60) + b"\x85R.", "not a plain number"),
         (endless_list(), "nested more than"),
     ],
 )

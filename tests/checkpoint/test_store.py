@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.checkpoint.faults import CountingFiles, Ranks, failing, newest, save, state_of
 
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.core.errors import CheckpointError
 
@@ -192,15 +192,15 @@ def test_a_cut_off_replacement_is_found_under_its_own_name_and_mended(tmp_path: 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", "rank-00001", "manifest", ".hidden", "x" * 200, "a\n"])
 def test_names_of_parts_stay_inside_the_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot name a part"):
-        Store(tmp_path).write(1, {}, lambda draft: draft.write_state(name, {}))
+        Store(tmp_path).write(1, {}, lambda staged: staged.write_state(name, {}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_is_written_once(tmp_path: Path) -> None:
-    def twice(draft: Draft) -> None:
-        draft.write_state("a", {})
+    def twice(staged: StagedCheckpoint) -> None:
+        staged.write_state("a", {})
         with pytest.raises(CheckpointError, match="'a' was written already"):
-            draft.write_state("a", {})
+            staged.write_state("a", {})
 
     Store(tmp_path).write(1, {}, twice)
 
@@ -211,15 +211,15 @@ def _put(path: Path) -> None:
 
 def test_other_codes_symlink_or_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a symbolic link"):
-        Store(tmp_path).write(1, {}, lambda draft: (draft.folder / "weights").symlink_to("/etc/hostname"))
+        Store(tmp_path).write(1, {}, lambda staged: (staged.folder / "weights").symlink_to("/etc/hostname"))
     with pytest.raises(CheckpointError, match="the checkpoint's own"):
-        Store(tmp_path).write(1, {}, lambda draft: _put(draft.folder / MANIFEST_NAME))
+        Store(tmp_path).write(1, {}, lambda staged: _put(staged.folder / MANIFEST_NAME))
     assert Store(tmp_path).list() == []
 
 
-def test_an_interrupt_drops_the_draft(two: Path) -> None:
-    def interrupted(draft: Draft) -> None:
-        draft.write_state("a", {})
+def test_an_interrupt_drops_the_staged_checkpoint(two: Path) -> None:
+    def interrupted(staged: StagedCheckpoint) -> None:
+        staged.write_state("a", {})
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -230,15 +230,15 @@ def test_an_interrupt_drops_the_draft(two: Path) -> None:
 def test_too_little_room_fails_before_anything_is_written(two: Path) -> None:
     files = CountingFiles()
     with pytest.raises(OSError, match=r"needs 1,000,000,000,000,000,000 bytes and .* are free"):
-        Store(two, files=files).write(11, {}, lambda draft: pytest.fail("it must not run"), needed=10**18)
+        Store(two, files=files).write(11, {}, lambda staged: pytest.fail("it must not run"), needed=10**18)
     assert files.operations == []
 
 
 def _write_as_rank(ranks: Ranks, root: Path, rank: int, files: Any = None) -> None:
-    def write(draft: Draft) -> None:
+    def write(staged: StagedCheckpoint) -> None:
         if rank == 0:
-            draft.write_state("shared", state_of(4))
-        draft.write_rank_state(state_of(4) | {"rank": rank})
+            staged.write_state("shared", state_of(4))
+        staged.write_rank_state(state_of(4) | {"rank": rank})
 
     ranks.store(rank, root, files).write(4, {"who": "all"}, write)
 

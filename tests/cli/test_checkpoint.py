@@ -168,9 +168,9 @@ def test_every_byte_is_verified(run: Run, say: Say) -> None:
     ("words", "said"),
     [
         (("ls", "empty"), "holds no checkpoints"),
-        (("verify", "nowhere"), "is no folder"),
+        (("verify", "nowhere"), "is not a folder"),
         (("ls", "s3://bucket/run"), "is not a folder of this machine"),
-        (("diff", "empty", "nowhere"), "is no folder"),
+        (("diff", "empty", "nowhere"), "is not a folder"),
         (("diff", "empty", "empty"), "holds no weights"),
         (("export", "empty", "out.safetensors"), "holds no weights"),
         (("export", "empty", "out"), "holds no weights"),

@@ -80,7 +80,7 @@ def replication() -> None:
         loss.backward()
         return loss
 
-    strategy.settle(backward)
+    strategy.warm_up(backward)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())

@@ -95,18 +95,18 @@ def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
     """One that outlived the process group would abort the process at its end."""
     gang = Waited()
     counts = Counts(lambda batch: 1.0, lambda batch: 0, lambda batch: 0, lambda group: None)
-    portions = Feed(Source([]), 1, counts, gang).epoch(0)
-    next(portions)
-    portions.close()  # type: ignore[attr-defined]
+    updates = Feed(Source([]), 1, counts, gang).epoch(0)
+    next(updates)
+    updates.close()  # type: ignore[attr-defined]
     assert gang.begun == gang.waited == 2
 
 
 def test_counts_are_of_this_rank_and_of_all() -> None:
-    portions = list(feed_of([]).epoch(4))
-    assert [portion.group.epoch for portion in portions] == [4, 4, 4]
-    for portion in portions:
-        assert (portion.targets, portion.samples) == ([3.0, 3.0], [2, 2])
-        totals = portion.denominator, portion.total_samples, portion.tokens, portion.positions
+    updates = list(feed_of([]).epoch(4))
+    assert [update.group.epoch for update in updates] == [4, 4, 4]
+    for update in updates:
+        assert (update.targets, update.samples) == ([3.0, 3.0], [2, 2])
+        totals = update.denominator, update.total_samples, update.tokens, update.positions
         assert totals == (12.0, 8.0, 20.0, 32.0)
 
 

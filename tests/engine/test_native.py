@@ -164,12 +164,12 @@ def test_parts_kept_apart_come_out_as_they_were() -> None:
     weight = module.weight.detach().clone()
     executor = executor_of(module)
     for _ in range(2):
-        executor.backward_apart((2 * module.weight.square()).sum())
-    executor.backward_apart(torch.ones(()))
+        executor.backward_aux((2 * module.weight.square()).sum())
+    executor.backward_aux(torch.ones(()))
     executor.backward(3 * module.weight.sum())
-    executor.join_apart(torch.tensor(2.0))
+    executor.add_aux(torch.tensor(2.0))
     torch.testing.assert_close(module.weight.grad, 3 + 2 * 2 * 4 * weight)
-    executor.join_apart(torch.tensor(2.0))
+    executor.add_aux(torch.tensor(2.0))
     torch.testing.assert_close(module.weight.grad, 3 + 2 * 2 * 4 * weight)
 
 

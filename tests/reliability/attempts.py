@@ -31,8 +31,8 @@ from tests.reliability.dooms import (
 from tests.reliability.whereabouts import on_a_new_machine, output_dir
 from tests.trainer.resume_cases import bits, in_a_child, run
 
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.mirrored import MirroredStore
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import EXIT_PREEMPTED
 from windlass.trainer import save_retry
@@ -241,11 +241,11 @@ def _note_commits(path: Path, kind: type[Store]) -> None:
     """Write down each step that this rank committed, when it was."""
     original = kind.commit
 
-    def commit(self: Store, draft: Draft) -> None:
-        original(self, draft)
-        if self.keeps:
+    def commit(self: Store, staged: StagedCheckpoint) -> None:
+        original(self, staged)
+        if self.is_writer:
             with path.open("a") as file:
-                file.write(f"{draft.step}\n")
+                file.write(f"{staged.step}\n")
 
     kind.commit = commit  # type: ignore[method-assign]
 

@@ -86,7 +86,7 @@ def memory_is_forgotten_after_discarded_work(rank: int) -> None:
         loss.backward()
         return loss
 
-    strategy.settle(backward)
+    strategy.warm_up(backward)
     assert (state.iter, len(state.error_dict), len(state.q_memory_dict)) == (0, 0, 0)
 
 
@@ -137,7 +137,7 @@ def unused() -> None:
         update(DataParallel(Forked(), DistPlan()), True, False)
     strategy = DataParallel(Forked(), DistPlan())
     with pytest.raises(ModelError, match=names):
-        strategy.settle(lambda: strategy.model(torch.ones(1, 2), False).sum().backward())
+        strategy.warm_up(lambda: strategy.model(torch.ones(1, 2), False).sum().backward())
 
 
 def nothing_to_complain_of() -> None:

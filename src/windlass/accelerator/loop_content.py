@@ -34,7 +34,7 @@ class ModelContent:
         state: the model's state dict; of an adapter that is sharded, what belongs to it and the buffers.
         in_parts: each rank writes its part of it.
         adapter: all that the model trains; None where it trains other weights.
-        fingerprint: of the weights that it is trained on, on keepers.
+        fingerprint: of the weights that it is trained on, on writer ranks.
     """
 
     state: dict[str, Any]
@@ -76,8 +76,8 @@ class LoopContent:
         known = self._adapters.setdefault(strategy, KnownAdapter(strategy.module))
         if not hooked and (adapter := known.find()) is not None:
             state = adapter.gathered() if strategy.sharded else state_of(strategy.module)
-            keeps = self._gang.rank == disks.keeper
-            fingerprint = known.fingerprint() if keeps or strategy.sharded else {}
+            is_writer = self._gang.rank == disks.writer_rank
+            fingerprint = known.fingerprint() if is_writer or strategy.sharded else {}
             return ModelContent(state, False, adapter, fingerprint)
         if disks.nodes > 1:
             # Buffers (running statistics) differ between ranks, and each disk gets a copy.
@@ -87,7 +87,7 @@ class LoopContent:
         return ModelContent(state, strategy.saves_parts)
 
     def states(self, disks: Disks) -> Content:
-        """Everything but the models; states of all ranks on keepers alone."""
+        """Everything but the models; states of all ranks on writer ranks alone."""
         prepared, parts = self._prepared, {}
         shared: dict[str, State] = {"loop": {"step": self._accumulation.step, **census(prepared)}}
         for index, optimizer in enumerate(prepared.optimizers):
@@ -98,7 +98,7 @@ class LoopContent:
                 shared[name] = save_optimizer_state(optimizer.optimizer, owner)
         shared |= {name: part.state_dict() for name, part in prepared.parts.items()}
         return Content(
-            shared=shared if self._gang.rank == disks.keeper else {},
+            shared=shared if self._gang.rank == disks.writer_rank else {},
             per_rank={
                 "rng": rng_state(self._device),
                 "loaders": {"states": [loader.state_dict() for loader in prepared.loaders]},
@@ -111,16 +111,16 @@ class LoopContent:
         """`states`, and the models that no hook has taken out."""
         shared, files, parts = dict(states.shared), dict(states.files), list(states.parts)
         weights: dict[str, Mapping[str, Any]] = {}
-        keeps = self._gang.rank == disks.keeper
+        is_writer = self._gang.rank == disks.writer_rank
         for index, model in enumerate(models):
             name = model_name(index)
             if model.in_parts:
                 parts.append(parts_of_rank(name, model.state, self._gang.world, disks.members))
-            elif model.adapter is not None and keeps:
+            elif model.adapter is not None and is_writer:
                 weights[weights_file(name, ADAPTER_WEIGHTS)] = model.adapter.weights(model.state)
                 shared[base_part(name)] = model.adapter.base_state(model.fingerprint, model.state)
                 config = written_by(model.adapter.save_config)
                 files |= {weights_file(name, file): data for file, data in config.items()}
-            elif keeps:
+            elif is_writer:
                 weights[weights_file(name)] = model.state
         return replace(states, shared=shared, weights=weights, files=files, parts=parts)

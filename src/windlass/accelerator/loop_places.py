@@ -150,7 +150,7 @@ class SaveLock:
         """
 
         def take() -> None:
-            if self._store.keeps:
+            if self._store.is_writer:
                 self._store.root.mkdir(parents=True, exist_ok=True)
                 self._lock.acquire()
 

@@ -246,7 +246,7 @@ class Saver:
     def _refuse_existing(self, manager: CheckpointManager, step: int) -> None:
         store = manager.store
         target = store.path_for(step)
-        stands = store.agree(step, lambda: store.stands(target) or target.exists())
+        stands = store.agree(step, lambda: store.is_committed(target) or target.exists())
         if any(self._gang.gather_objects(stands)):
             raise CheckpointError(
                 f"{target} exists already: load_state() goes on behind it, and ProjectConfiguration(iteration=) "
@@ -334,12 +334,12 @@ class HookFiles:
         self._store = store
 
     def make(self) -> None:
-        """Create the folder on the keeper."""
-        if self._store.keeps:
+        """Create the folder on the writer rank."""
+        if self._store.is_writer:
             self.folder.mkdir(parents=True)
 
     def clear(self) -> None:
-        if self._store.keeps and self.folder.exists():
+        if self._store.is_writer and self.folder.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def move_into(self, draft: Path) -> None:

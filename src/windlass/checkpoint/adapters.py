@@ -111,7 +111,7 @@ class Adapter:
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
-    """The adapter that `model` trains; None where it is no peft model, trains other weights too, or keeps what is saved
+    """The adapter that `model` trains; None if it is not a peft model, trains other weights too, or keeps what is saved
     in another form than it is trained in (prompts): whole weights are saved then.
     """
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
@@ -193,7 +193,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
     takes its part. Collective where ranks hold parts and `base` is given.
 
     Args:
-        base: the part `BASE_STATE` of the checkpoint; None where there is none, and nothing is known of the weights
+        base: the part `BASE_STATE` of the checkpoint; None if there is none, and nothing is known of the weights
             beneath.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Saving while training goes on: a thread of every rank writes what was copied, and the ranks agree in passing.
+"""Saving while training goes on: a thread of every rank writes the copy, and ranks agree as part of an update.
 
-The thread talks to no other rank. What it has done stands in counters, which the training loop carries to the others
-with the counts of its batches; their sums come back to all ranks at the same update, and there the save goes on:
+The thread does not communicate. It records its progress in counters, which the training loop sends to the other ranks
+with the counts of its batches. All ranks receive the sums at the same update, and the save continues there:
 
-    copied -> every rank writes and seals its files -> all have written: the keeper of the folder writes the manifest,
-    renames and lets retention act -> all know that it stands: it is announced
+    copied -> every rank writes and seals its files -> all have written: the writer rank of the folder writes the
+    manifest, renames, and applies the retention policy -> all know that it is committed: it is announced
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from windlass.checkpoint.background_call import BackgroundCall
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manager import CheckpointManager, costs_one_save
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped
 from windlass.core.errors import CheckpointError
 
@@ -46,26 +46,26 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a save ended: where it stands, or None where it was given up."""
+    """How a save ended: its folder if it was committed, None if it failed."""
 
     step: int
     folder: Path | None
 
 
 @dataclass(slots=True)
-class _Flight:
+class _PendingSave:
     """The save under way.
 
     Attributes:
         writing: of this rank's files.
         agreed: whether all ranks know that all have written theirs, so that it may be committed.
-        seen: whether the keeper has seen that, without talking to the others.
-        commit: by the keeper.
+        seen: whether the writer rank has seen that, without talking to the others.
+        commit: by the writer rank.
         ended: set once the save has ended.
     """
 
     step: int
-    draft: Draft
+    staged: StagedCheckpoint
     writing: BackgroundCall
     agreed: bool = False
     seen: bool = False
@@ -85,7 +85,7 @@ class _Flight:
         return self.agreed and (self.commit is None or self.commit.ended)
 
     def start_commit(self) -> None:
-        """All ranks have written: the keeper commits."""
+        """All ranks have written: the writer rank commits."""
         self.agreed = True
         if self.commit is not None:
             self.commit.start()
@@ -102,20 +102,20 @@ class BackgroundSaver:
 
     def __init__(self, manager: CheckpointManager) -> None:
         self._manager, self._store = manager, manager.store
-        self._flight: _Flight | None = None
+        self._pending: _PendingSave | None = None
         self._begun = 0
 
     @property
     def busy(self) -> bool:
-        return self._flight is not None
+        return self._pending is not None
 
     def counters(self) -> Counters:
-        flight, begun = self._flight, self._begun
-        if flight is None:
+        pending, begun = self._pending, self._begun
+        if pending is None:
             return Counters(begun, begun, False)
         # A thread notes its failure before its end, so an end that is seen here is told with its failure.
-        written, settled = begun - (not flight.writing.ended), begun - (not flight.settled)
-        return Counters(written, settled, flight.error is not None)
+        written, settled = begun - (not pending.writing.ended), begun - (not pending.settled)
+        return Counters(written, settled, pending.error is not None)
 
     def begin(
         self,
@@ -126,20 +126,20 @@ class BackgroundSaver:
         meta: Mapping[str, Any],
         protected: list[Path],
     ) -> bool:
-        """Start saving `content`, which must not change before the save has ended. Gives whether it was started: a
+        """Start saving `content`, which must not change before the save has ended. Return True if it was started: a
         full disk costs this checkpoint only.
 
         Args:
             arrived: called in the thread before anything of `content` is read.
             protected: folders that retention spares.
         """
-        assert self._flight is None, "a save is under way"
+        assert self._pending is None, "a save is under way"
         store = self._store
         try:
-            draft = store.begin(
+            staged = store.begin(
                 step,
                 meta,
-                names=content.names(store.rank, store.keeps),
+                names=content.names(store.rank, store.is_writer),
                 needed=content.disk_bytes(store.writers),
             )
         except Exception as error:
@@ -149,116 +149,116 @@ class BackgroundSaver:
         def write() -> None:
             _give_way()
             arrived()
-            content.write(draft, store.keeps)
-            draft.seal()
+            content.write(staged, store.is_writer)
+            staged.seal()
 
         def commit() -> None:
             _give_way()
-            store.commit(draft)
+            store.commit(staged)
             self._manager.prune(protected)
 
         name = f"windlass-save-{step}"
-        flight = _Flight(step, draft, BackgroundCall(name, write))
-        if store.keeps:
-            flight.commit = BackgroundCall(name, commit)
-        self._flight = flight
+        pending = _PendingSave(step, staged, BackgroundCall(name, write))
+        if store.is_writer:
+            pending.commit = BackgroundCall(name, commit)
+        self._pending = pending
         self._begun += 1
-        flight.writing.start()
+        pending.writing.start()
         return True
 
     def commit_when_seen(self) -> None:
-        """Let the keeper commit the save under way as soon as it sees that all ranks of its disk have written, for a
-        loop whose ranks do not exchange counters. Where there are several disks, that is for `finish` to find out.
+        """Let the writer rank commit the save under way as soon as it sees that all ranks of its disk have written,
+        for a loop whose ranks do not exchange counters. With several disks, `finish` does it.
         """
-        flight, store = self._flight, self._store
-        if flight is None or flight.commit is None or store.disks.nodes > 1:
+        pending, store = self._pending, self._store
+        if pending is None or pending.commit is None or store.disks.nodes > 1:
             return
-        commit = flight.commit
+        commit = pending.commit
 
         def watch() -> None:
-            flight.writing.wait()
-            while flight.writing.succeeded and not flight.ended.is_set():
-                if flight.draft.is_sealed_by_others():
-                    flight.seen = True
+            pending.writing.wait()
+            while pending.writing.succeeded and not pending.ended.is_set():
+                if pending.staged.is_sealed_by_others():
+                    pending.seen = True
                     commit.start()
                     return
-                flight.ended.wait(_WAIT)
+                pending.ended.wait(_WAIT)
 
-        BackgroundCall(f"windlass-watch-{flight.step}", watch).start()
+        BackgroundCall(f"windlass-watch-{pending.step}", watch).start()
 
     def agreed(self, sums: Sequence[float]) -> Outcome | None:
-        """Go on with the save under way as far as all ranks have come; gives how it ended, once.
+        """Go on with the save under way as far as all ranks have come; return how it ended, once.
 
         Args:
             sums: the counters of all ranks, added up.
         """
-        flight, counts = self._flight, Counters(*sums)
-        if flight is None:
+        pending, counts = self._pending, Counters(*sums)
+        if pending is None:
             return None
         everyone = self._store.world * self._begun
-        if not flight.agreed:
+        if not pending.agreed:
             if counts.written < everyone:
                 return None
             if counts.failed:
-                return self._end(flight, dropped=True)
-            flight.start_commit()
+                return self._end(pending, dropped=True)
+            pending.start_commit()
         if counts.settled < everyone:
             return None
-        return self._end(flight, dropped=bool(counts.failed))
+        return self._end(pending, dropped=bool(counts.failed))
 
     def finish(self) -> Outcome | None:
-        """Wait for the save under way and end it, on every rank; None where there is none.
+        """Wait for the save under way and end it, on every rank; None if there is none.
 
         An exception of a signal handler may end the wait at any instant: nothing is committed then, and a further call
         (or `leave`) goes on where this one was.
         """
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return None
-        flight.writing.wait()
-        if not flight.agreed:
-            if not self._store.vote(flight.error is None):
-                return self._end(flight, dropped=True)
-            flight.start_commit()
-        flight.wait_for_commit()
-        return self._end(flight, dropped=not self._store.vote(flight.error is None))
+        pending.writing.wait()
+        if not pending.agreed:
+            if not self._store.vote(pending.error is None):
+                return self._end(pending, dropped=True)
+            pending.start_commit()
+        pending.wait_for_commit()
+        return self._end(pending, dropped=not self._store.vote(pending.error is None))
 
     def wait(self) -> None:
         """Wait until this rank's thread has ended, however the save goes on."""
-        flight = self._flight
-        if flight is not None:
-            flight.writing.wait()
-            if flight.agreed:
-                flight.wait_for_commit()
+        pending = self._pending
+        if pending is not None:
+            pending.writing.wait()
+            if pending.agreed:
+                pending.wait_for_commit()
 
     def leave(self) -> None:
-        """End the save under way with what this rank can do alone, for a run that ends in an error: the keeper commits
-        where it sees that all ranks have written. Where there are several disks it cannot see that.
+        """End the save under way with what this rank can do alone, for a run that ends in an error: the writer
+        rank commits if it sees that all ranks have written. With several disks it cannot see that.
         """
-        flight, store = self._flight, self._store
-        if flight is None:
+        pending, store = self._pending, self._store
+        if pending is None:
             return
-        flight.writing.wait()
-        if not flight.agreed:
-            sees_all = store.keeps and store.disks.nodes == 1 and flight.error is None
-            if not (sees_all and _is_sealed_in_time(flight)):
+        pending.writing.wait()
+        if not pending.agreed:
+            sees_all = store.is_writer and store.disks.nodes == 1 and pending.error is None
+            if not (sees_all and _is_sealed_in_time(pending)):
                 return
-            flight.start_commit()
-        flight.wait_for_commit()
+            pending.start_commit()
+        pending.wait_for_commit()
 
     # --- its end
 
-    def _end(self, flight: _Flight, dropped: bool) -> Outcome:
-        self._flight = None
-        flight.ended.set()
+    def _end(self, pending: _PendingSave, dropped: bool) -> Outcome:
+        self._pending = None
+        pending.ended.set()
         if not dropped:
-            return Outcome(flight.step, self._store.path_for(flight.step))
-        error = flight.error or SaveDropped(
-            f"checkpoint {flight.step} was dropped: another rank could not write its part"
+            return Outcome(pending.step, self._store.path_for(pending.step))
+        error = pending.error or SaveDropped(
+            f"checkpoint {pending.step} was dropped: another rank could not write its part"
         )
-        self._store.drop(flight.draft)
-        self._report(flight.step, error)
-        return Outcome(flight.step, None)
+        self._store.drop(pending.staged)
+        self._report(pending.step, error)
+        return Outcome(pending.step, None)
 
     def _report(self, step: int, error: Exception) -> None:
         """Log that a save failed.
@@ -271,10 +271,10 @@ class BackgroundSaver:
         self._manager.warn(step, error)
 
 
-def _is_sealed_in_time(flight: _Flight) -> bool:
-    """Whether the others of this disk have sealed the draft, or do so shortly."""
+def _is_sealed_in_time(pending: _PendingSave) -> bool:
+    """Return True if the other ranks of this disk have sealed their files, or do so within `_PATIENCE` seconds."""
     until = time.monotonic() + _PATIENCE
-    while not (flight.seen or flight.draft.is_sealed_by_others()):
+    while not (pending.seen or pending.staged.is_sealed_by_others()):
         if time.monotonic() > until:
             return False
         time.sleep(_WAIT)

@@ -1,6 +1,6 @@
 """How a state becomes a file pair: `NAME.json` (the tree) and `NAME.safetensors` (its tensors, if any).
 
-JSON values stand for themselves. What JSON lacks is an object with one key that starts with `$`:
+JSON values are written as they are. A value that JSON lacks is an object with one key that starts with `$`:
 
     {"$tensor": "a/b"}                 the tensor of that name in the safetensors file; with "complex": true its last
                                        axis holds real and imaginary parts
@@ -159,7 +159,7 @@ class _Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """What stands for itself; told apart early: a state may hold 100,000 numbers, and building a path costs time."""
+    """Recognise values that JSON has early: a state may hold 100,000 numbers, and building a path costs time."""
     kind = type(value)
     if kind is float:
         return math.isfinite(value)
@@ -178,7 +178,7 @@ def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
 class _Decoder:
     """
     Args:
-        deferred: tensors of a file are left there: a `Deferred` stands for each (for real ones; arrays are read).
+        deferred: tensors of a file are not read: each becomes a `Deferred` (arrays are read).
     """
 
     def __init__(self, tensors: TensorFile | dict[str, Tensor], deferred: bool = False) -> None:
@@ -257,7 +257,7 @@ def state_files(name: str, state: State | Encoded) -> set[str]:
 
 
 def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -> dict[str, FileEntry]:
-    """Write `STEM.json` and, where there are tensors, `STEM.safetensors`. Returns size and hash by file
+    """Write `STEM.json` and, if there are tensors, `STEM.safetensors`. Returns size and hash by file
     name.
     """
     files = files or Files()

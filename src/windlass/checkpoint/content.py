@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
-from windlass.checkpoint.draft import Draft, rank_stem
 from windlass.checkpoint.history import History
 from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
+from windlass.checkpoint.staged import StagedCheckpoint, rank_stem
 from windlass.checkpoint.tensor_file import nbytes
 from windlass.checkpoint.weights import save_weights, weights_bytes
 from windlass.core.types import State
@@ -24,15 +24,15 @@ class Content:
     """Everything that this rank has for one checkpoint.
 
     Attributes:
-        shared: parts of all ranks, by name; the keeper of the folder writes them, other ranks' are ignored.
+        shared: parts of all ranks, by name; the writer rank of the folder writes them, other ranks' are ignored.
         per_rank: this rank's own parts.
-        weights: whole weights by name, for each file that they go to; the keeper writes them.
+        weights: whole weights by name, for each file that they go to; the writer rank writes them.
         parts: this rank's parts of sharded tensors.
-        files: further plain files (configuration, tokenizer) by relative name; the keeper writes them.
-        write_model: the keeper calls it with the folder; it may put any plain files there. A script's own way to
+        files: further plain files (configuration, tokenizer) by relative name; the writer rank writes them.
+        write_model: the writer rank calls it with the folder; it may put any plain files there. A script's own way to
             save, which needs the live model: nothing that a snapshot could hold.
         other_bytes: what `write_model` will write, for the check of free space.
-        history: the older rows of `log_history`, which the keeper writes; its states are among `shared`.
+        history: the older rows of `log_history`, which the writer rank writes; its states are among `shared`.
     """
 
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Content:
         return replace(self, shared=shared, per_rank=encoded(self.per_rank), weights=weights)
 
     def tensor_bytes(self) -> int:
-        """Bytes of the tensors that this rank would write as the keeper."""
+        """Bytes of the tensors that this rank would write if it were the writer rank."""
         states = [*self.shared.values(), self.per_rank]
         tensors = [tensor for part in self.parts for tensor in part.tensors.values()]
         return (
@@ -74,38 +74,38 @@ class Content:
         shared = self.tensor_bytes() - own + (0 if self.history is None else self.history.new_bytes())
         return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
 
-    def names(self, rank: int, keeps: bool) -> set[str]:
+    def names(self, rank: int, is_writer: bool) -> set[str]:
         """The files that `write` makes on this rank; what a script's own way to save makes is known to it alone."""
         names = state_files(rank_stem(rank), self.per_rank)
         for part in self.parts:
             names |= part.names()
-        if keeps:
+        if is_writer:
             names |= set(self.files).union(*(state_files(name, state) for name, state in self.shared.items()))
             names |= set(self.weights)
             names |= set() if self.history is None else {segment.name for segment in self.history.segments}
         return names
 
-    def write(self, draft: Draft, keeps: bool) -> None:
-        """Write it into `draft`; what the keeper writes for all only where this rank `keeps` the folder."""
-        if keeps:
-            self._write_shared(draft)
-        draft.write_rank_state(self.per_rank)
+    def write(self, staged: StagedCheckpoint, is_writer: bool) -> None:
+        """Write it into `staged`; the parts that all ranks share only if this rank `is_writer`."""
+        if is_writer:
+            self._write_shared(staged)
+        staged.write_rank_state(self.per_rank)
         for part in self.parts:
-            draft.add(part.write(draft.folder, draft.files))
+            staged.add(part.write(staged.folder, staged.files))
 
-    def _write_shared(self, draft: Draft) -> None:
+    def _write_shared(self, staged: StagedCheckpoint) -> None:
         for name, state in self.shared.items():
-            draft.write_state(name, state)
+            staged.write_state(name, state)
         if self.history is not None:
-            draft.add(self.history.write(draft.folder, draft.files))
+            staged.add(self.history.write(staged.folder, staged.files))
         for name, tensors in self.weights.items():
-            path = draft.folder / name
-            draft.files.ensure_folder(path.parent)
-            draft.add({name: save_weights(path.parent, tensors, name=path.name, files=draft.files)})
+            path = staged.folder / name
+            staged.files.ensure_folder(path.parent)
+            staged.add({name: save_weights(path.parent, tensors, name=path.name, files=staged.files)})
         for name, data in self.files.items():
-            draft.write_file(name, data)
+            staged.write_file(name, data)
         if self.write_model is not None:
-            self.write_model(draft.folder)
+            self.write_model(staged.folder)
 
 
 def _state_bytes(state: State | Encoded) -> int:

@@ -66,7 +66,7 @@ class ExportOptions:
 def export_file(
     source: Folder, target: Path, options: ExportOptions, files: Files | None = None
 ) -> FileEntry:
-    """Write the tensors of `source` as the one file `target`; gives its size and hash. Names that are tied are in its
+    """Write the tensors of `source` as the one file `target`; return its size and hash. Names that are tied are in its
     metadata.
 
     Raises:
@@ -124,7 +124,7 @@ def _check_place(target: Path, options: ExportOptions) -> None:
         raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
     if not _is_result(target):
         raise CheckpointError(
-            f"{target} is no folder that an export wrote, so it is not replaced; name another"
+            f"{target} is not a folder that an export wrote, so it is not replaced; choose another"
         )
 
 
@@ -146,7 +146,7 @@ def _is_companion(name: str) -> bool:
 
 
 def _put(new: Path, target: Path, files: Files) -> None:
-    """Give the complete folder its name. What it replaces goes only when it stands."""
+    """Give the complete folder its name. The folder that it replaces is removed only afterwards."""
     old = _aside(target)
     if target.exists():
         files.rename(target, old)

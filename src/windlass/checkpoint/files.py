@@ -244,7 +244,7 @@ class Files:
             return _digest(file)
 
     def check(self, path: Path, entry: FileEntry) -> Fingerprint:
-        """Compare the content of a plain file with what it must be; gives how it stood.
+        """Compare the content of a plain file with what it must be; return its state on the disk.
 
         Raises:
             CheckpointError: it differs.

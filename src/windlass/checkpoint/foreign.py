@@ -147,7 +147,7 @@ def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
     for name, what in _NOT_READ.items():
         if (folder / name).exists():
             raise CheckpointError(
-                f"{folder} cannot be continued: {folder / name} is {what}. Write it anew there with whole tensors (one "
+                f"{folder} cannot be continued: {folder / name} is {what}. Save it again there with whole tensors (one "
                 "process without sharding), or start from its weights: load them into the model and call train()"
             )
     checkpoint = ForeignCheckpoint(folder, _read_state(folder / STATE_NAME, files), files)
@@ -165,7 +165,7 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
         return Path(which) if is_foreign(Path(which)) else None
     folders = store.folders()
     candidates = [folder for folder in folders if is_foreign(folder)]
-    if not candidates or any(is_checkpoint(folder) for folder in folders) or store.standing():
+    if not candidates or any(is_checkpoint(folder) for folder in folders) or store.committed():
         return None
     skipped = []
     for folder in reversed(candidates):
@@ -194,7 +194,7 @@ def checked_state(path: Path, state: Any) -> dict[str, Any]:
     """What `trainer_state.json` holds, by the names that both Trainers use.
 
     Raises:
-        CheckpointError: a name stands for something of another type; `path` is named.
+        CheckpointError: a name holds something of another type; `path` is named.
     """
     if not isinstance(state, dict) or "global_step" not in state:
         raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")

@@ -70,7 +70,7 @@ class Segment:
         return f"{INDEX}/{self.first:09d}.jsonl"
 
     def put(self, target: Path, files: Files) -> FileEntry:
-        """Make the file at `target`: by a link, as a copy, or anew if no checkpoint has it any more."""
+        """Make the file at `target`: by a link, as a copy, or from memory if no checkpoint has it any more."""
         if self.entry is None or not (self._link(target, files) or self._copy(target, files)):
             text = self.text
             if text is None:

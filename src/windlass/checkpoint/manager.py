@@ -14,12 +14,12 @@ from torch import nn
 from windlass.checkpoint import codec
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, base_part, load_adapter
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.draft import rank_stem
 from windlass.checkpoint.files import FileEntry, Files, is_disk_failure, is_full_disk
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import Retention, prune
 from windlass.checkpoint.sharded import index_name, load_parts, open_parts
+from windlass.checkpoint.staged import rank_stem
 from windlass.checkpoint.store import SaveDropped, Store
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import Handover, VerifiedFiles, hand_over, take_over
@@ -199,7 +199,7 @@ class CheckpointManager:
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
         """Save checkpoint `step` and let retention act. Gives its folder, or None if the system refused something (any
-        `OSError`): that costs this checkpoint and a loud warning, earlier ones stand.
+        `OSError`): that costs this checkpoint and an error in the log; earlier ones remain.
 
         Args:
             meta: plain values for the manifest (best metric, ...).
@@ -222,14 +222,14 @@ class CheckpointManager:
         """`save`, which raises whatever the system refused.
 
         Raises:
-            CheckpointError, OSError: the checkpoint was not saved; earlier ones stand.
+            CheckpointError, OSError: the checkpoint was not saved; earlier ones remain.
         """
         store = self.store
         store.write(
             step,
             meta,
-            lambda draft: content.write(draft, store.keeps),
-            names=content.names(store.rank, store.keeps),
+            lambda staged: content.write(staged, store.is_writer),
+            names=content.names(store.rank, store.is_writer),
             needed=content.disk_bytes(store.writers),
         )
         path = store.path_for(step)
@@ -239,31 +239,33 @@ class CheckpointManager:
     def retain(self, protected: list[Path]) -> None:
         """Remove surplus checkpoints, but for `protected` ones. Collective."""
         try:
-            if self.store.keeps:
+            if self.store.is_writer:
                 self.prune(protected)
         finally:
             self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
 
     def warn(self, step: int, error: Exception) -> None:
-        """Say loudly that a checkpoint was given up, and what stands."""
+        """Log that a checkpoint failed, and which one is the newest complete one."""
         self.last_failure = error
         if isinstance(error, SaveDropped) and self.store.rank != 0:
-            return  # the rank that failed and rank 0 say it; a thousand others need not
-        standing = self._what_stands()
+            return  # the rank that failed and rank 0 log it; a thousand others need not
+        remaining = self._last_committed()
         advice = f". Make room in {self.store.root} before the next save" if is_full_disk(error) else ""
         _logger.error(
-            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s; %s%s", step, self.store.rank, error, standing, advice
+            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s; %s%s", step, self.store.rank, error, remaining, advice
         )  # fmt: skip
 
-    def _what_stands(self) -> str:
+    def _last_committed(self) -> str:
         try:
             last = self.store.list()
         except OSError as error:  # the disk that failed may not even list its folders
-            return f"what stands in {self.store.root} cannot be looked at now ({error.strerror or error})"
+            return (
+                f"earlier checkpoints in {self.store.root} cannot be listed now ({error.strerror or error})"
+            )
         return f"{last[-1].path} is still whole" if last else "there is no earlier one"
 
     def prune(self, protected: list[Path]) -> None:
-        """The keeper's part of `retain`; a disk that refuses is no failure."""
+        """The writer rank's part of `retain`; an error of the disk is logged, not raised."""
         try:
             prune(self.store, self.retention, [*protected, *self.store.spared()])
         except OSError as error:
@@ -287,7 +289,7 @@ class CheckpointManager:
         return hand_over(self.store.resume_point(which))
 
     def receive(self, handover: Handover) -> Checkpoint:
-        """Open what another rank verified, by its manifest: a file that stands as it stood then is trusted, any
+        """Open what another rank verified, by its manifest: a file that is unchanged since then is trusted, any
         other is hashed when it is read.
         """
         return Checkpoint(take_over(handover), self.store.files)

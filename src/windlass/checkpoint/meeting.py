@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from windlass.checkpoint.draft import rank_stem
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
+from windlass.checkpoint.staged import rank_stem
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.verified import Handover, hand_over
 from windlass.core.errors import CheckpointError
@@ -19,7 +19,7 @@ _Order = tuple[int, int]  # serial and step
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the keeper of one disk found, as it goes to other ranks."""
+    """What the writer rank of one disk found, as it goes to other ranks."""
 
     node: int
     order: _Order
@@ -29,8 +29,8 @@ class _Found:
 
 
 def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
-    """What `resume_from_checkpoint` means, verified on every disk by its keeper: True takes the one committed last of
-    those that are whole on all of them. Collective.
+    """What `resume_from_checkpoint` means, verified on every disk by its writer rank: True takes the last
+    committed one of those that are complete on all disks. Collective.
 
     Returns:
         The checkpoint as it lies on this rank's disk.
@@ -40,13 +40,13 @@ def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
     """
     info = _newest_on_all(store) if which is True else _at(store, Path(which))
     handovers = store.gather(None if info is None else hand_over(info))
-    chosen: Handover = handovers[store.disks.keeper]
+    chosen: Handover = handovers[store.disks.writer_rank]
     _refuse_what_lies_elsewhere(store, info)
     return chosen
 
 
 def _at(store: Store, path: Path) -> CheckpointInfo | None:
-    """Exactly the checkpoint at `path`; on keepers."""
+    """Exactly the checkpoint at `path`; on writer ranks."""
     info, found = _verify(store, path)
     problems = _problems(found)
     if problems:
@@ -55,8 +55,8 @@ def _at(store: Store, path: Path) -> CheckpointInfo | None:
 
 
 def _newest_on_all(store: Store) -> CheckpointInfo | None:
-    paths = {info.order: info.path for info in store.standing()} if store.keeps else {}
-    told = [orders for orders in store.gather(list(paths) if store.keeps else None) if orders is not None]
+    paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
+    told = [orders for orders in store.gather(list(paths) if store.is_writer else None) if orders is not None]
     of_nodes = [{(serial, step) for serial, step in orders} for orders in told]
     reasons = []
     for order in sorted(set[_Order]().union(*of_nodes), reverse=True):
@@ -83,9 +83,9 @@ def _warn_of_skipped(store: Store, order: _Order, reasons: list[str]) -> None:
 
 
 def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
-    """The keepers verify what lies at `path` on their disks; gives this one's, and what all of them found."""
+    """The writer ranks verify what lies at `path` on their disks; return this one's, and what all of them found."""
     info, answer = None, None
-    if store.keeps:
+    if store.is_writer:
         assert path is not None
         node = store.disks.node
         try:

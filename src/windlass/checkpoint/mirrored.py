@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.draft import Draft
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.remote import Mirror, Uploaded
+from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -21,11 +21,11 @@ _Paths = list[Path]
 
 
 class MirroredStore(Store):
-    """Saves are committed on this machine as ever, then uploaded: one that did not arrive has failed, though it
-    stands here. Nothing here talks to other ranks.
+    """Commit each save on this machine, then upload it. A save that could not be uploaded has failed, although it is
+    committed here. Nothing here communicates with other ranks.
 
     Args:
-        mirror: the remote folder. Only keepers write to it.
+        mirror: the remote folder. Only writer ranks write to it.
         options: those of `Store`.
     """
 
@@ -33,15 +33,15 @@ class MirroredStore(Store):
         super().__init__(mirror.root, **options)
         self.mirror = mirror
 
-    def commit(self, draft: Draft) -> None:
-        super().commit(draft)
-        if self.keeps:
-            self.mirror.upload(self._read(draft.target))
+    def commit(self, staged: StagedCheckpoint) -> None:
+        super().commit(staged)
+        if self.is_writer:
+            self.mirror.upload(self._read(staged.target))
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Upload the run's other files, and checkpoints that stand on this machine alone, because an upload failed or
-        the process ended before it. The new checkpoint stands, whatever comes of this.
+        """Upload the run's other files, and checkpoints that exist on this machine alone, because an upload failed or
+        the process ended before it. The new checkpoint stays committed, whatever the result.
         """
         try:
             self.mirror.upload_loose()
@@ -56,15 +56,15 @@ class MirroredStore(Store):
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint on this machine and in the remote folder. What a replacement or a cut-off save left goes
-        from this machine alone: the remote one of its step may be all that stands there.
+        from this machine alone: the remote one of its step may be the only one there.
         """
         if path == self.path_for(self._step_in(path) or 0):
             self.mirror.remove(path)
         if path.exists():
             super().remove(path)
 
-    def standing(self) -> _Infos:
-        here = {info.order: info for info in super().standing()}
+    def committed(self) -> _Infos:
+        here = {info.order: info for info in super().committed()}
         try:
             there = {one.info.order: one.info for one in self.mirror.list()}
         except OSError as error:  # saves go on, and each tries for itself
@@ -73,7 +73,7 @@ class MirroredStore(Store):
         return [info for _, info in sorted({**there, **here}.items())]
 
     def whole(self) -> _Infos:
-        """Those in the remote folder: one that stands here alone is no reason to remove another there."""
+        """Those in the remote folder: one that exists only here does not count against another there."""
         return [one.info for one in self.mirror.list()]
 
     def is_fresh(self) -> bool:
@@ -84,8 +84,8 @@ class MirroredStore(Store):
         """
         return super().is_fresh() and not self._uploaded() and not self._of_other_nodes()
 
-    def stands(self, path: Path) -> bool:
-        return super().stands(path) or self._uploaded_at(path) is not None
+    def is_committed(self, path: Path) -> bool:
+        return super().is_committed(path) or self._uploaded_at(path) is not None
 
     def verify(self, path: Path | str) -> CheckpointInfo:
         """Check every byte of the checkpoint at `path`, which is fetched where this machine has none or an older one.
@@ -128,7 +128,7 @@ class MirroredStore(Store):
         return sorted(ages, key=ages.__getitem__, reverse=True)
 
     def _newer_at(self, path: Path, info: CheckpointInfo | None) -> Uploaded | None:
-        """What stands for `path` in the remote folder, where it is newer than the whole one here."""
+        """The remote counterpart of `path`, if it is newer than the complete one here."""
         try:
             uploaded = self._uploaded_at(path)
         except CheckpointError as error:
@@ -142,7 +142,7 @@ class MirroredStore(Store):
         return next((one for one in reversed(self._uploaded()) if one.info.path == path), None)
 
     def _uploaded(self) -> list[Uploaded]:
-        """What stands in the remote folder.
+        """The checkpoints in the remote folder.
 
         Raises:
             CheckpointError: it cannot be reached: what was newest there is not known then.

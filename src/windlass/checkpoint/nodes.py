@@ -1,5 +1,5 @@
-"""Which ranks share a disk: found out by looking, for no setting and no host name tells whether a path leads two
-machines to one folder.
+"""Which ranks share a disk: detected with files, because neither a setting nor a host name shows whether two machines
+see one folder under a path.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Disks:
         return cls(0, 1, tuple(range(world)))
 
     @property
-    def keeper(self) -> int:
-        """The rank that makes, commits and removes the folders on this node."""
+    def writer_rank(self) -> int:
+        """The rank that creates, commits and removes the folders on this node."""
         return self.members[0]
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The ranks that write into the keeper's folders."""
+        """The ranks that write into the folders of the writer rank."""
         return self.members[1:]
 
 

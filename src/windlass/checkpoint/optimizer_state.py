@@ -25,7 +25,7 @@ from windlass.dist.sharded import (
 
 # How an update is computed, not what it computes: these stay as this machine's optimizer has them.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_PART = "windlass.part"  # stands for a tensor that ranks wrote in parts; its value is that tensor's name
+_PART = "windlass.part"  # marks a tensor that ranks wrote in parts; its value is that tensor's name
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
@@ -123,7 +123,7 @@ def _gathered(value: Any) -> Any:
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
     """Put `state` back into `optimizer`, in place: the object, its parameters and tensors of equal shape keep
-    their identity. Every rank has all of `state`, in which `Deferred` may stand for tensors; of what belongs to a
+    their identity. Every rank has all of `state`, in which tensors may be `Deferred`; of what belongs to a
     sharded parameter it takes its part.
 
     Tensors come onto their parameter's device and keep their saved dtype. Options of a group (learning rate,

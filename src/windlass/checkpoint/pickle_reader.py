@@ -2,11 +2,11 @@
 
 The opcodes are interpreted here, one by one, and build plain containers, numbers, text and descriptions of tensors:
 nothing else exists for them. A name in the file is never imported. The few that `torch.save` writes for tensors,
-storages and ordered maps stand for functions of this file; any other name, and any opcode that would make an object
+storages and ordered maps are mapped to functions of this file; any other name, and any opcode that would make an object
 of a class, is an error that says so. The allow-list is all of `_CALLS`, `_STORAGES`, `_DTYPES` and `_OPCODES`.
 
 Bytes, opcodes, depth and the size of whole numbers are bounded, and so is what a walk through the result costs: a small
-file can refer to one tuple many times over, on every level anew. Opcodes: CPython's `Lib/pickletools.py`.
+file can refer to one tuple many times over, again on every level. Opcodes: CPython's `Lib/pickletools.py`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_pickle(data: bytes, what: str, storages: Mapping[str, int]) -> Any:
     return value
 
 
-# --- what stands on the stack beside plain values
+# --- what the stack holds beside plain values
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Machine:
         return CheckpointError(f"{self._what} is not read: at byte {self._opcode_at} of its pickle, {why}")
 
     def run(self) -> Any:
-        """Interpret until STOP; gives the one value that is left."""
+        """Interpret until STOP; return the one value that is left."""
         if len(self._data) > MAX_BYTES:
             raise self.error(f"it has {len(self._data):,} bytes; at most {MAX_BYTES:,} are read")
         for _ in range(MAX_OPCODES):
@@ -246,9 +246,9 @@ class _Machine:
     # --- names, and what is made of them
 
     def name(self, module: Any, name: Any) -> None:
-        """Push what a name stands for; it is looked up in the lists of this file alone."""
+        """Push the object of a name, which is looked up in the lists of this file alone."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise self.error("a name is no text")
+            raise self.error("a name is not text")
         if (module, name) in _STORAGES:
             self.stack.append(_StorageKind(_STORAGES[module, name]))
         elif module == "torch" and name in _DTYPES:
@@ -342,7 +342,7 @@ def _tensor(machine: _Machine, storage: Any, dtype: Any, *described: Any) -> Sto
 
 def _parameter(machine: _Machine, data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor) or hooks:
-        raise machine.error("a parameter is no tensor, or has hooks")
+        raise machine.error("a parameter is not a tensor, or has hooks")
     return data
 
 
@@ -376,7 +376,7 @@ def _latin(machine: _Machine, text: Any, encoding: Any) -> bytes:
 
 def _numpy_type(machine: _Machine, code: Any, align: Any = False, copy: Any = True) -> _NumpyType:
     if not isinstance(code, str) or code not in _NUMPY_CODES:
-        raise machine.error("a number of numpy is of a type that is no plain number")
+        raise machine.error("a number of numpy is of a type that is not a plain number")
     return _NumpyType(code)
 
 
@@ -497,4 +497,4 @@ def _check_tree(value: Any, machine: _Machine) -> None:
             inside = item.values() if isinstance(item, dict) else item
             waiting.extend((inner, depth + 1) for inner in inside)
         elif not isinstance(item, _PLAIN):
-            raise machine.error("it holds a bare function or class, which is no data")
+            raise machine.error("it holds a bare function or class, which is not data")

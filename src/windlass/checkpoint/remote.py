@@ -2,7 +2,7 @@
 
 An object store has no rename. So the data files of a checkpoint are uploaded first and its manifest last: that upload
 is the commit. A checkpoint is removed in the other order. A step that is saved again gets a folder of another name
-(`checkpoint-20-again-1`), and the older one goes once the new manifest stands.
+(`checkpoint-20-again-1`), and the older one is removed once the new manifest is uploaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.draft import folder_pattern, set_aside
 from windlass.checkpoint.files import CHUNK, Files
 from windlass.checkpoint.history import is_segment
 from windlass.checkpoint.manifest import (
@@ -26,6 +25,7 @@ from windlass.checkpoint.manifest import (
     parse_manifest,
 )
 from windlass.checkpoint.replacing import replacing
+from windlass.checkpoint.staged import folder_pattern, set_aside
 from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
 from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
@@ -184,7 +184,7 @@ def check_remote(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A checkpoint that stands in the remote folder `name`; the path of `info` is its place on this machine."""
+    """A committed checkpoint in the remote folder `name`; the path of `info` is its place on this machine."""
 
     name: str
     info: CheckpointInfo
@@ -215,7 +215,7 @@ class Mirror:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def list(self) -> Sequence[Uploaded]:
-        """Those whose manifest stands and can be read, in order of their commits.
+        """Those whose manifest exists and can be read, in order of their commits.
 
         Raises:
             OSError: the folder cannot be reached.
@@ -257,7 +257,7 @@ class Mirror:
         """Upload a checkpoint: its manifest last.
 
         Raises:
-            OSError: it did not arrive; what stood before still stands.
+            OSError: it did not arrive; earlier ones remain.
         """
         name = self._free_name(info.path.name)
         shared = self._shared_files(info)
@@ -288,7 +288,7 @@ class Mirror:
         }
 
     def _clear(self) -> None:
-        """Remove what cut-off uploads and removals left. It matters to nobody, so a failure is no failure."""
+        """Remove files that interrupted uploads and removals left. Errors are ignored: nobody needs those files."""
         with contextlib.suppress(OSError):
             for name in self._names():
                 if name not in self._known and self._is_cut_off(name):
@@ -299,7 +299,7 @@ class Mirror:
         return name != self._users and not self.remote.has(f"{name}/{MANIFEST_NAME}")
 
     def _free_name(self, stem: str) -> str:
-        """A name under which nothing stands; what a cut-off upload left there is removed."""
+        """An unused name; files of an interrupted upload under it are removed."""
         taken = set(self._names())
         for number in range(len(taken) + 1):
             name = f"{stem}-again-{number}" if number else stem
@@ -311,7 +311,7 @@ class Mirror:
         raise AssertionError("as many names as there are folders, and one more")
 
     def remove(self, path: Path) -> None:
-        """Remove what stands for the local folder `path`.
+        """Remove the remote counterpart of the local folder `path`.
 
         Raises:
             OSError: the service refused.
@@ -333,14 +333,14 @@ class Mirror:
             CheckpointError: it is damaged. OSError: the service or the disk failed.
         """
         target = one.info.path
-        draft = target.with_name("tmp-" + target.name)
-        if draft.exists() or draft.is_symlink():
-            files.remove_tree(draft)
+        staged = target.with_name("tmp-" + target.name)
+        if staged.exists() or staged.is_symlink():
+            files.remove_tree(staged)
         files.ensure_folder(target.parent)
-        files.make_folder(draft)
+        files.make_folder(staged)
         for name, entry in one.info.files.items():
-            files.ensure_folder((draft / name).parent)
-            arrived = files.write(draft / name, self.remote.chunks(f"{one.name}/{name}"))
+            files.ensure_folder((staged / name).parent)
+            arrived = files.write(staged / name, self.remote.chunks(f"{one.name}/{name}"))
             if arrived != entry:
                 raise CheckpointError(
                     f"{self.remote.shown}/{one.name}/{name} is damaged: it does not match the manifest"
@@ -349,10 +349,10 @@ class Mirror:
         if one.info.nodes > 1:
             manifests += [node_manifest_name(node) for node in one.info.held]
         for name in manifests:
-            files.write(draft / name, [self.remote.read(f"{one.name}/{name}", MAX_MANIFEST_BYTES)])
-        files.sync_folder(draft)
+            files.write(staged / name, [self.remote.read(f"{one.name}/{name}", MAX_MANIFEST_BYTES)])
+        files.sync_folder(staged)
         replaced = set_aside(target, files)
-        files.rename(draft, target)
+        files.rename(staged, target)
         files.sync_folder(target.parent)
         if replaced is not None and replaced.name.startswith("replaced-"):
             files.remove_tree(replaced)
@@ -376,17 +376,17 @@ class Mirror:
 
     def _send(self, loose: RemoteFolder, path: Path) -> None:
         name, status = path.relative_to(self.root).as_posix(), path.stat()
-        stands = status.st_size, status.st_mtime_ns
-        if self._sent.get(name) == stands:
+        version = status.st_size, status.st_mtime_ns
+        if self._sent.get(name) == version:
             return
         if status.st_size <= _SMALL:
             loose.write(name, path.read_bytes())
         else:
             loose.put(path, name)
-        self._sent[name] = stands
+        self._sent[name] = version
 
     def fetch_loose(self, name: str, files: Files) -> None:
-        """Take the remote copy of a file of the run, where there is one."""
+        """Take the remote copy of a file of the run, if there is one."""
         if self._loose is None or not self._loose.has(name):
             return
         with replacing(self.root / name, files) as new:

@@ -1,4 +1,4 @@
-"""Writing a file whose name another may have: what stood there stands until the new one is whole."""
+"""Writing a file whose name another may have: the old file stays until the new one is complete."""
 
 from __future__ import annotations
 

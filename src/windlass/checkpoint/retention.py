@@ -1,4 +1,4 @@
-"""Which checkpoints are kept. Runs only after a new one stands."""
+"""Which checkpoints are kept. Runs only after a new one is committed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _lasting_name(path: Path) -> str:
 
 
 def prune(store: Store, policy: Retention, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove surplus checkpoints; gives what was removed. A damaged one neither counts nor is removed: it is
+    """Remove surplus checkpoints; return what was removed. A damaged one neither counts nor is removed: it is
     evidence.
 
     Raises:

@@ -75,7 +75,7 @@ class RunLock:
         name: of the lock file.
     """
 
-    token = ""  # of an object whose constructor was broken off
+    token = ""  # of an object whose constructor was interrupted
     _file: FileIO | None = None
 
     def __init__(self, folder: Path, name: str = LOCK_NAME) -> None:

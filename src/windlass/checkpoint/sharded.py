@@ -10,7 +10,7 @@ Writing moves no tensor between ranks, and reading one opens only the files that
 
 where a part is [rank, first row, rows] along dimension `dim`. Of the ranks that hold copies of a part (hybrid sharding)
 the one writes it that has the fewest bytes to write so far, so all write alike much; plain tensors, which may differ
-between ranks, are the first one's. Tied tensors are written once, under the first of their names. Where there are
+between ranks, are the first one's. Tied tensors are written once, under the first of their names. If there are
 several disks, each has an index, which names ranks of its own wherever they hold a part, the first that does.
 """
 
@@ -72,7 +72,7 @@ class RankParts:
         return own if self.index is None else {*own, index_name(self.stem)}
 
     def write(self, folder: Path, files: Files) -> dict[str, FileEntry]:
-        """Write into `folder`; gives what was written, by file name."""
+        """Write into `folder`; return what was written, by file name."""
         written = {}
         if self.tensors:
             path = folder / rank_file(self.stem, self.rank)
@@ -86,7 +86,7 @@ class RankParts:
 def write_parts(
     folder: Path, stem: str, tensors: Mapping[str, Tensor], world: World, files: Files | None = None
 ) -> dict[str, FileEntry]:
-    """Write this rank's parts of `tensors` (see `parts_of_rank`); gives what this rank wrote, by file name."""
+    """Write this rank's parts of `tensors` (see `parts_of_rank`); return what this rank wrote, by file name."""
     return parts_of_rank(stem, tensors, world).write(folder, files or Files())
 
 

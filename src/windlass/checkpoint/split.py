@@ -30,7 +30,7 @@ def save_split(
     """Write a state dict into `folder`, as one file or as several of at most `limit` bytes of tensors each.
 
     A tensor that is larger by itself has a file of its own. Files of an earlier, differently split save are removed
-    once the new ones stand.
+    once the new ones are complete.
 
     Args:
         offloaded: reads the data of a tensor that is on the meta device, by its name in `state`; one at a time.
@@ -67,7 +67,7 @@ def stream_split(
     limit: int,
     files: Files,
 ) -> list[str]:
-    """Write tensors that are made one by one, by `read`, as one file or as several with an index; gives their names.
+    """Write tensors that are made one by one, by `read`, as one file or as several with an index; return their names.
 
     Args:
         aliases: tied name -> the name that it is stored under.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from windlass.checkpoint.draft import Draft, folder_pattern
 from windlass.checkpoint.files import Files, is_unreachable
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -28,6 +27,7 @@ from windlass.checkpoint.manifest import (
     read_manifest,
 )
 from windlass.checkpoint.nodes import Disks
+from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
@@ -59,7 +59,7 @@ def has_all_files(info: CheckpointInfo) -> bool:
 
 
 class SaveDropped(CheckpointError):  # noqa: N818 (what happened, not what is wrong here: this rank did its part)
-    """A checkpoint was given up because another rank could not write its part."""
+    """A checkpoint was dropped because another rank could not write its part."""
 
 
 class Store:
@@ -116,7 +116,7 @@ class Store:
                 found.append(self._read(path))
         return sorted(found, key=lambda info: info.order)
 
-    def standing(self) -> _Infos:
+    def committed(self) -> _Infos:
         """The committed checkpoints, wherever they lie, in order of their commits."""
         return self.list()
 
@@ -132,7 +132,7 @@ class Store:
         """Whether nothing lies here that may be a checkpoint, whole or not."""
         return not self._candidates()
 
-    def stands(self, path: Path) -> bool:
+    def is_committed(self, path: Path) -> bool:
         """Whether `verify` would find a checkpoint at `path`."""
         return is_checkpoint(path)
 
@@ -242,16 +242,16 @@ class Store:
         self,
         step: int,
         meta: Mapping[str, Any],
-        body: Callable[[Draft], None],
+        body: Callable[[StagedCheckpoint], None],
         *,
         names: Iterable[str] = (),
         needed: int = 0,
     ) -> None:
-        """Write checkpoint `step`: every rank calls it, `body` writes the rank's parts into the draft, and what all
-        have written is committed.
+        """Write checkpoint `step`: every rank calls it, `body` writes the rank's parts into the staged checkpoint,
+        which is committed once all have written.
 
         An exception at any instant, also one that a signal handler raises, leaves a staging folder or a whole
-        checkpoint. (This is no context manager: an exception between its body and its exit would not reach it.)
+        checkpoint. (This is not a context manager: an exception between its body and its exit would not reach it.)
 
         Args:
             meta: plain values kept in the manifest.
@@ -259,85 +259,87 @@ class Store:
             needed: bytes the whole checkpoint takes; more than the disk has free fails before anything is written.
 
         Raises:
-            SaveDropped: another rank failed. Whatever failed on this rank is raised as it is. Either way the draft
-                is dropped on every rank and all earlier checkpoints stand.
+            SaveDropped: another rank failed. Whatever failed on this rank is raised as it is. Either way the staged
+                checkpoint is dropped on every rank and all earlier checkpoints remain.
         """
-        draft = self.begin(step, meta, names=names, needed=needed)
+        staged = self.begin(step, meta, names=names, needed=needed)
 
         def fill() -> None:
-            body(draft)
-            draft.seal()
+            body(staged)
+            staged.seal()
 
         try:
             self.agree(step, fill)
-            self.agree(step, lambda: self.commit(draft))
+            self.agree(step, lambda: self.commit(staged))
             if self.disks.nodes > 1:
-                self._on_all = draft.serial, step
+                self._on_all = staged.serial, step
         except BaseException:
-            self.drop(draft)
+            self.drop(staged)
             raise
 
     # The steps of a save, each a rank's own part of it: where the ranks agree in between is their caller's matter.
 
     def begin(
         self, step: int, meta: Mapping[str, Any], *, names: Iterable[str] = (), needed: int = 0
-    ) -> Draft:
+    ) -> StagedCheckpoint:
         """This rank's view of a checkpoint to be written, whose folder is there. Collective; see `write`.
 
-        Where there are several disks, the ranks agree here on the save's serial.
+        With several disks, the ranks agree here on the save's serial.
         """
-        draft = Draft(self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks, names)
+        staged = StagedCheckpoint(
+            self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks, names
+        )
         try:
             if self.disks.nodes > 1:
-                draft.serial = self._agree_on_serial(step)
-            self.agree(step, lambda: self._open(draft, needed))
+                staged.serial = self._agree_on_serial(step)
+            self.agree(step, lambda: self._open(staged, needed))
         except BaseException:
-            self.drop(draft)
+            self.drop(staged)
             raise
-        return draft
+        return staged
 
-    def _standing_orders(self) -> _Orders | None:
-        return [info.order for info in self.standing()] if self.keeps else None
+    def _committed_orders(self) -> _Orders | None:
+        return [info.order for info in self.committed()] if self.is_writer else None
 
     def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
-        told = self.gather(self.agree(step, self._standing_orders))
+        told = self.gather(self.agree(step, self._committed_orders))
         of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
 
     def spared(self) -> _Paths:
-        """What retention must leave: where there are several disks, the newest checkpoint that is known to stand on
-        all of them. That is the one before, until the ranks have met again.
+        """What retention must not remove: with several disks, the newest checkpoint that is known to be committed on
+        all of them. That is the previous one, until the ranks have agreed again.
         """
         return [info.path for info in self.list() if info.order == self._on_all]
 
     @property
-    def keeps(self) -> bool:
-        """Whether this rank makes the folder, commits and removes; the others only write into it."""
-        return self.rank == self.disks.keeper
+    def is_writer(self) -> bool:
+        """True if this rank creates, commits and removes the folders of its disk; the others only write into them."""
+        return self.rank == self.disks.writer_rank
 
     @property
     def writers(self) -> int:
         """How many ranks write to this rank's disk."""
         return len(self.disks.members)
 
-    def _open(self, draft: Draft, needed: int) -> None:
-        """The keeper makes room and the folder, into which the others may write once it has returned."""
-        if self.keeps:
+    def _open(self, staged: StagedCheckpoint, needed: int) -> None:
+        """The writer rank makes room and the folder, into which the others may write once it has returned."""
+        if self.is_writer:
             self._prepare(needed)
-            draft.open()
+            staged.open()
 
-    def commit(self, draft: Draft) -> None:
-        """When all ranks have sealed the draft, the keeper makes it a checkpoint."""
-        if self.keeps:
-            draft.commit(draft.serial or self._next_serial())
+    def commit(self, staged: StagedCheckpoint) -> None:
+        """Commit on the writer rank, after all ranks have sealed."""
+        if self.is_writer:
+            staged.commit(staged.serial or self._next_serial())
             self._remove_leftovers()
 
-    def drop(self, draft: Draft) -> None:
-        """Give the draft up. What cannot be removed is left for the next save to clear."""
-        if self.keeps:
-            draft.drop()
+    def drop(self, staged: StagedCheckpoint) -> None:
+        """Remove the staged checkpoint. What cannot be removed is left for the next save to clear."""
+        if self.is_writer:
+            staged.drop()
 
     def agree(self, step: int, work: Callable[[], _T]) -> _T:
         """Call `work` on every rank and go on, with what it gave here, only if it returned on all. An interrupt is
@@ -382,7 +384,7 @@ class Store:
             except (CheckpointError, OSError) as error:
                 if is_unreachable(error):
                     raise OSError(errno.EIO, f"the checkpoints there cannot be listed: {error}") from error
-        return max([*serials, *(info.serial for info in self.standing())]) + 1
+        return max([*serials, *(info.serial for info in self.committed())]) + 1
 
     def _recover(self) -> None:
         """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name
@@ -396,8 +398,8 @@ class Store:
                     self.files.sync_folder(self.root)
 
     def _remove_leftovers(self) -> None:
-        """The keeper: remove what cut-off saves and removals left. It matters to nobody, so a failure is no
-        failure.
+        """On the writer rank: remove files that interrupted saves and removals left. Errors are ignored: nobody needs
+        those files.
         """
         with contextlib.suppress(OSError):
             for path in sorted(self.root.iterdir()):

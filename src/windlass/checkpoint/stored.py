@@ -57,7 +57,7 @@ def open_folder(path: Path) -> Folder:
         CheckpointError: there is none, or its manifest is damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder")
+        raise CheckpointError(f"{path} is not a folder")
     files = Files()
     if (path / MANIFEST_NAME).exists():
         info = read_manifest(path, files)

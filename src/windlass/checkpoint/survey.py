@@ -73,7 +73,7 @@ class RunNotes:
 
 
 def notes_of(whole: list[CheckpointInfo]) -> RunNotes:
-    """Read the notes of the newest one; none where there is none, or another program's code wrote it.
+    """Read the notes of the newest one; empty if there is none, or another program's code wrote it.
 
     Raises:
         CheckpointError: a file that has them is damaged.

@@ -65,7 +65,7 @@ class TorchFile:
         head = file.read(len(_LEGACY))
         if head == _LEGACY:
             raise self._error(
-                "it is in the format of torch before 1.6. If you trust it, write it anew where torch is installed: "
+                "it is in the format of torch before 1.6. If you trust it, save it again where torch is installed: "
                 "torch.save(torch.load(path, weights_only=True), path)"
             )
         if not head.startswith(b"PK\x03\x04"):

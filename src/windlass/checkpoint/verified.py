@@ -1,8 +1,8 @@
 """Reading a verified checkpoint so that nothing else is read: each byte that is loaded was hashed, once.
 
-Verifying and loading are two passes over a file, and a file may change between them. So each pass notes how the file
-stands (inode, size, times of change). A file that still stands as it was verified is read without hashing it again;
-any other is hashed first, and one that changes while it is read is refused after all.
+Verifying and loading are two passes over a file, and a file may change between them. So each pass records inode, size
+and times of change of the file. A file that is unchanged since it was verified is read without hashing it again; any
+other is hashed first, and one that changes while it is read is refused after all.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def save_weights(
     name: str = WEIGHTS_NAME,
     files: Files | None = None,
 ) -> FileEntry:
-    """Write `folder/model.safetensors` from `model.state_dict()`; one that is there stands until the new one is whole.
+    """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
 
     Args:
         metadata: extra strings for the file's header; `format` and the alias map are added.
@@ -280,7 +280,7 @@ def _same_values(file: TensorSource, one: str, other: str) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """By value; what is no number equals itself."""
+    """Compare by value; NaN equals itself."""
     same = (one == other) | ((one != one) & (other != other))
     return bool(same.all())
 

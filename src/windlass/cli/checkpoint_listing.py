@@ -76,7 +76,7 @@ def local_path(word: str) -> Path:
         raise CheckpointError(f"{word} is not a folder of this machine; download it, and name that folder")
     path = Path(word).expanduser()
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder")
+        raise CheckpointError(f"{path} is not a folder")
     return path
 
 

@@ -30,7 +30,7 @@ Index = dict[str, dict[str, str]]
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
 ) -> Index:
-    """Write one tensor into a folder of offloaded weights; gives `index` with its entry.
+    """Write one tensor into a folder of offloaded weights; return `index` with its entry.
 
     The folder's own index is not touched: see `save_offload_index`.
     """

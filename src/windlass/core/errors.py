@@ -81,19 +81,19 @@ class NonFiniteError(WindlassError, FloatingPointError):
 
 
 class MemoryShortError(WindlassError, MemoryError):
-    """Memory does not hold a batch, and this process cannot go on with a smaller one by itself."""
+    """Memory does not hold a batch, and this process cannot continue with a smaller one by itself."""
 
 
-# "Temporary failure, try again" of sysexits.h: a scheduler may start the job anew.
+# "Temporary failure, try again" of sysexits.h: a scheduler may start the job again.
 EXIT_PREEMPTED = 75
 
 
 class Preempted(SystemExit):
-    """A scheduler asked the job to leave, and it did. Ends the process with code 75 unless the script takes it.
+    """A scheduler requested that the job exit. Ends the process with code 75 unless the script catches it.
 
     Attributes:
         step: optimizer updates done.
-        folder: the newest checkpoint of the run; None where there is none.
+        folder: the newest checkpoint of the run; None if there is none.
     """
 
     def __init__(self, step: int, folder: Path | None) -> None:

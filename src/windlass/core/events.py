@@ -25,7 +25,7 @@ EVENTS = (
 
 @dataclass
 class TrainerState:
-    """Where a run stands. Plain data: saved as `trainer_state.json` in every checkpoint.
+    """The progress of a run. Plain data: saved as `trainer_state.json` in every checkpoint.
 
     `global_step` counts optimizer updates; `epoch` is fractional. `num_input_tokens_seen` stays 0 unless
     `include_num_input_tokens_seen` asks for it. `best_*` describe the best evaluation so far.
@@ -111,7 +111,7 @@ class TrainerControl:
     should_log: bool = False
 
     def new_training(self) -> None:
-        """Forget what an earlier `train()` was told."""
+        """Reset the flags that an earlier `train()` left."""
         self.should_training_stop = False
 
     def new_epoch(self) -> None:

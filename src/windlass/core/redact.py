@@ -119,7 +119,7 @@ def _hides(match: re.Match[str]) -> bool:
 def redact_value(name: str, value: Any) -> Any:
     """`value`, as it may be shown under `name`: texts without secrets, in mappings and lists too.
 
-    A number, a truth value or None under any name is no secret.
+    A number, a truth value or None under any name is not a secret.
     """
     if isinstance(value, str):
         return HIDDEN if value and is_secret_name(name) and not is_hidden(value) else redact_text(value)
@@ -162,7 +162,7 @@ def redacted_argv() -> Iterator[None]:
 
 
 def is_hidden(text: str) -> bool:
-    """Return True if `text` is what stands in place of a secret: it was read from something that was written."""
+    """Return True if `text` is the placeholder of a secret: it was read from something that was written."""
     return text == HIDDEN or re.fullmatch(r"<[A-Z_]+>", text) is not None
 
 

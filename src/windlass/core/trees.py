@@ -334,7 +334,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: a nest of tensors of `batch_size` samples along axis `dim`.
-        num_processes: how many parts there shall be.
+        num_processes: how many parts to make.
     """
     missing = -batch_size % num_processes
 

@@ -59,7 +59,7 @@ class ThreadWaiting:
         return self._lengthen is not None
 
     def look(self) -> None:
-        """Called by the main thread after each update: choose anew, at most twice a second."""
+        """Called by the main thread after each update: choose again, at most twice a second."""
         now = self._clock()
         if now - self._since < _WINDOW or not self._enabled:
             return

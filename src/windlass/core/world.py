@@ -1,4 +1,4 @@
-"""Where this process stands among the processes of a job, as its launcher said it.
+"""The rank of this process in its job, as its launcher set it.
 
 Read from the environment once per call and never written. It is on the ground floor because configuration
 (`args.world_size`) and process groups (`dist`) both need it, and neither may import the other.

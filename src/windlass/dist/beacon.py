@@ -1,9 +1,9 @@
 """Where each process of a job is: its step and the call it is in, written where the launcher can read them.
 
 Each rank owns one small file, mapped into memory. A mark is a write into that memory: no system call, no lock, well
-under a microsecond. The launcher reads the files when a job fails, and watches them to notice one that stands still. It
+under a microsecond. The launcher reads the files when a job fails, and watches them to notice one without progress. It
 makes them and holds them open, so that they can be read when their folder has been removed. Without a launcher that
-asks for it there is no file, and the marks are for this process alone, whose watchdog looks at them.
+asks for them there is no file, and the marks are for this process alone, whose watchdog looks at them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# The folder of the marks. The launcher makes it anew for each attempt and names it to its processes.
+# The folder of the marks. The launcher creates a new one for each attempt and names it to its processes.
 FOLDER_VARIABLE = "WINDLASS_BEACON"
 # A process that receives this writes the stacks of all its threads. Real-time signals have no other users: schedulers
 # send SIGUSR1 and SIGUSR2 to announce that a job ends.
@@ -51,13 +51,13 @@ WAITS = (
     "save",
     "wait for",
 )
-# A mark: how many marks were written, the updates done (-1: not said yet), and the name of the call, padded with zeros.
+# A mark: how many marks were written, the updates done (-1: unknown), and the name of the call, padded with zeros.
 _MARK = struct.Struct("<qq64s")
 _NO_STEP = -1
 # Behind it, written by the watchdog: how often it has looked, and the collectives that were issued (-1: not known).
 _LIFE = struct.Struct("<qq")
 _SIZE = _MARK.size + _LIFE.size
-# Marks up to here come from the start of the process, before the script says anything.
+# Marks up to here come from the start of the process, before the script reports anything.
 _OPENING_MARKS = 1
 
 
@@ -66,10 +66,10 @@ class Mark:
     """The last sign of a process.
 
     Attributes:
-        count: marks written so far; it stands still when the process does.
-        step: updates that were done; None before the script said anything of steps.
+        count: marks written so far; unchanged while the process makes no progress.
+        step: updates that were done; None before the script reported a step.
         call: what it was about to do: "backward", "save", "gather objects", ...
-        looks: how often the watchdog of the process has looked; it stands still when the process is stopped, or when
+        looks: how often the watchdog of the process has looked; unchanged while the process is stopped, or while
             native code keeps all others of its threads from running.
         collectives: issued on the process group of all ranks; -1 where not known.
     """
@@ -106,7 +106,7 @@ class Mark:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the process has started and said nothing since: it may be a script that writes no marks."""
+        """True if the process has started and reported nothing since: it may be a script that writes no marks."""
         return self.count <= _OPENING_MARKS
 
     @property

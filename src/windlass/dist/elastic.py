@@ -6,7 +6,7 @@ import logging
 
 
 def quiet_elastic() -> None:
-    """Silence the loggers of torch's launcher: it tells a failure several times over, and it is told once, in a report.
+    """Silence the loggers of torch's launcher: it logs a failure several times, and Windlass reports it once.
 
     Each of its modules sets the level of its own logger when it is imported, so this comes after the imports.
     """

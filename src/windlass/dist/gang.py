@@ -117,7 +117,7 @@ class Gang:
         """Wait until every rank is here."""
 
     def vote(self, ok: bool) -> bool:
-        """Whether *every* rank says yes."""
+        """Return True if *every* rank passed True."""
         return ok
 
     @property

@@ -25,7 +25,7 @@ class Round(Generic[T]):
 
     Attributes:
         item: what this rank began it with.
-        going_on: how many ranks said that they go on.
+        going_on: how many ranks have more data.
         sums: the other numbers, each summed over ranks.
     """
 
@@ -100,6 +100,8 @@ def telling_others(gang: Gang) -> Iterator[None]:
     except PeerError:
         raise  # the others know already, and have left
     except Exception as error:
-        with contextlib.suppress(Exception):  # the failure to be told of matters more than the telling
+        with contextlib.suppress(
+            Exception
+        ):  # the failure that is reported matters more than an error of reporting it
             gang.gather_objects({_FAILED: f"{type(error).__name__}: {error}"})
         raise

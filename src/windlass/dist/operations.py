@@ -50,7 +50,7 @@ def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
 
     Raises:
         DistributedOperationException: the tensors of two processes differ in type or in another axis.
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
     """
     gang = gang or current()
     own = [_at_least_a_vector(t) for t in tensors_of(tensor, "gather")]
@@ -161,14 +161,14 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = 
         DataError: no process has one, or several have.
     """
     gang = gang or current()
-    said = gang.gather_objects(None if tensor is None else [*_kind(tensor), tensor.device.type])
-    owners = [rank for rank, kind in enumerate(said) if kind is not None]
+    kinds = gang.gather_objects(None if tensor is None else [*_kind(tensor), tensor.device.type])
+    owners = [rank for rank, kind in enumerate(kinds) if kind is not None]
     if len(owners) != 1:
         raise DataError(
             f"copy_tensor_to_devices copies one process's tensor; {len(owners)} processes gave one"
         )
     if tensor is None:
-        dtype, shape, device = said[owners[0]]
+        dtype, shape, device = kinds[owners[0]]
         place = choose_device(use_cpu=device == "cpu", local_rank=gang.world.local_rank)
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
     copied: Tensor = broadcast(tensor, owners[0], gang=gang)
@@ -200,7 +200,7 @@ def _kinds_everywhere(
 ) -> list[list[Kind]]:
     """Types and shapes of every process's tensors, in rank order, checked to fit together.
 
-    `free_axis` may differ between processes: 0 is the first, None stands for any, and -1 for none.
+    `free_axis` may differ between processes: 0 is the first, None allows any axis, and -1 none.
     """
     kinds: list[list[Kind]] = gang.gather_objects([_kind(tensor) for tensor in own])
     comparable = [[_comparable(kind, free_axis) for kind in part] for part in kinds]

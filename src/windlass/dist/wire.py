@@ -1,6 +1,6 @@
 """What travels between processes: plain values as JSON, tensors and arrays as their bytes. Nothing is ever unpickled.
 
-JSON's values stand for themselves. What it lacks is an object with one key that starts with `$`: tuples, sets, paths,
+Values that JSON has are sent as they are. Others are an object with one key that starts with `$`: tuples, sets, paths,
 maps whose keys are not strings, and bytes, tensors and arrays, whose content follows the JSON text.
 """
 

@@ -28,7 +28,7 @@ from windlass.metrics.kept_rows import OrderLog, RowStore
 logger = get_logger(__name__)
 
 PredictStep = Callable[[Any], tuple[Any, Any, Any]]
-"""batch -> (loss, logits, labels), each None where there is none. The loss is a mean over targets, or `LossTerms`."""
+"""batch -> (loss, logits, labels), each None if there is none. The loss is a mean over targets, or `LossTerms`."""
 
 HEAVY_BYTES = 4 * 2**30
 """From here on a rank that keeps predictions says so, once, and how to keep less."""
@@ -232,7 +232,7 @@ class _Evaluation:
         fields = self._gathered()
         with telling_others(self._gang):
             metrics = self._metrics(fields) if batchwise is None else batchwise
-        agree(self._gang, {})  # no rank goes on while another stands still with an error of its metrics
+        agree(self._gang, {})  # no rank continues while another has stopped with an error of its metrics
         return EvalLoopOutput(
             predictions=fields["predictions"],
             label_ids=fields["label_ids"],

@@ -1,4 +1,4 @@
-"""The protocol behind which every strategy stands: how a group becomes gradients, and how an update is applied."""
+"""The protocol of one training step: how a group becomes gradients, and how an update is applied."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StepResult:
 
 
 class StepHooks(Protocol):
-    """The parts of a step that belong to the user; the Trainer hands in its bound methods."""
+    """The overridable parts of a step; the Trainer passes its bound methods."""
 
     def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
         """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
@@ -105,12 +105,12 @@ class Executor(Protocol):
         """Gradients of `loss`, this rank's share. The one owner of loss-scaler and reduction factors."""
         ...
 
-    def backward_apart(self, loss: Tensor) -> None:
-        """Gradients of `loss` on this rank alone, kept apart until `join_apart`. The graph stays for a `backward`."""
+    def backward_aux(self, loss: Tensor) -> None:
+        """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""
         ...
 
-    def join_apart(self, factor: Tensor) -> None:
-        """Add `factor` times what was kept apart to the gradients; before the backward that reduces them."""
+    def add_aux(self, factor: Tensor) -> None:
+        """Add `factor` times the auxiliary gradients to the gradients, before the backward that reduces them."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -124,13 +124,13 @@ class Executor(Protocol):
     def zero_grad(self) -> None: ...
 
     def abandon(self) -> bool:
-        """Forget the gradients of an update that was broken off by an error. Gives whether the model and the optimizer
-        are as they were before it.
+        """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
+        unchanged.
         """
         ...
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
-        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        """Run discarded work before the first update, so that a resumed run repeats the same bits."""
         ...
 
     def release(self) -> None:

@@ -32,7 +32,7 @@ class UpdateBatch:
         denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
             positions with padding.
         last: no rank has a further update in this epoch.
-        signals: what the ranks had to tell each other when this was fetched, summed; all ranks read the same.
+        signals: signals of all ranks when this was fetched, summed; the same on all ranks.
     """
 
     group: Group
@@ -50,9 +50,9 @@ class UpdateBatch:
 class Counts:
     """How batches are counted, all on the host.
 
-    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. Where it
-    gives a number, it wants to see the same samples in so many micro-batches instead.
-    `signals` are numbers that this rank tells the others; they travel with the counts, so agreeing costs nothing.
+    `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. If it
+    returns a number, it is called again with the same samples in that many micro-batches.
+    `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
@@ -89,22 +89,22 @@ class Feed:
         self._position: State = {}
         self._groups: Iterator[Group] = iter(())
         self._rounds = Lockstep[_Counted](gang)
-        # The source's position before and behind the update that was given last.
-        self._before: State = {}
-        self._behind: State = {}
+        # The source's position before and after the last update.
+        self._position_before: State = {}
+        self._position_after: State = {}
 
     @property
     def groups_per_epoch(self) -> int | None:
-        """Updates in a whole epoch, None where only the end of the stream will tell."""
+        """Updates in a whole epoch, None if it is unknown until the stream ends."""
         return self._source.groups_per_epoch(self._accumulation)
 
-    def groups_behind(self, position: State) -> int | None:
-        """What the data of `position`'s epoch that was consumed amounts to, in updates of this run's size."""
+    def groups_consumed(self, position: State) -> int | None:
+        """How many updates of this run's size the consumed data of `position`'s epoch makes."""
         whole, left = self.groups_per_epoch, self._source.groups_left(position, self._accumulation)
         return None if whole is None or left is None else whole - left
 
     def restore(self, position: State) -> None:
-        """Continue behind the last group that was consumed; an empty position is the start of an epoch."""
+        """Continue after the last group that was consumed; an empty position is the start of an epoch."""
         self._position = position
         if position:
             self._source.load_state_dict(position)
@@ -120,26 +120,26 @@ class Feed:
             self._groups = iter(())  # workers that read for this epoch alone end with it
 
     def again(self, accumulation: int) -> UpdateBatch:
-        """What was given last, read anew in so many micro-batches, as the source cuts them now. In a world of one."""
+        """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
         self._rounds.close()
-        self._behind = self._before
+        self._position_after = self._position_before
         self._reopen(accumulation)
         self._fetch(None)
         return self._take()
 
     def _take(self) -> UpdateBatch:
-        """The update that was fetched ahead; the one behind it is fetched now."""
+        """Return the update that was fetched ahead, and start fetching the next one."""
         current = self._update_batch(self._rounds.end())
-        self._before, self._behind = self._behind, current.group.position
+        self._position_before, self._position_after = self._position_after, current.group.position
         self._fetch(None if current.last else current.group)
         return current
 
     def _open(self, number: int) -> Group | None:
-        """Begin the epoch; gives a group to fill in with where the position restored lies behind this rank's."""
+        """Begin the epoch; return a group to use as a filler if the restored position is past this epoch."""
         position, self._position = self._position, {}
         if position.get("epoch", number) <= number:
             self._source.set_epoch(number)
-            self._behind = self._source.state_dict()
+            self._position_after = self._source.state_dict()
             self._groups = self._source.groups(self._accumulation)
             return None
         spare = next(self._source.groups(self._accumulation))
@@ -148,9 +148,9 @@ class Feed:
         return replace(spare, position=position)
 
     def _reopen(self, accumulation: int) -> None:
-        """Go back to behind what was given last, with other micro-batches."""
+        """Return to the position after the last update, with other micro-batches."""
         self._accumulation = accumulation
-        self._source.load_state_dict(self._behind)
+        self._source.load_state_dict(self._position_after)
         self._groups = self._source.groups(accumulation)
 
     def _fetch(self, spare: Group | None) -> None:
@@ -187,11 +187,11 @@ class Feed:
         self._inspected = True
         return group
 
-    def _update_batch(self, told: Round[_Counted]) -> UpdateBatch:
-        group, targets, samples = told.item
-        weight, total, tokens, positions, *more = told.sums
-        if group.samples and 0 < told.going_on < self._gang.size:
-            raise DataError(_ENDS_APART.format(self._gang.size - told.going_on, self._gang.size))
+    def _update_batch(self, summed: Round[_Counted]) -> UpdateBatch:
+        group, targets, samples = summed.item
+        weight, total, tokens, positions, *more = summed.sums
+        if group.samples and 0 < summed.going_on < self._gang.size:
+            raise DataError(_ENDS_APART.format(self._gang.size - summed.going_on, self._gang.size))
         width = self._accumulation if self._in_step else 0
         present, signals = more[:width], more[width:]
         missing = sum(ranks > 0 for ranks in present) - len(group.batches)
@@ -201,5 +201,5 @@ class Feed:
             group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
             targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
         return UpdateBatch(
-            group, targets, samples, weight, total, tokens, positions, not told.going_on, signals
+            group, targets, samples, weight, total, tokens, positions, not summed.going_on, signals
         )

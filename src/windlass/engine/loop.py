@@ -1,4 +1,4 @@
-"""The training loop: when things happen. How an update is made is the executor's, what follows from it the hooks'."""
+"""The training loop: when things happen. The executor computes each update, and the hooks react to it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Suspect:
-    """An update that may turn out not to be finite.
+    """An update that may be found to be non-finite later.
 
     Attributes:
         step: its number, from 1.
-        group: this rank's data of it.
+        group: its data on this rank.
         losses: this rank's loss of each micro-batch; may still be under way on the device.
-        applied: it was made, so its gradient norm counts, which is the same on all ranks.
+        applied: it was applied, so its gradient norm counts, which is the same on all ranks.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Suspect:
 
 
 class LoopHooks(StepHooks, Protocol):
-    """What the loop's owner does at its events. `control` may be replaced by them, so it is asked for each time."""
+    """What the owner of the loop does at its events. Events may replace `control`, so it is read each time."""
 
     @property
     def control(self) -> TrainerControl: ...
@@ -50,58 +50,58 @@ class LoopHooks(StepHooks, Protocol):
     def epoch_begin(self) -> None: ...
 
     def data_ahead(self) -> None:
-        """The data of the next update is about to be asked for."""
+        """Called before the data of the next update is requested."""
         ...
 
     def step_begin(self) -> None: ...
 
     def too_large(self, error: Exception) -> bool:
-        """An update broke off with `error`. Gives whether it shall be tried again in smaller micro-batches; may raise a
-        better error instead.
+        """Return True to retry an update that failed with `error` in smaller micro-batches; may raise a better error
+        instead.
         """
         ...
 
     def shrink(self) -> int:
-        """Put back what that update changed, and cut the data smaller; gives the number of micro-batches of an update
-        from now on.
+        """Restore what that update changed, and make micro-batches smaller. Return the new number of micro-batches per
+        update.
         """
         ...
 
     def step_end(self) -> None: ...
 
     def epoch_end(self, complete: bool) -> None:
-        """Called where the run leaves an epoch; `complete` unless the run stops with data of it left."""
+        """Called when the run leaves an epoch; `complete` unless the run stops with data of the epoch left."""
         ...
 
     def due(self) -> None:
-        """Log, evaluate and save, as far as the control flags ask for it."""
+        """Log, evaluate and save, as the control flags request."""
         ...
 
     def set_learning_rate(self, step: int) -> None: ...
 
-    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
-        """One update was made from this data, or skipped."""
+    def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
+        """Called after the update of this data was applied or skipped."""
         ...
 
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
-        """An update was not made, because its gradients were not finite. Every rank calls it.
+        """Called on every rank after an update was refused because its gradients were not finite.
 
-        Gives whether the run went back to a checkpoint: its progress is then that of the checkpoint.
+        Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint.
         """
         ...
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
-        """Where the values of an update that are not finite come from, on all ranks, in words. Every rank calls it."""
+        """Describe the source of the non-finite values of an update on all ranks. Every rank calls it."""
         ...
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
-        """What the ranks told each other: known to all of them with this update."""
+        """Called with the summed signals of all ranks, at the same update on each."""
         ...
 
 
 @dataclass(slots=True)
 class LoopOptions:
-    """`guard`: wait for each update's norm and refuse it where it is not finite, instead of stopping the run."""
+    """`guard`: wait for each update's norm and refuse the update if it is not finite, instead of stopping the run."""
 
     epochs: int
     max_grad_norm: float | None
@@ -111,8 +111,8 @@ class LoopOptions:
 class Loop:
     """Runs updates until the state's `max_steps`, the last epoch, or a callback's stop.
 
-    `state_dict` holds where it stands between two updates; with the states of model, optimizer, schedule and ledger
-    it is all that a run needs to go on with the same bits.
+    `state_dict` holds the progress between two updates. With the states of model, optimizer, schedule and ledger it
+    is all that a run needs to continue with the same bits.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Loop:
         self._updates_per_epoch: int | None = None
 
     def run(self) -> None:
-        """All that is left of the run."""
-        # What a script's own backward, or a run that was broken off, left behind would go into the first update.
+        """Run until the end of training."""
+        # Gradients left by a script's own backward or by an interrupted run would be added to the first update.
         self._executor.zero_grad()
         while not self._finished():
             self._run_epoch()
@@ -156,38 +156,38 @@ class Loop:
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
-        with contextlib.closing(self._portions()) as portions:
-            for portion in portions:
-                self._update(portion)
+        with contextlib.closing(self._batches()) as batches:
+            for batch in batches:
+                self._update(batch)
                 if self._leaves_epoch():
                     break
         if self._updates_in_epoch == before == 0:
             self._hooks.control.should_training_stop = True
-            logger.warning("the data gave no update in epoch %d: training stops here", self._epoch)
+            logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch()
 
-    def _portions(self) -> Generator[UpdateBatch, None, None]:
-        """The data that is left of the epoch."""
+    def _batches(self) -> Generator[UpdateBatch, None, None]:
+        """The remaining data of the epoch."""
         if self._ends_at_once:
             return
-        with contextlib.closing(self._feed.epoch(self._epoch)) as portions:
+        with contextlib.closing(self._feed.epoch(self._epoch)) as batches:
             while True:
                 self._hooks.data_ahead()
                 self.waits_for_data = True
                 try:
-                    portion = next(portions, None)
+                    batch = next(batches, None)
                 finally:
                     self.waits_for_data = False
-                if portion is None:
+                if batch is None:
                     return
-                yield portion
+                yield batch
 
-    # Nothing would be lost if this process were told to leave right now, wherever it waits.
+    # True while nothing would be lost if the process exited.
     waits_for_data = False
 
     def _close_epoch(self) -> None:
         if self._hooks.control.should_epoch_stop:
-            # A callback ended the epoch early: what is left of its data is not seen.
+            # A callback ended the epoch early: the rest of its data is skipped.
             self._position = {}
         self._epoch_open = False
         complete = not self._stopped_within_epoch
@@ -198,7 +198,7 @@ class Loop:
         self._hooks.epoch_end(complete)
         self._hooks.due()
 
-    def _update(self, portion: UpdateBatch) -> None:
+    def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
         hooks.control.new_step()
@@ -206,47 +206,47 @@ class Loop:
         self._beacon.step(state.global_step)
         hooks.set_learning_rate(state.global_step)
         hooks.step_begin()
-        portion, result = self._made(portion)
-        self._advance(portion)
+        batch, result = self._compute(batch)
+        self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
-        hooks.signals_agreed(portion.signals)
-        if self._rolled_back(portion, result):
+        hooks.signals_agreed(batch.signals)
+        if self._rolled_back(batch, result):
             return
-        hooks.update_applied(portion, result.applied)
+        hooks.update_applied(batch, result.applied)
         hooks.step_end()
         hooks.due()
 
-    def _made(self, portion: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
-        """The update; where memory does not hold its micro-batches, that of the same samples in smaller ones."""
+    def _compute(self, batch: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
+        """Compute the update; if memory runs out, retry with the same samples in smaller micro-batches."""
         while True:
             try:
-                return portion, self._executor.run_step(portion.group, self._request(portion), self._hooks)
+                return batch, self._executor.run_step(batch.group, self._request(batch), self._hooks)
             except Exception as error:
                 if not self._hooks.too_large(error):
                     raise
-            # Outside the handler, whose traceback holds on to all that did not fit.
-            portion = self._feed.again(self._hooks.shrink())
+            # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
+            batch = self._feed.again(self._hooks.shrink())
             self._seed_step(self._state.global_step)
 
-    def _request(self, portion: UpdateBatch) -> StepRequest:
+    def _request(self, batch: UpdateBatch) -> StepRequest:
         options = self._options
         return StepRequest(
-            portion.denominator
+            batch.denominator
             or 1.0,  # without targets there is nothing to divide, and zero by zero would be NaN
-            portion.targets,
-            portion.samples,
-            portion.total_samples,
+            batch.targets,
+            batch.samples,
+            batch.total_samples,
             options.max_grad_norm,
             options.guard,
-            empty=portion.denominator == 0,
+            empty=batch.denominator == 0,
         )
 
-    def _advance(self, portion: UpdateBatch) -> None:
+    def _advance(self, batch: UpdateBatch) -> None:
         self._state.global_step += 1
         self._updates_in_epoch += 1
-        self._position = portion.group.position
-        self._data_spent = portion.last
-        self._state.epoch = self._fractional_epoch(portion.last)
+        self._position = batch.group.position
+        self._data_spent = batch.last
+        self._state.epoch = self._fractional_epoch(batch.last)
 
     def _fractional_epoch(self, last: bool) -> float:
         if last:
@@ -271,7 +271,7 @@ class Loop:
 
     @property
     def _stopped_within_epoch(self) -> bool:
-        """The run ends here, the epoch does not: a checkpoint saved now must lead back to the rest of its data."""
+        """The run ends here and the epoch does not: a checkpoint saved now must continue with the rest of its data."""
         ended = self._data_spent or self._hooks.control.should_epoch_stop
         return self._leaves_epoch() and not ended
 
@@ -283,10 +283,10 @@ class Loop:
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _rolled_back(self, portion: UpdateBatch, result: StepResult) -> bool:
-        """Look whether the update was finite; gives whether it was not, and the run went back for it."""
-        suspect = Suspect(self._state.global_step, portion.group, result.losses, result.applied)
-        if portion.denominator == 0 and not result.applied:
+    def _rolled_back(self, batch: UpdateBatch, result: StepResult) -> bool:
+        """Check the update for non-finite values; return True if the run was rolled back because of them."""
+        suspect = Suspect(self._state.global_step, batch.group, result.losses, result.applied)
+        if batch.denominator == 0 and not result.applied:
             warn_once(
                 logger, "updates whose data holds no target on any rank are skipped, and counted as skipped"
             )
@@ -294,7 +294,7 @@ class Loop:
         if self._options.guard:
             if result.applied or not self._hooks.update_refused(suspect, result):
                 return False
-            # The data goes on behind what was refused, so the updates that were undone need other data at the end.
+            # The data continues after the refused update, so the undone updates need more data at the end.
             self._extra_epochs += 1
             return True
         found = self._watch.add(result.loss, result.norm if result.applied else result.loss, suspect)
@@ -310,23 +310,23 @@ class Loop:
 
     def _raise(self, found: tuple[Suspect, float, float]) -> None:
         suspect, loss, norm = found
-        # The norm is the same on all ranks, so all come here. Of a loss of one rank alone the others know nothing.
+        # The norm is the same on all ranks, so all reach this line. Other ranks do not know the loss of one rank.
         if suspect.applied and not math.isfinite(norm):
             what = self._hooks.explain_nonfinite(suspect)
         else:
             what = nonfinite_at(suspect.step, suspect.group.ids)
         raise NonFiniteError(
             f"{what}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last checkpoint "
-            "with a lower learning rate, mend those samples, or set nonfinite_policy to 'skip' or 'rollback'"
+            "with a lower learning rate, correct those samples, or set nonfinite_policy to 'skip' or 'rollback'"
         )
 
     @property
     def position(self) -> State:
-        """Where this rank's data goes on; ranks with loaders of their own stand at different places."""
+        """Where this rank's data continues; ranks with their own loaders are at different positions."""
         return self._position
 
-    def go_on_from(self, position: State) -> None:
-        """Set where this rank's data goes on, before `load_state_dict`, whose position is the main process's."""
+    def continue_from(self, position: State) -> None:
+        """Set where this rank's data continues. Call it before `load_state_dict`, which holds the main process's."""
         self._own_position = position
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -355,12 +355,12 @@ class Loop:
             and self._position
             and not self._data_spent
         ):
-            # Updates have another size now: what lies behind counts in theirs.
-            self._updates_in_epoch = self._feed.groups_behind(self._position) or self._updates_in_epoch
+            # Updates have another size now: count the consumed data in the new size.
+            self._updates_in_epoch = self._feed.groups_consumed(self._position) or self._updates_in_epoch
 
 
 def nonfinite_at(step: int, ids: list[list[int]]) -> str:
-    """What happened, in words. `ids` are the samples of the update, by micro-batch; empty where unknown."""
+    """Describe what happened. `ids` are the samples of the update, by micro-batch; empty if unknown."""
     named = [index for batch in ids for index in batch]
     shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
     return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")

@@ -47,7 +47,7 @@ class NativeExecutor:
         self._parameters = (
             _trained_parameters(strategy.module, optimizer) if parameters is None else parameters
         )
-        self._apart: dict[nn.Parameter, Tensor] = {}
+        self._aux_gradients: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
         self._overflowed = self._applying = False
@@ -67,28 +67,28 @@ class NativeExecutor:
         """Gradients of `loss`: this rank's share times the number of ranks, since ranks are averaged."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def backward_apart(self, loss: Tensor) -> None:
-        """Gradients of `loss` on this rank alone, kept apart until `join_apart`. The graph stays for a `backward`."""
+    def backward_aux(self, loss: Tensor) -> None:
+        """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""
         if not loss.requires_grad:
             return
         if self.strategy.sharded:
             raise ModelError(
-                "LossTerms(aux=...) under gradient accumulation needs gradients that are kept apart, which a sharded "
-                "model does not have: set gradient_accumulation_steps=1, or put the auxiliary terms into the sum"
+                "LossTerms(aux=...) under gradient accumulation needs separate gradients, which a sharded model "
+                "does not have: set gradient_accumulation_steps=1, or put the auxiliary terms into the sum"
             )
         trained = [p for p in self._parameters if p.requires_grad]
         found = torch.autograd.grad(self._scaler.scale(loss), trained, retain_graph=True, allow_unused=True)
         for parameter, gradient in zip(trained, found, strict=True):
             if gradient is not None:
-                earlier = self._apart.get(parameter)
-                self._apart[parameter] = gradient if earlier is None else earlier + gradient
+                earlier = self._aux_gradients.get(parameter)
+                self._aux_gradients[parameter] = gradient if earlier is None else earlier + gradient
 
-    def join_apart(self, factor: Tensor) -> None:
-        """Add `factor` times what was kept apart to the gradients; before the backward that reduces them."""
-        for parameter, gradient in self._apart.items():
+    def add_aux(self, factor: Tensor) -> None:
+        """Add `factor` times the auxiliary gradients to the gradients, before the backward that reduces them."""
+        for parameter, gradient in self._aux_gradients.items():
             scaled = gradient * factor.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-        self._apart = {}
+        self._aux_gradients = {}
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale, once per update; `clip` does it too."""
@@ -157,13 +157,13 @@ class NativeExecutor:
         return True
 
     def zero_grad(self) -> None:
-        self._apart = {}
+        self._aux_gradients = {}
         for parameter in self._parameters:
             parameter.grad = None
 
     def abandon(self) -> bool:
-        """Forget the gradients of an update that was broken off by an error. Gives whether the model and the optimizer
-        are as they were before it: an optimizer that stopped half way has changed some weights and not others.
+        """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
+        unchanged: an optimizer that stopped half way has changed some weights and not others.
         """
         self.zero_grad()
         self._overflow, self._skip = None, False
@@ -218,9 +218,9 @@ class NativeExecutor:
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
-        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
-        self.strategy.settle(backward)
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        """Run discarded work before the first update, so that a resumed run repeats the same bits."""
+        self.strategy.warm_up(backward)
 
     def release(self) -> None:
         self.strategy.release()

@@ -5,7 +5,7 @@ number of ranks. Everything else in Windlass speaks of shares.
 
 There are two normalisers, because a run of the Trainer has counted the whole update before its first backward, and a
 loop of the user's own learns of each micro-batch when it comes (`LoopNormaliser`). What a filler weighs, how the weight
-of `LossTerms` is summed and what stands for it until it is known is the same for both.
+of `LossTerms` is summed and its estimate until it is known are the same for both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Normaliser:
     sum_on_device: Callable[[Tensor], Tensor] = lambda value: value
     last: bool = True
     judge: Callable[[Tensor | LossTerms], None] | None = None
-    apart: Tensor | None = None
+    aux_loss: Tensor | None = None
     _waiting: Tensor | None = None
     _total: Tensor | None = None
     _terms_weight: TermsWeight = field(init=False)
@@ -101,7 +101,7 @@ class Normaliser:
     def begin(self, denominator: float, filler: bool) -> None:
         """Start an update: `denominator` is its weight over all ranks; a `filler` weighs nothing."""
         self.denominator, self.filler = max(denominator, 1e-30), filler
-        self.apart = self._waiting = self._total = self._terms_weight.here = None
+        self.aux_loss = self._waiting = self._total = self._terms_weight.here = None
         if self.parts:
             self.parts = {}
 
@@ -151,7 +151,7 @@ class Normaliser:
 
         The whole update is divided by the guessed weight, and corrected once the true one is known; auxiliary terms
         must come out of that as they were. In the last micro-batch the true weight is known, and the correction is
-        undone beforehand. In earlier ones it is not: their gradients are kept `apart` until it is.
+        undone beforehand. In earlier ones it is not: their gradients are kept separately (`aux_loss`) until it is.
         """
         mean: Tensor | float = 0.0
         for name, value in terms.items():
@@ -162,19 +162,19 @@ class Normaliser:
         assert isinstance(mean, Tensor)
         if self.last:
             return mean * self.correction.to(mean.dtype)
-        self.apart = mean
+        self.aux_loss = mean
         share = _account(mean, self.world)
         self._waiting = share if self._waiting is None else self._waiting + share
         return 0.0
 
-    def take_apart(self) -> Tensor | None:
-        """The auxiliary loss of this micro-batch whose gradients are to be kept apart, once."""
-        apart, self.apart = self.apart, None
-        return apart
+    def take_aux(self) -> Tensor | None:
+        """The auxiliary loss of this micro-batch whose gradients must be kept separately; None on a second call."""
+        aux, self.aux_loss = self.aux_loss, None
+        return aux
 
     @property
     def total(self) -> Tensor | None:
-        """The weight of all `LossTerms` of the update over all ranks, None where there are none. Collective."""
+        """The weight of all `LossTerms` of the update over all ranks, None if there are none. Collective."""
         if self._total is None and self.weight is not None:
             # Without any weight there is nothing to correct.
             self._total = self._terms_weight.over_ranks(otherwise=self.denominator)
@@ -230,8 +230,8 @@ class LoopNormaliser:
 
     A plain loss is the mean over its batch's samples: it is divided by the micro-batches of an update and weighted by
     this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known at its last
-    micro-batch only: until then a guess stands for it (that of the update before), and the gradients are corrected
-    once, after they were reduced. Nothing of it waits for the device.
+    micro-batch only. Until then the weight of the previous update is used as an estimate, and the gradients are
+    corrected once, after they were reduced. Nothing of it waits for the device.
     """
 
     def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:

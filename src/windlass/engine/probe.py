@@ -63,7 +63,7 @@ class Probe:
         )  # of the last loss; some models compute theirs in fp32, whatever they are in
 
     def shifts_labels(self, batch: Any, counter: TargetCounter, loss: Loss) -> bool:
-        """Whether the first label of each row is no target (a causal model that shifts by itself)."""
+        """Return True if the first label of each row is not a target (a causal model that shifts by itself)."""
         only_first = _only_first_label(batch, counter)
         (voters,) = self._summed(float(only_first is not None))
         if not voters:

@@ -71,11 +71,11 @@ def interruptible_batches(
         batch = next(remaining, None)
     while True:
         rounds.begin(batch, batch is not None, signals())
-        told = rounds.end()
+        summed = rounds.end()
         # If no rank goes on, none waits for an answer.
-        with _others_answered(gang, signals, silent=in_step or not told.going_on):
-            agreed(told.sums)
-        if not told.going_on:
+        with _others_answered(gang, signals, silent=in_step or not summed.going_on):
+            agreed(summed.sums)
+        if not summed.going_on:
             return
         if batch is not None:
             with _others_answered(gang, signals, silent=in_step):

@@ -173,9 +173,9 @@ class Checkpointer:
         # A part that cannot give its state must not leave other ranks waiting: in the exchange below, nor in a
         # gathering of tensors that it never came to, so what all ranks do together comes first.
         try:
-            if manager.store.keeps:
+            if manager.store.is_writer:
                 self._folder.confirm()
-            content = self._content(manager.store.keeps).encoded()
+            content = self._content(manager.store.is_writer).encoded()
         except BaseException as raised:
             error = raised
         # The small files beside the weights are written into the system's temporary folder first: it may be full.
@@ -194,16 +194,16 @@ class Checkpointer:
             return None
         return content
 
-    def _content(self, keeps: bool) -> Content:
+    def _content(self, is_writer: bool) -> Content:
         """All that this rank has for a checkpoint, the tensors being the live ones. Collective.
 
         Args:
-            keeps: this rank writes what is saved once.
+            is_writer: this rank writes what is saved once.
         """
         files, whole = self._files, not self._plan.model_only
         shared, spread = self._tensor_states()
         gathered = {} if "model" in spread else files.gathered()
-        fingerprint = self._base_fingerprint(keeps)
+        fingerprint = self._base_fingerprint(is_writer)
         shared |= self._parts().shared() if whole else {}
         members = self._folder.disks.members
         own = Content(
@@ -214,7 +214,7 @@ class Checkpointer:
         )
         own_weights = files.of_first_rank(self._folder.disks.nodes) if gathered is None else {}
         state = self._events.saved_state()
-        if not keeps:
+        if not is_writer:
             return own
         own = replace(own, history=(history := self._saver.history.plan(state)))
         shared.update(history.states)
@@ -253,10 +253,10 @@ class Checkpointer:
         state, spread["optimizer"] = split_optimizer_state(self._optimizer, files.model)
         return {"optimizer": state}, spread
 
-    def _base_fingerprint(self, keeps: bool) -> dict[str, list[Any]]:
+    def _base_fingerprint(self, is_writer: bool) -> dict[str, list[Any]]:
         """Of the weights that an adapter is trained on, taken once per run. Collective if ranks hold parts."""
         adapter = self._files.adapter
-        if adapter is None or not (keeps or self._files.strategy.sharded):
+        if adapter is None or not (is_writer or self._files.strategy.sharded):
             return {}
         if self._fingerprint is None:
             self._fingerprint = adapter.fingerprint()
@@ -308,7 +308,7 @@ class Checkpointer:
         # One that is noted as a relative path is not of this working directory.
         places.insert(0 if Path(noted).is_absolute() else 2, Path(noted))
         store = self._saver.manager.store
-        found = next((place for place in places if store.stands(place) or is_foreign(place)), None)
+        found = next((place for place in places if store.is_committed(place) or is_foreign(place)), None)
         if found is not None:
             self._best.moved(found)
         elif self._plan.load_best_at_end:

@@ -289,7 +289,7 @@ def prepare_output(output_dir: str, resuming: bool) -> None:
         logger.info(
             "%s: the run works in %s, which WINDLASS_STAGING moves", output_dir, local_folder(output_dir)
         )
-    earlier = [] if resuming else open_store(output_dir).standing()
+    earlier = [] if resuming else open_store(output_dir).committed()
     if earlier:
         newest, others = earlier[-1].path.name, len(earlier) - 1
         logger.warning(

@@ -51,7 +51,7 @@ class MicroSteps:
         self._needs_count = self._loss.needs_count
         self.check_division(accumulation)
         with self._accelerator.discarding():
-            self._executor.settle(lambda: self._discarded(batch))
+            self._executor.warm_up(lambda: self._discarded(batch))
 
     def check_division(self, accumulation: int) -> None:
         """Watch the next step of a script's own for a division by the number of micro-batches, if there are several."""
@@ -95,11 +95,11 @@ class MicroSteps:
         scaled = normaliser.apply(loss)
         if normaliser.parts:
             # Auxiliary terms of all micro-batches but the last go their own way; see `Normaliser`.
-            apart = normaliser.take_apart()
-            if apart is not None:
-                self._executor.backward_apart(apart)
+            aux = normaliser.take_aux()
+            if aux is not None:
+                self._executor.backward_aux(aux)
             elif normaliser.last:
-                self._executor.join_apart(normaliser.correction)
+                self._executor.add_aux(normaliser.correction)
         self._executor.backward(scaled)
 
     def rescale(self) -> Tensor | None:

@@ -73,7 +73,7 @@ class CheckpointSource:
         """
         store, fresh, problem = self._manager.store, True, None
         try:
-            fresh = not store.keeps or store.is_fresh()
+            fresh = not store.is_writer or store.is_fresh()
         except CheckpointError as error:
             problem = str(error)
         told = self._gang.gather_objects([fresh, problem])

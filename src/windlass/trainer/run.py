@@ -396,9 +396,9 @@ class Run:
     def set_learning_rate(self, step: int) -> None:
         self.schedule.set(step)
 
-    def update_applied(self, portion: UpdateBatch, applied: bool) -> None:
+    def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
-        self._reports.update_applied(portion)
+        self._reports.update_applied(batch)
         self._engine.step_was_skipped = not applied
         every = self._plan.reports.empty_cache_every
         if every and self._events.state.global_step % every == 0:

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class RunFolder:
-    """Locks the folder against other runs: the keeper of each disk holds the lock for all ranks.
+    """Locks the folder against other runs: the writer rank of each disk holds the lock for all ranks.
 
     Attributes:
         path: where files go on this machine: a staging folder if `place` is a URL.
@@ -74,7 +74,7 @@ class RunFolder:
             ConfigError: another run writes there, or it cannot be written; the same on every rank.
         """
         fix = None
-        if self._gang.rank == self.disks.keeper:
+        if self._gang.rank == self.disks.writer_rank:
             try:
                 self.confirm()
             except FolderInUse as error:
@@ -93,7 +93,7 @@ class RunFolder:
             raise ConfigError(Problem("output_dir", self._shown, fixes[0]))
 
     def confirm(self) -> None:
-        """Check that this process still holds the lock, or take it. For the keeper of the folder.
+        """Check that this process still holds the lock, or take it. For the writer rank of the folder.
 
         Raises:
             FolderInUse: another run holds it. OSError: the folder cannot be written.

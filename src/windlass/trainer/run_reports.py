@@ -57,12 +57,12 @@ class RunReports:
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
                     batch.update, batch.micro, batch.accumulation, batch.world)  # fmt: skip
 
-    def update_applied(self, portion: UpdateBatch) -> None:
+    def update_applied(self, batch: UpdateBatch) -> None:
         """One update was made from this data, or skipped."""
-        self._samples += portion.total_samples
+        self._samples += batch.total_samples
         self._updates += 1
-        self._state.num_input_tokens_seen += int(portion.tokens)
-        self._state.total_flos += self._flops_per_position * portion.positions
+        self._state.num_input_tokens_seen += int(batch.tokens)
+        self._state.total_flos += self._flops_per_position * batch.positions
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""

@@ -28,7 +28,7 @@ class RunSaver:
     """Writes checkpoints, at most one at a time.
 
     Attributes:
-        history: what of `log_history` is saved; on the keeper of the folder.
+        history: what of `log_history` is saved; on the writer rank of the folder.
 
     Args:
         may_wait: whether nothing needs a checkpoint to stand as soon as the call that saves it returns. Ranks may

@@ -142,4 +142,4 @@ class Position:
         return self._loop.position
 
     def load_state_dict(self, state: State) -> None:
-        self._loop.go_on_from(state)
+        self._loop.continue_from(state)

@@ -482,7 +482,7 @@ class Trainer(TrainerNames):
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
-            writes = gang.rank == (self._folder or run_folder.RunFolder.of(self.args, gang)).disks.keeper
+            writes = gang.rank == (self._folder or run_folder.RunFolder.of(self.args, gang)).disks.writer_rank
         model_writer.save_final(place, self._model_writer, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:

@@ -64,7 +64,7 @@ class Alone:
     def check_used(self) -> None:
         """No gradient waits for another."""
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """The first update is like every other."""
 
     def share_buffers(self) -> None:

@@ -94,7 +94,7 @@ class DataParallel(Alone):
             watch.stop()
             watch.check()
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Two discarded backwards, so that the buckets are in their final order before the first real one.
 
         DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or

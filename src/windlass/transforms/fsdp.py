@@ -175,7 +175,7 @@ class FullyShardedModel:
         if self._same is not None:
             self._same.check()
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Sums over ranks have one order from the first update on."""
 
     # --- buffers and weights ----------------------------------------------------------------------------------------

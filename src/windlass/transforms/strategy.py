@@ -73,8 +73,8 @@ class Strategy(Protocol):
         """
         ...
 
-    def settle(self, backward: Callable[[], Tensor]) -> None:
-        """Discarded work that must precede the first update, for resumed runs to repeat its bits."""
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        """Run discarded work before the first update, so that a resumed run repeats the same bits."""
         ...
 
     def share_buffers(self) -> None:

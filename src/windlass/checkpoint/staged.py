@@ -1,7 +1,7 @@
 """A checkpoint that is being written: one rank's view of the folder `tmp-checkpoint-N` of its disk.
 
-Its steps are apart (`open`, `write_state`, `seal`, `commit`, `drop`) and none of them talks to other ranks, so
-that whoever drives them (`Store.writing`, or a writer thread) decides where the ranks agree.
+Its steps (`open`, `write_state`, `seal`, `commit`, `drop`) are separate and none of them communicates with other ranks,
+so that their caller (`Store.write`, or a writer thread) decides when the ranks agree.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def rank_stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-class Draft:
-    """Written by the ranks that share a disk into one folder; committed by the keeper of the disk, the first of them,
-    with a single rename.
+class StagedCheckpoint:
+    """Written by the ranks that share a disk into one folder; committed by the writer rank of the disk, which is the
+    first of them, with a single rename.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Draft:
         self._planned = frozenset(names)
         self._written: dict[str, FileEntry] = {}
         self._sealed = False
-        self.serial = 0  # of its commit, where it is agreed on beforehand
+        self.serial = 0  # of its commit, if the ranks agree on it beforehand
 
     def open(self) -> None:
-        """The keeper: make the folder, empty."""
+        """On the writer rank: create the folder, empty."""
         if self.folder.exists() or self.folder.is_symlink():
             self.files.remove_tree(self.folder)
         self.files.make_folder(self.folder)
 
     def write_state(self, name: str, state: State | Encoded) -> None:
-        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). The keeper writes those.
+        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). The writer rank writes those.
 
         Raises:
             CheckpointError: the name is reserved or used already, or the state holds a type that cannot be
@@ -105,14 +105,14 @@ class Draft:
         self._written |= entries
 
     def seal(self) -> None:
-        """Make all this rank wrote durable and known: the keeper hashes what others' code put into the folder,
-        other ranks leave their list of files for it, which is the last they write.
+        """Make everything this rank wrote durable and known. The writer rank hashes files that other code put into the
+        folder; the other ranks leave it a list of their files, which is the last file they write.
 
         Raises:
             CheckpointError: a file that was to be written was not.
         """
-        is_keeper = self._rank == self._disks.keeper
-        if is_keeper:
+        is_writer = self._rank == self._disks.writer_rank
+        if is_writer:
             self._adopt(self.folder, "")
         absent = self._planned - self._written.keys()
         if absent:
@@ -120,7 +120,7 @@ class Draft:
                 f"{self.folder} lacks files that were to be written: {shorten(sorted(absent))}"
             )
         self.files.sync_folder(self.folder)
-        if not is_keeper:
+        if not is_writer:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
             self.files.write(path, [strict_json.dump(listing(self._written), path.name)])
         self._sealed = True
@@ -141,7 +141,7 @@ class Draft:
                 self._written[name] = self.files.digest(path)
 
     def is_sealed_by_others(self) -> bool:
-        """The keeper: whether every other rank of this disk has left its list of files, which is the last it writes."""
+        """On the writer rank: return True if every other rank of this disk has written its list of files, its last."""
         try:
             for rank in self._disks.others:
                 self._list_of(rank)
@@ -150,7 +150,7 @@ class Draft:
         return True
 
     def commit(self, serial: int) -> None:
-        """The keeper, when all ranks have sealed: the manifest, then the rename that makes the checkpoint exist.
+        """On the writer rank, after all ranks have sealed: write the manifest, then rename the folder to commit it.
 
         Args:
             serial: higher than that of any checkpoint beside it.
@@ -201,7 +201,7 @@ class Draft:
         return path, listed
 
     def drop(self) -> None:
-        """The keeper: remove the folder. What cannot be removed is left for the next save to clear."""
+        """On the writer rank: remove the folder. What cannot be removed is left for the next save to clear."""
         with contextlib.suppress(OSError):
             if self.folder.exists():
                 self.files.remove_tree(self.folder)
@@ -213,11 +213,11 @@ def folder_pattern(name: str) -> str:
 
 
 def set_aside(target: Path, files: Files) -> Path | None:
-    """Move what already lies at `target` out of the way of a rename; gives its new place, or None where there
-    was nothing.
+    """Move what already lies at `target` out of the way of a rename; return its new path, or None if there was
+    nothing.
 
-    A whole checkpoint becomes `replaced-checkpoint-N`, which still counts as one until its successor stands:
-    there is no instant without a whole checkpoint. A folder without a manifest is somebody else's: it is moved
+    A whole checkpoint becomes `replaced-checkpoint-N`, which still counts as one until its successor is committed:
+    there is no instant without a whole checkpoint. A folder without a manifest was not written by Windlass: it is moved
     to `checkpoint-N.aside` and kept.
     """
     if not target.exists() and not target.is_symlink():
@@ -229,7 +229,7 @@ def set_aside(target: Path, files: Files) -> Path | None:
     else:
         place = next(p for p in _aside_names(target) if not p.exists() and not p.is_symlink())
         _logger.warning(
-            "%s is no checkpoint of Windlass (it has no manifest): moved to %s", target, place.name
+            "%s is not a checkpoint of Windlass (it has no manifest): moved to %s", target, place.name
         )
     files.rename(target, place)
     return place

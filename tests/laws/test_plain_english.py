@@ -1,0 +1,72 @@
+"""Docstrings, comments and messages are written in plain technical English: certain phrases are not used."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.laws.source import modules
+
+# Rooms that are written in it. The others follow.
+ROOMS = ("checkpoint", "core", "dist", "engine")
+
+# What does not belong, and what to write instead. Only what has one meaning, so that no correct sentence is found.
+PHRASES = {
+    r"\banew\b": "again",
+    r"(?<![Tt]here )\bis no (?!longer\b|more\b)[a-z]": "is not a",
+    r"\btells? whether\b": "shows if",
+    r"\b[Gg]ives? whether\b": "Return True if",
+    r"; gives ": "; return",
+    r"\b[Ww]here there (is|are|was|were)\b": "if there",
+    r"\bcomes? to stand\b": "is committed, is stored",
+    r"\b(as it|still|it) stands\b": "is unchanged, exists",
+    r"\bstands? (in )?for\b": "represents, replaces",
+    r"\bstands? (here|there|still)\b": "exists here, makes no progress",
+    r"\bbr(oke|oken|eaks) off\b": "was interrupted, failed",
+    r"\b[Gg]iven up\b": "was dropped",
+    r"\bmatters to nobody\b": "is ignored",
+    r"\bshall be\b": "is to be",
+}
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment and string literal of `source`; parts of an f-string are texts of their own."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def riddles(source: str) -> list[str]:
+    """Each phrase of `source` that does not belong, with its line and a plain one."""
+    return [
+        f"{line}: {found.group()!r}: write {plain!r}"
+        for line, text in texts(source)
+        for pattern, plain in PHRASES.items()
+        for found in re.finditer(pattern, re.sub(r"\s+", " ", text))
+    ]
+
+
+def _of_rooms() -> list[Path]:
+    return [module.path for module in modules() if module.room in ROOMS]
+
+
+def test_rooms_are_in_plain_english() -> None:
+    found = [f"{path}:{riddle}" for path in _of_rooms() for riddle in riddles(path.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_every_room_is_looked_at() -> None:
+    assert {module.room for module in modules() if module.path in _of_rooms()} == set(ROOMS)
+
+
+def test_the_law_sees_docstrings_comments_and_messages() -> None:
+    source = '"""It is written\n    anew."""\nx = f"{x} is no folder"  # it still stands\n'
+    assert [riddle.split(":")[0] for riddle in riddles(source)] == ["1", "3", "3"]
+    assert not riddles('"""It is no longer there."""\nanew = "again"  # a name is not a text\n')
