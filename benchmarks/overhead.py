@@ -9,12 +9,14 @@ steady on a noisy machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,17 @@ SKIPPED = 20  # the first steps of each round warm caches up
 
 
 class Worker:
-    """A contender in its own process, which trains for one round whenever it is told to."""
+    """A contender in its own process, which trains for one round whenever it is told to.
 
-    def __init__(self, name: str, steps: int) -> None:
+    Args:
+        source: the `src` folder of another commit; None: the package that is installed.
+    """
+
+    def __init__(self, name: str, steps: int, source: Path | None = None) -> None:
         command = [sys.executable, str(HERE / "contenders.py"), name, str(steps)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         self._name = name
         # What a library says on stderr is shown if it fails.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -65,9 +73,16 @@ class Worker:
         self._log.close()
 
 
-def run(names: list[str], steps: int, rounds: int) -> dict[str, list[float] | None]:
-    """Step times of each contender in microseconds; None for what is not installed."""
+def run(names: list[str], steps: int, rounds: int, before: Path | None) -> dict[str, list[float] | None]:
+    """Step times of each contender in microseconds; None for what is not installed.
+
+    Args:
+        before: the `src` folder of a commit to compare with, under the name "before".
+    """
     workers = {name: Worker(name, steps) for name in names}
+    if before is not None:
+        workers["before"] = Worker("windlass", steps, before)
+        names = [*names, "before"]
     times: dict[str, list[float] | None] = {n: None if w.missing else [] for n, w in workers.items()}
     for turn in range(rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
@@ -109,6 +124,22 @@ def render(figures: dict[str, Any], command: str) -> str:
     return f"{table(head, rows)}\n\n{caption(figures, command)}"
 
 
+@contextlib.contextmanager
+def checkout(commit: str | None) -> Iterator[Path | None]:
+    """The `src` folder of a commit, while the body runs; None without a commit."""
+    if commit is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="windlass-overhead-") as place:
+        folder = Path(place) / "tree"
+        git = ["git", "-C", str(HERE.parent), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+        try:
+            yield folder / "src"
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="steps of one round")
@@ -116,6 +147,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default=",".join(CONTENDERS), help="contenders, comma-separated; raw is always run"
     )
+    parser.add_argument("--against", help="a commit to compare with")
     parser.add_argument("--write", type=Path, help="a page with a section `overhead` to rewrite")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
@@ -123,9 +155,12 @@ def main() -> None:
     if asked - set(CONTENDERS):
         parser.error(f"unknown contenders {sorted(asked - set(CONTENDERS))}; known: {', '.join(CONTENDERS)}")
     names = [name for name in CONTENDERS if name in asked]
-    times = run(names, options.steps, options.rounds)
+    with checkout(options.against) as before:
+        times = run(names, options.steps, options.rounds, before)
+    LABELS["before"] = f"windlass at {options.against}"
     figures = {**facts(), "steps": options.steps, "rounds": options.rounds, "microseconds": summarise(times)}
     command = f"python benchmarks/overhead.py --steps {options.steps} --rounds {options.rounds}"
+    command += f" --against {options.against}" if options.against else ""
     report("overhead", render(figures, command), figures, options.write, options.json)
 
 

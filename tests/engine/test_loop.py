@@ -78,15 +78,18 @@ class Hooks:
         self.saved: dict[int, State] = {}
         self.loop: Loop
 
-    def epoch_begin(self) -> None:
-        self.trace.append("epoch")
+    @property
+    def steps(self) -> Any:
+        return self
+
+    def event(self, name: str) -> None:
+        if name == "on_epoch_begin":
+            self.trace.append("epoch")
 
     def epoch_end(self, complete: bool) -> None:
         self.trace.append(f"end {self.state.epoch:g}")
 
     def data_ahead(self) -> None: ...
-
-    def step_begin(self) -> None: ...
 
     def too_large(self, error: Exception) -> bool:
         return False

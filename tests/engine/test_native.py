@@ -54,17 +54,16 @@ class Hooks:
     def parts(self) -> dict[str, Tensor]:
         return {"part": torch.tensor(2.0)}
 
-    def substep_end(self) -> None:
-        self.trace.append("substep")
-
-    def pre_optimizer_step(self) -> None:
-        self.trace.append("before")
-
-    def optimizer_step(self) -> None:
-        assert any(p.grad is not None for p in self.executor.model.parameters()), (
-            "gradients are there to be seen"
+    def event(self, name: str) -> None:
+        if name == "on_optimizer_step":
+            assert any(p.grad is not None for p in self.executor.model.parameters()), (
+                "gradients are there to be seen"
+            )
+        self.trace.append(
+            {"on_substep_end": "substep", "on_pre_optimizer_step": "before", "on_optimizer_step": "after"}[
+                name
+            ]
         )
-        self.trace.append("after")
 
 
 def group(count: int) -> Group:

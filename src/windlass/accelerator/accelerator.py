@@ -263,11 +263,30 @@ class Accelerator(Ranks):
     optimizer_step_was_skipped = value_of(
         "_engine.step_was_skipped", "Whether the last update was skipped because fp16 gradients overflowed."
     )
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a micro-batch's loss.
+
+        A tensor is the mean over the batch's samples. It is divided by the number of micro-batches of an update, and
+        weighted by this process's share of the samples if the shares differ. `LossTerms(sum, weight)` are divided by
+        the weight of the whole update, over all its micro-batches and processes. In a run of the Trainer, the rules of
+        docs/losses.md apply.
+
+        Args:
+            loss: a scalar tensor, or `LossTerms`.
+            kwargs: for `Tensor.backward`.
+
+        Raises:
+            ModelError: called outside a training step of the Trainer; or terms that are not supported.
+        """
+        if kwargs.pop("learning_rate", None) is not None:
+            self.lomo_backward(loss, 0.0)
+        self._engine.backward(loss, **kwargs)
+
     accumulate = method_of("_stepping", Stepping.accumulate)
     no_sync = method_of("_stepping", Stepping.no_sync)
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
     join_uneven_inputs = method_of("_stepping", Stepping.join_uneven_inputs)
-    backward = method_of("_stepping", Stepping.backward)  # type: ignore[arg-type]
     lomo_backward = method_of("_stepping", Stepping.lomo_backward)
     unscale_gradients = method_of("_stepping", Stepping.unscale_gradients)
     clip_grad_norm_ = method_of("_stepping", Stepping.clip_grad_norm_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +74,7 @@ class TrainerEngine:
     Args:
         owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
         dist: how the Trainer spreads models, from its arguments at this moment.
+        autocast: returns the mixed-precision context of a forward.
 
     Attributes:
         step_was_skipped: set by the run after each update.
@@ -80,9 +82,14 @@ class TrainerEngine:
 
     saves_loaders = False  # a run saves where its own loader is
 
-    def __init__(self, owned: Callable[[], Iterable[Any]], dist: Callable[[], DistPlan]) -> None:
+    def __init__(
+        self,
+        owned: Callable[[], Iterable[Any]],
+        dist: Callable[[], DistPlan],
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.step_was_skipped = False
-        self._owned, self._dist = owned, dist
+        self._owned, self._dist, self.autocast = owned, dist, autocast
         self._backward: Callable[[Any], None] = _outside
         self._strategies: tuple[Strategy, ...] = ()
 

@@ -97,25 +97,6 @@ class Stepping:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a micro-batch's loss.
-
-        A tensor is the mean over the batch's samples. It is divided by the number of micro-batches of an update, and
-        weighted by this process's share of the samples if the shares differ. `LossTerms(sum, weight)` are divided by
-        the weight of the whole update, over all its micro-batches and processes. In a run of the Trainer, the rules of
-        docs/losses.md apply.
-
-        Args:
-            loss: a scalar tensor, or `LossTerms`.
-            kwargs: for `Tensor.backward`.
-
-        Raises:
-            ModelError: called outside a training step of the Trainer; or terms that are not supported.
-        """
-        if kwargs.pop("learning_rate", None) is not None:
-            self.lomo_backward(loss, 0.0)
-        self._engine.backward(loss, **kwargs)
-
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refused: optimizers that update inside the backward are not built."""
         fix = "LOMO is not built: prepare another optimizer and call backward(loss)"

@@ -35,5 +35,7 @@ def share(count: int, world: int, rank: int) -> tuple[int, int]:
 
 def dealt(ids: list[int], world: int) -> list[list[int]]:
     """`ids` shared out to all ranks, in runs."""
+    if world == 1:
+        return [ids]
     bounds = (share(len(ids), world, rank) for rank in range(world))
     return [ids[low:high] for low, high in bounds]

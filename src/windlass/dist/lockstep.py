@@ -19,7 +19,7 @@ class PeerError(WindlassError):
     """Another rank failed, so the work they share cannot be finished here."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round(Generic[T]):
     """One round over all ranks.
 

@@ -194,7 +194,7 @@ class Feed:
             raise DataError(_ENDS_APART.format(self._gang.size - summed.going_on, self._gang.size))
         width = self._accumulation if self._in_step else 0
         present, signals = more[:width], more[width:]
-        missing = sum(ranks > 0 for ranks in present) - len(group.batches)
+        missing = sum(ranks > 0 for ranks in present) - len(group.batches) if present else 0
         if missing > 0:
             # Copies: a training step may take labels out of its batch.
             again = [copy.copy(group.batches[0]) for _ in range(missing)]

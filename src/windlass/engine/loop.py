@@ -41,19 +41,24 @@ class Suspect:
     applied: bool
 
 
-class LoopHooks(StepHooks, Protocol):
+class LoopHooks(Protocol):
     """What the owner of the loop does at its events. Events may replace `control`, so it is read each time."""
 
     @property
     def control(self) -> TrainerControl: ...
 
-    def epoch_begin(self) -> None: ...
+    @property
+    def steps(self) -> StepHooks:
+        """What an update calls."""
+        ...
+
+    def event(self, name: str) -> None:
+        """Fire `on_epoch_begin`, `on_step_begin` or `on_step_end`."""
+        ...
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
         ...
-
-    def step_begin(self) -> None: ...
 
     def too_large(self, error: Exception) -> bool:
         """Return True to retry an update that failed with `error` in smaller micro-batches; may raise a better error
@@ -152,7 +157,7 @@ class Loop:
         if not self._epoch_open:
             self._epoch_open = True
             self._hooks.control.new_epoch()
-            self._hooks.epoch_begin()
+            self._hooks.event("on_epoch_begin")
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
@@ -205,7 +210,7 @@ class Loop:
         self._seed_step(state.global_step)
         self._beacon.step(state.global_step)
         hooks.set_learning_rate(state.global_step)
-        hooks.step_begin()
+        hooks.event("on_step_begin")
         batch, result = self._compute(batch)
         self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
@@ -220,7 +225,7 @@ class Loop:
         """Compute the update; if memory runs out, retry with the same samples in smaller micro-batches."""
         while True:
             try:
-                return batch, self._executor.run_step(batch.group, self._request(batch), self._hooks)
+                return batch, self._executor.run_step(batch.group, self._request(batch), self._hooks.steps)
             except Exception as error:
                 if not self._hooks.too_large(error):
                     raise

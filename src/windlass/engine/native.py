@@ -200,7 +200,7 @@ class NativeExecutor:
             losses.append(share)
             loss = share if loss is None else loss + share
             if index != last:
-                hooks.substep_end()
+                hooks.event("on_substep_end")
         assert loss is not None, "a group holds at least one micro-batch"
         self.strategy.check_reached()
         self._beacon.call("norm and update")
@@ -212,9 +212,9 @@ class NativeExecutor:
         if request.guard and not math.isfinite(float(norm)):
             # Ranks agree without talking: the norm is the same on all of them. The one read that this policy costs.
             self._skip = True
-        hooks.pre_optimizer_step()
+        hooks.event("on_pre_optimizer_step")
         applied = self.step()
-        hooks.optimizer_step()
+        hooks.event("on_optimizer_step")
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 

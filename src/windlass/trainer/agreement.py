@@ -29,6 +29,9 @@ class Signals(NamedTuple):
     failed: float = 0.0
 
 
+_NONE = Signals()
+
+
 class Agreement:
     """Collects this rank's signals, and applies what all ranks agreed on.
 
@@ -46,6 +49,9 @@ class Agreement:
         """This rank's signals."""
         due = self._gang.rank == 0 and self._saver.is_due()
         interruption = self._interruption
+        asks = due or interruption.stop_requested or interruption.preemption_requested
+        if not asks and not self._saver.busy:
+            return _NONE  # the usual case, in every update
         return Signals(
             interruption.stop_requested, interruption.preemption_requested, due, *self._saver.counters()
         )
@@ -57,7 +63,7 @@ class Agreement:
             sums: their signals, added up.
             step: the present one.
         """
-        told = Signals(*sums)
+        told = Signals(*sums) if any(sums) else _NONE
         self._interruption.agree_preemption(told.leave)
         if self._saver.busy:
             self._saver.agreed(Counters(told.written, told.settled, told.failed))

@@ -23,25 +23,24 @@ NotingLoss = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 
 
 class MicroSteps:
-    """Runs the script's `training_step` on micro-batches, and normalises what it hands to backward.
+    """Implements `engine.executor.StepHooks`.
+
+    Runs the script's `training_step` on micro-batches, and normalises what it hands to backward.
 
     Args:
+        event: fires an event of callbacks.
         step: `training_step` on one micro-batch, with the update's target count or None.
         noting_loss: context in which `compute_loss` reports what it returns; see `DoubleNormalizationCheck`.
     """
 
     def __init__(
         self, loss: LossPolicy, executor: Executor, accelerator: Accelerator, device: torch.device,
-        step: TrainingStep, noting_loss: NotingLoss,
+        event: Callable[[str], None], step: TrainingStep, noting_loss: NotingLoss,
     ) -> None:  # fmt: skip
         self._loss, self._executor, self._accelerator = loss, executor, accelerator
-        self._accumulation = accelerator.gradient_state
-        self._normaliser, self._device, self._step, self._noting_loss = (
-            loss.normaliser,
-            device,
-            step,
-            noting_loss,
-        )
+        self._accumulation, self._normaliser = accelerator.gradient_state, loss.normaliser
+        self._device, self._step, self._noting_loss = device, step, noting_loss
+        self.event = event
         self._needs_count = False
         self._check: DoubleNormalizationCheck | None = None
 
@@ -61,9 +60,9 @@ class MicroSteps:
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._loss.hooks.count_targets(batch)
         self._normaliser.begin(targets, filler=False)
-        return self.run(batch, 0, StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False))
+        return self.micro_step(batch, 0, StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False))
 
-    def run(self, batch: Any, index: int, request: StepRequest) -> Tensor:
+    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
         """Micro-batch `index` of an update.
 
         Returns:
@@ -102,7 +101,7 @@ class MicroSteps:
                 self._executor.add_aux(normaliser.correction)
         self._executor.backward(scaled)
 
-    def rescale(self) -> Tensor | None:
+    def rescale(self, request: StepRequest) -> Tensor | None:
         """The factor that corrects an update's gradients once its true weight is known; None: it was known."""
         total = self._normaliser.total
         if total is not None:

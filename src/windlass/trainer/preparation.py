@@ -132,7 +132,7 @@ def prepare_run(
     except BaseException:
         built.executor.release()
         raise
-    services.engine.attach(run.backward, built.executor.strategy)
+    services.engine.attach(run.steps.backward, built.executor.strategy)
     events.show(
         model=hooks.model, optimizer=created[0], lr_scheduler=created[1], train_dataloader=loader,
         processing_class=tokenizer,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from windlass.assemble.batch import UpdateSize
 from windlass.assemble.build import Built
@@ -21,7 +21,7 @@ from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
-from windlass.engine.executor import StepRequest, StepResult
+from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
 from windlass.engine.splitting import Kind
@@ -80,26 +80,30 @@ class Run:
         device = self._session.device
         self._source_samples = getattr(source, "num_samples", None)
         self._fitter = UpdateFitter(services.fitter, self._session, files.model, source, built.executor, size)
-        self._steps = MicroSteps(
-            services.loss, built.executor, self._accelerator, device, hooks.training_step, hooks.noting_loss
-        )
+        # Called in every update, so without a method of ours in between.
+        self.event, self.data_ahead = self._events.fire_if_heard, self._fitter.remember
+        self.set_learning_rate = built.schedule.set
+        self.steps = MicroSteps(
+            services.loss, built.executor, self._accelerator, device, self.event, hooks.training_step,
+            hooks.noting_loss,
+        )  # fmt: skip
         self.ledger = Ledger(device, self._gang.sum)
         self._seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
         self._seed_step.start(0)
         self._beacon = beacon()
         self._events.use_plan(plan)
         self._use_size(size)
-        self.loop = self._new_loop(source, pad_token)
         manager.retention = retention_of(plan.save)
-        self.best = BestTracker(plan.save, self._events, manager.store.path_for)
         self.saver = RunSaver(manager, plan.save, self._gang, device, hooks.may_save_in_background)
+        self._agreement = Agreement(self._gang, interruption, self.saver)
+        self.loop = self._new_loop(source, pad_token)
+        self.best = BestTracker(plan.save, self._events, manager.store.path_for)
         self._source = CheckpointSource(self._session, folder, manager)
         self.checkpointer = Checkpointer(
             self._session, self._events, plan.save, folder, self._source, files,
             built.executor.optimizer, self.best, self._list_parts, self.saver, self._described,
             hooks.write_model,
         )  # fmt: skip
-        self._agreement = Agreement(self._gang, interruption, self.saver)
         self._reports = RunReports(
             plan, self._events.state, self.ledger, device, multiplied_parameters(files.model),
             built.schedule.last_lrs,
@@ -109,6 +113,7 @@ class Run:
             self.checkpointer, self.saver, self.best, self._reports, built.schedule, self.loop,
             lambda: built.executor.strategy.sharded or self._accelerator.forwards_meet,
         )  # fmt: skip
+        self.due = self._due.run
         self._continued: Checkpoint | None = None
         self.first_tokens = 0
 
@@ -133,7 +138,7 @@ class Run:
     def _counts(self, pad_token: int | None) -> Counts:
         tokens, positions = count_inputs(self._files.model, self._plan.reports.tokens, pad_token)
         count = self._loss.hooks.count_targets
-        return Counts(count, tokens, positions, self._inspect_first, lambda: self._agreement.own())
+        return Counts(count, tokens, positions, self._inspect_first, self._agreement.own)
 
     def _list_parts(self) -> SavedParts:
         """What a checkpoint holds of the run, in the order in which it is restored: random generators last."""
@@ -322,12 +327,10 @@ class Run:
         self._events.control.should_training_stop = True
         self._interruption.stop()
 
-    # --- the script's part of a step ----------------------------------------------------------------------------------
-
     def _inspect_first(self, group: Group) -> int | None:
         """Measure the loss on the first group; if memory does not hold it, ask for smaller micro-batches."""
         try:
-            self._steps.begin(group.batches[0], self._fitter.size.accumulation)
+            self.steps.begin(group.batches[0], self._fitter.size.accumulation)
         except Exception as error:
             if not self.too_large(error):
                 raise
@@ -335,30 +338,11 @@ class Run:
             return None
         return self.shrink()  # outside the handler, whose traceback holds on to all that did not fit
 
-    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
-        return self._steps.run(batch, index, request)
-
-    def rescale(self, request: StepRequest) -> Tensor | None:
-        return self._steps.rescale()
-
-    def parts(self) -> dict[str, Tensor]:
-        return self._steps.parts()
-
-    def backward(self, loss: Any) -> None:
-        """What `accelerator.backward` does in this run."""
-        self._steps.backward(loss)
-
     # --- events -----------------------------------------------------------------------------------------------------
 
     @property
     def control(self) -> TrainerControl:
         return self._events.control
-
-    def epoch_begin(self) -> None:
-        self._events.fire_if_heard("on_epoch_begin")
-
-    def data_ahead(self) -> None:
-        self._fitter.remember()
 
     def too_large(self, error: Exception) -> bool:
         return self._fitter.too_large(error)
@@ -367,34 +351,19 @@ class Run:
         report = self._fitter.shrink()
         self._use_size(self._fitter.size)
         self._hooks.log(dict(report), None)
-        self._steps.check_division(self._fitter.size.accumulation)
+        self.steps.check_division(self._fitter.size.accumulation)
         return self._fitter.size.accumulation
 
-    def step_begin(self) -> None:
-        self._events.fire_if_heard("on_step_begin")
-
-    def substep_end(self) -> None:
-        self._events.fire_if_heard("on_substep_end")
-
-    def pre_optimizer_step(self) -> None:
-        self._events.fire_if_heard("on_pre_optimizer_step")
-
-    def optimizer_step(self) -> None:
-        self._events.fire_if_heard("on_optimizer_step")
-
     def step_end(self) -> None:
-        self._events.fire_if_heard("on_step_end")
+        self.event("on_step_end")
         self._events.agree_on_flags()
 
     def epoch_end(self, complete: bool) -> None:
         if complete or not self._interruption.epoch_goes_on:
-            self._events.fire_if_heard("on_epoch_end")
+            self.event("on_epoch_end")
         self._events.agree_on_flags()
 
     # --- what follows from an update ----------------------------------------------------------------------------------
-
-    def set_learning_rate(self, step: int) -> None:
-        self.schedule.set(step)
 
     def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
@@ -426,6 +395,3 @@ class Run:
         told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
             self._stop()
-
-    def due(self) -> None:
-        self._due.run()

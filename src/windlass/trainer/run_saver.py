@@ -60,7 +60,7 @@ class RunSaver:
 
     def is_due(self) -> bool:
         """Whether this rank's clock asks for a checkpoint: an ephemeral one, or one in the place of a failed one."""
-        if self.retry.failing:
+        if self.retry.reason is not None:
             return self.retry.is_due()
         every = self._plan.every
         return every is not None and time.monotonic() - self._saved_at >= every

@@ -10,6 +10,7 @@ from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.engine import TrainerEngine
 from windlass.assemble.resolve import resolve_parallel, resolve_precision
 from windlass.callbacks.handler import CallbackHandler
+from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
@@ -62,6 +63,7 @@ def open_accelerator(
     """
     precision = resolve_precision(args())
     check_precision(precision, session.device)
-    engine = TrainerEngine(owned, lambda: resolve_parallel(args(), session.world).dist)
+    autocast = autocast_context(precision, session.device)
+    engine = TrainerEngine(owned, lambda: resolve_parallel(args(), session.world).dist, autocast)
     accumulation = args().gradient_accumulation_steps
     return engine, Accelerator.of_run(session.gang, session.device, precision, accumulation, engine)

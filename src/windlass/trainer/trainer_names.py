@@ -24,6 +24,7 @@ from windlass.trainer.session import Session
 
 if TYPE_CHECKING:
     from windlass.accelerator.accelerator import Accelerator
+    from windlass.accelerator.engine import TrainerEngine
     from windlass.callbacks.handler import CallbackHandler
     from windlass.trainer.run import Run
     from windlass.trainer.services import Services
@@ -41,6 +42,7 @@ class TrainerNames:
     is_in_train: bool
     _session: Session
     _services: Services
+    _engine: TrainerEngine
     _run: Run | None
 
     def count_targets(self, batch: Any) -> float:
@@ -124,7 +126,7 @@ class TrainerNames:
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:
         """The mixed-precision context of this run; null for fp32."""
-        return self.accelerator.autocast()
+        return self._engine.autocast()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which may take the trial of a search or nothing."""
