@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.device import backend_for
+from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
@@ -281,3 +282,6 @@ def leave() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A thread that frees the tensors of the last collective enters Python: one that does so while the interpreter shuts
+    # down aborts the process.
+    wait_for_foreign_threads()
