@@ -154,3 +154,16 @@ def test_registered_objects_of_another_number_of_processes_are_reported(tmp_path
     """Each process has a state of its own, and nobody knows whose a new process would need."""
     launch(2, ROLLOUTS, tmp_path / "run", 0, 6)
     assert "start without their state: 2 process(es)" in run_script(ROLLOUTS, tmp_path / "run", 0)
+
+
+def test_an_override_that_moves_one_value_is_called_for_nested_ones(tmp_path: Path) -> None:
+    """`_prepare_input` moves a value of any depth to the device: a script may know more types than we do."""
+    seen: list[type] = []
+
+    class Moving(Trainer):
+        def _prepare_input(self, data: Any) -> Any:
+            seen.append(type(data))
+            return super()._prepare_input(data)
+
+    Moving(Net(), arguments(tmp_path, max_steps=1), train_dataset=rows(8)).train()
+    assert {dict, torch.Tensor} <= set(seen)

@@ -69,22 +69,26 @@ def check_differentiable(loss: Any) -> Tensor:
     return total
 
 
-def on_device(data: Any, device: torch.device) -> Any:
-    """`data` with every tensor in it moved to `device`, in new containers of the same types."""
+def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
+    """`data` with every tensor in it moved to `device`, in new containers of the same types.
+
+    Args:
+        move: what is called for the items of a container: `_prepare_input`, which a script may override.
+    """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=True)
     if isinstance(data, Mapping):
-        moved = {key: on_device(value, device) for key, value in data.items()}
+        moved = {key: move(value) for key, value in data.items()}
         return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(on_device(value, device) for value in data))
+        return type(data)(*map(move, data))
     if isinstance(data, (list, tuple)):
-        return type(data)(on_device(value, device) for value in data)
+        return type(data)(map(move, data))
     return data
 
 
-def prepared_batch(inputs: Any, device: torch.device, columns: list[str] | None) -> Any:
-    """A batch on `device`, as a new container: hooks may take labels out of it.
+def checked_batch(inputs: Any, columns: list[str] | None) -> Any:
+    """The batch itself.
 
     Args:
         columns: what the model's forward takes, as far as that is known, for the error.
@@ -92,7 +96,6 @@ def prepared_batch(inputs: Any, device: torch.device, columns: list[str] | None)
     Raises:
         ModelError: the batch is empty.
     """
-    inputs = on_device(inputs, device)
     if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
         known = ", ".join(columns or []) or "unknown"
         raise ModelError(f"a batch came out empty; the model's forward takes: {known}")

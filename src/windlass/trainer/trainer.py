@@ -16,7 +16,7 @@ from windlass.core.errors import DataError
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
-from windlass.trainer.losses import batch_loss, call_model, check_differentiable, prepared_batch
+from windlass.trainer.losses import batch_loss, call_model, check_differentiable, checked_batch
 from windlass.trainer.machinery import (
     binding,
     columns,
@@ -291,7 +291,7 @@ class Trainer(TrainerNames):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
-        return prepared_batch(inputs, self._session.device, self._signature_columns)
+        return checked_batch(self._prepare_input(inputs), self._signature_columns)
 
     # --- data -------------------------------------------------------------------------------------------------------
 

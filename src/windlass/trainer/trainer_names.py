@@ -210,7 +210,7 @@ class TrainerNames:
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` with every tensor in it moved to this process's device."""
-        return on_device(data, self._session.device)
+        return on_device(data, self._session.device, self._prepare_input)
 
     def get_tp_size(self) -> int:
         """Ranks that share one copy of each layer (tensor parallelism is not built yet): 1."""
