@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.nodes import Disks, find_disks
-from windlass.checkpoint.opening import open_store
+from windlass.checkpoint.opening import open_on_all, open_store
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.config.plugins import ProjectConfiguration
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.dist.gang import Gang
 
@@ -108,18 +107,7 @@ class StatePlaces:
         divided = self._gang.rank == 0 and _is_divided(manager.store, newest=folder is None)
         if self._gang.broadcast_object(divided or is_url(place.parent)):
             manager = self.to_write(place)
-        if manager.store.disks.nodes > 1:
-            return manager.receive(choose_on_all(manager.store, which))
-        chosen, problem = None, None
-        if self._gang.rank == 0:
-            try:
-                chosen = manager.choose(which)
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-        chosen, problem = self._gang.broadcast_object([chosen, problem])
-        if problem is not None:
-            raise CheckpointError(problem)
-        return manager.receive(chosen)
+        return open_on_all(manager, which, self._gang)
 
 
 def _is_divided(store: Store, newest: bool) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from windlass.checkpoint.manager import Checkpoint, CheckpointManager
+from windlass.checkpoint.meeting import choose_on_all
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.remote import Mirror, RemoteFolder
@@ -78,3 +80,24 @@ def upload_files(output_dir: str) -> None:
     """
     if is_url(output_dir):
         _mirror(output_dir, local_folder(output_dir), Disks.shared(1)).upload_loose()
+
+
+def open_on_all(manager: CheckpointManager, which: Literal[True] | str, gang: Gang) -> Checkpoint:
+    """A checkpoint, True being the newest one that verifies. Collective: the main process chooses and verifies for all,
+    so nothing is hashed twice. If there are several disks, one process of each does.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; the same on every rank.
+    """
+    if manager.store.disks.nodes > 1:
+        return manager.receive(choose_on_all(manager.store, which))
+    chosen, problem = None, None
+    if gang.rank == 0:
+        try:
+            chosen = manager.choose(which)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    chosen, problem = gang.broadcast_object([chosen, problem])
+    if problem is not None:
+        raise CheckpointError(problem)
+    return manager.receive(chosen)

@@ -13,8 +13,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.foreign import ForeignCheckpoint, checked_state
 from windlass.checkpoint.history import complete_state
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.meeting import choose_on_all
-from windlass.checkpoint.opening import store_of_checkpoint
+from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
@@ -94,18 +93,7 @@ class CheckpointSource:
         foreign = find_foreign_on_all(self._gang, manager.store, which)
         if foreign is not None:
             return foreign
-        if manager.store.disks.nodes > 1:
-            return manager.receive(choose_on_all(manager.store, which))
-        chosen, problem = None, None
-        if self._session.world.is_main:
-            try:
-                chosen = manager.choose(which)
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-        chosen, problem = self._gang.broadcast_object([chosen, problem])
-        if problem is not None:
-            raise CheckpointError(problem)
-        return manager.receive(chosen)
+        return open_on_all(manager, which, self._gang)
 
 
 # --- what a checkpoint says of its run ------------------------------------------------------------------------------
