@@ -6,15 +6,21 @@
 #   make lint    ruff and mypy
 #   make bench   run the benchmarks and write their figures into docs/benchmarks.md
 #   make docs    build the documentation into site/
+#
+# TORCH=2.14.1 takes that release of torch instead of the one in constraints.txt, in an environment of its own:
+#   make test PYTHON=python3.13 TORCH=2.14.1
 
 PYTHON ?= python3
-VENV   ?= .venv
+TORCH  ?=
+VENV   ?= .venv$(if $(TORCH),-$(notdir $(PYTHON))-torch-$(TORCH))
 ARGS   ?=
 # Each test process uses one thread, so one process per core is what a machine carries.
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The versions to install; a release of torch that was asked for takes the place of the pinned one.
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
 .PHONY: train test test-all lint format bench docs clean
 .DEFAULT_GOAL := train
@@ -26,7 +32,7 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" --hypothesis-profile=long $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -58,7 +64,12 @@ $(VENV)/.installed-python:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.installed-torch: $(VENV)/.installed-python constraints.txt
+ifneq ($(TORCH),)
+$(PINS): $(VENV)/.installed-python constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+endif
+
+$(VENV)/.installed-torch: $(VENV)/.installed-python $(PINS)
 	@echo "Installing torch (once) ..."
 	$(PIP) torch numpy
 	touch $@

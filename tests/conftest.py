@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 
@@ -14,6 +15,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# A save waits for the disk, a few milliseconds for each file, and the tests make thousands: their folders lie in memory
+# where the system has enough of it.
+if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,9 +36,12 @@ pytest_plugins = ["tests.durations"]
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: a busy machine is no failure. In CI the examples are the same in every run.
-settings.register_profile("windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: a busy machine is no failure. In CI the examples are the same in every run. `make test-all` takes "long".
+settings.register_profile(
+    "windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+)
 settings.register_profile("ci", parent=settings.get_profile("windlass"), derandomize=True)
+settings.register_profile("long", parent=settings.get_profile("windlass"), max_examples=100)
 settings.load_profile("ci" if os.environ.get("CI") else "windlass")
 
 # Written by libraries on import or at first use, not by us.
@@ -93,15 +102,16 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to switch them off imports the compiler
+        torch.use_deterministic_algorithms(False)
 
 
 def _forget_the_accelerator() -> None:
-    """Every Accelerator tells the process who it is; the next test is another script."""
-    state = sys.modules.get("windlass.accelerator.state")
+    """Every Accelerator publishes its state in the process; the next test is another script."""
+    state = sys.modules.get("windlass.accelerator.process_state")
     if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+        for published in (state.PROCESS, state.LOOP, state.GRADIENTS):
+            published.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import subprocess
+import sys
+import textwrap
+import threading
 from pathlib import Path
 
 import accelerate
@@ -82,3 +86,107 @@ def test_what_is_wrong_is_said_all_at_once() -> None:
         notebook_launcher(print, num_processes=0, node_rank=3, mixed_precision="fp7", rdzv_backend="pigeon")
     assert len(caught.value.problems) == 4
     assert "must be one of no, fp16, bf16" in str(caught.value)
+
+
+_FROM_MAIN = """
+    import dataclasses
+    import torch, torch.nn.functional as F
+    from windlass import Accelerator
+    from windlass.launchers import debug_launcher
+    from windlass.state import PartialState
+
+    WIDTH = 300
+
+    @dataclasses.dataclass
+    class Options:
+        rows: int = 512
+        names: list = dataclasses.field(default_factory=list)
+
+    class Net(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inner = torch.nn.Linear(width, width)
+
+        def forward(self, x):
+            return F.relu(self.inner(x))
+
+    def loss_of(model, options):
+        return model(torch.randn(options.rows, WIDTH)).pow(2).mean()
+
+    def fails():
+        raise ValueError("on purpose")
+
+    @torch.enable_grad()
+    def trains(options):
+        assert [field.name for field in dataclasses.fields(options)] == ["rows", "names"]
+        accelerator = Accelerator()
+        torch.set_num_threads(2)
+        model = accelerator.prepare(Net(WIDTH))
+        for _ in range(3):
+            accelerator.backward(loss_of(model, options))
+        ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+        if accelerator.is_main_process:
+            print("trained on", ranks, WIDTH, flush=True)
+
+    torch.set_num_threads(4)
+    torch.randn(4_000_000).exp().sum()
+    loss_of(Net(WIDTH), Options()).backward()  # threads of the autograd engine and of OpenMP
+    PartialState()
+    for function, args in ((fails, ()), (fails, ()), (trains, (Options(),)), (trains, (Options(rows=64),))):
+        try:
+            debug_launcher(function, args)
+        except RuntimeError as error:
+            print("failed:", str(error).strip().splitlines()[-1], flush=True)
+"""
+
+
+@pytest.mark.dist
+def test_threads_and_failed_launches_of_this_process_do_not_reach_the_next_one(tmp_path: Path) -> None:
+    """All is defined in `__main__`, which has no guard: the processes must not run it again."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_FROM_MAIN))
+    found = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "4"},
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["failed: ValueError: on purpose"] * 2 + ["trained on [0, 1] 300"] * 2
+
+
+_NOTEBOOK = r"""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    for cell in (
+        "from windlass import Accelerator, debug_launcher",
+        "offset = 10",
+        "def shown(accelerator):\n    return accelerator.num_processes + offset",
+        "def train():\n    if Accelerator().is_main_process:\n        raise ValueError(shown(Accelerator()))",
+    ):
+        shell.run_cell(cell, store_history=True).raise_error()
+    result = shell.run_cell("debug_launcher(train)")
+    print(result.error_in_exec)
+"""
+
+
+@pytest.mark.dist
+def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_the_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(textwrap.dedent(_NOTEBOOK))
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr
+    assert "ValueError: 12" in found.stdout
+    assert "raise ValueError(shown(Accelerator()))" in found.stdout
+
+
+def test_a_value_that_cannot_leave_this_process_is_named() -> None:
+    lock = threading.Lock()
+
+    def train() -> None:
+        lock.acquire()
+
+    with pytest.raises(ConfigError, match=r"train.*lock.*create .* inside the function"):
+        debug_launcher(train)

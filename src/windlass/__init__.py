@@ -1,7 +1,7 @@
 """Windlass trains and fine-tunes PyTorch models, and never lets the load slip back.
 
-Every public name is here: `from windlass import Trainer, TrainingArguments`. Names are loaded when they are first asked
-for, so that `import windlass` itself costs no torch.
+Every public name is here: `from windlass import Trainer, TrainingArguments`. Names are loaded on first use, so that
+`import windlass` does not import torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "windlass.accelerator.accelerator": ("Accelerator",),
-    "windlass.accelerator.state": ("PartialState",),
     "windlass.launchers": ("debug_launcher", "notebook_launcher"),
-    "windlass.accelerator.device_cache": ("find_executable_batch_size",),
-    "windlass.accelerator.shared_rng": ("synchronize_rng_states",),
+    "windlass.compat.batch_size": ("find_executable_batch_size",),
+    "windlass.compat.seeds": ("synchronize_rng_states",),
+    "windlass.compat.state": ("PartialState",),
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.plugins": (
@@ -65,7 +65,7 @@ _HOMES = {
     "windlass.optim.schedules.greedy": ("GreedyLR",),
     "windlass.utils.imports": ("is_rich_available",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
-    "windlass.transforms.meta": ("init_empty_weights", "init_on_device"),
+    "windlass.compat.meta": ("init_empty_weights", "init_on_device"),
     "windlass.compat.auto_device_map": ("infer_auto_device_map",),
     "windlass.compat.checkpoint_loading": ("load_checkpoint_in_model",),
     "windlass.compat.big_model": (

@@ -1,23 +1,20 @@
-"""Names that scripts import from here: loaders of several processes (`windlass.data`).
+"""Re-exports of the old library: loaders of several processes (`windlass.data`).
 
-A prepared loader shares its batches out by itself, whatever it reads from, so one class stands for both kinds that
-scripts tell apart.
+A prepared loader deals its batches to the ranks whatever it reads from, so one class replaces all of the old library;
+`windlass.compat.loaders` has those that scripts construct.
 """
 
-from windlass.data.prepared_loader import PreparedLoader
-from windlass.data.samplers import SeedableRandomSampler
-from windlass.data.shards import BatchSamplerShard, IterableDatasetShard
-from windlass.data.skip import SkipBatchSampler, skip_first_batches
+from windlass.compat.loaders import DataLoaderDispatcher as DataLoaderDispatcher
+from windlass.compat.loaders import DataLoaderShard as DataLoaderShard
+from windlass.compat.loaders import DataLoaderStateMixin as DataLoaderStateMixin
+from windlass.compat.loaders import SkipDataLoader as SkipDataLoader
+from windlass.compat.rank_samplers import get_sampler as get_sampler
+from windlass.config.support_names import WHY
+from windlass.core.lazy import loader_of
+from windlass.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+from windlass.data.shards import BatchSamplerShard as BatchSamplerShard
+from windlass.data.shards import IterableDatasetShard as IterableDatasetShard
+from windlass.data.skip import SkipBatchSampler as SkipBatchSampler
+from windlass.data.skip import skip_first_batches as skip_first_batches
 
-DataLoaderShard = PreparedLoader
-DataLoaderDispatcher = PreparedLoader
-
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "skip_first_batches",
-]
+__getattr__ = loader_of(__name__, {}, WHY)

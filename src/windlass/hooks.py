@@ -1,32 +1,16 @@
-"""Names that scripts import from here: what runs before and after a module's forward (`windlass.transforms`)."""
+"""Re-exports of the old library: hooks around a module's forward (`windlass.compat`)."""
 
+from windlass.compat.attach_hooks import attach_align_device_hook as attach_align_device_hook
 from windlass.compat.attach_hooks import (
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
-from windlass.compat.layerwise_casting import LayerwiseCastingHook
-from windlass.compat.moving import CpuOffload, UserCpuOffloadHook
-from windlass.transforms.model_hooks import (
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
-from windlass.transforms.offload import AlignDevicesHook
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
+from windlass.compat.attach_hooks import attach_execution_device_hook as attach_execution_device_hook
+from windlass.compat.layerwise_casting import LayerwiseCastingHook as LayerwiseCastingHook
+from windlass.compat.model_hooks import ModelHook as ModelHook
+from windlass.compat.model_hooks import SequentialHook as SequentialHook
+from windlass.compat.model_hooks import add_hook_to_module as add_hook_to_module
+from windlass.compat.model_hooks import remove_hook_from_module as remove_hook_from_module
+from windlass.compat.model_hooks import remove_hook_from_submodules as remove_hook_from_submodules
+from windlass.compat.moving import CpuOffload as CpuOffload
+from windlass.compat.moving import UserCpuOffloadHook as UserCpuOffloadHook
+from windlass.compat.offload import AlignDevicesHook as AlignDevicesHook

@@ -1,7 +1,8 @@
-"""A function in many processes, started from a notebook or from a running program.
+"""Run a function in several processes, started from a notebook or a running program.
 
-The processes are forks of this one: they find everything that was defined here, and nothing has to be sent to them.
-Scripts are started with `windlass launch` instead.
+Each process is a new interpreter, whatever this one has done before: forks of a process that has used threads, a device
+or a process group can crash or hang. The function and what it uses are sent to them; scripts are started with
+`windlass launch` instead.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.config.launch_token import NEEDS_TOKEN, reachable_from_here_only, read_token
 from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
+from windlass.config.support_names import WHY
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.lazy import loader_of
 from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-    from torch.distributed.launcher.api import LaunchConfig
 
     from windlass.dist.machines import Meeting
 
 _BACKEND = "windlass"
+__getattr__ = loader_of(__name__, {}, WHY)
 
 
 def notebook_launcher(
@@ -49,16 +54,16 @@ def notebook_launcher(
     """Run `function(*args)` in several processes, and return when all have ended.
 
     Args:
-        num_processes: on this machine; None takes one for each accelerator. One runs the function right here.
+        num_processes: on this machine; None for one per accelerator. 1 runs the function in this process.
         mixed_precision: "no", "fp16" or "bf16", for an `Accelerator()` made in `function`.
-        use_port, master_addr: where machines meet. On one machine a free port is taken instead.
+        use_port, master_addr: of the rendezvous. On one machine a free port is used instead.
         node_rank, num_nodes: this machine among all; the same call runs on each of them.
         rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, max_restarts, monitor_interval, log_line_prefix_template: as
-            torch's elastic launcher has them.
+            in torch's elastic launcher.
 
     Raises:
-        ConfigError: the processes cannot be started as said, or this one has used a device already.
-        RuntimeError: a process failed; carries the traceback of the first.
+        ConfigError: the processes cannot be started, or the function uses a value that cannot be sent to them.
+        RuntimeError: a process failed; with the traceback of the first.
     """
     import torch
 
@@ -68,70 +73,56 @@ def notebook_launcher(
         KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
     )
     problems = [*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)]
-    if count * num_nodes > 1:
-        problems += _process_problems("notebook_launcher")
     if problems:
         raise ConfigError(problems)
     if count * num_nodes == 1:
-        with _told(settings):
+        with _in_environment(settings):
             function(*args)
         return
     threads = torch.get_num_threads() if _devices() else 1
     meeting = _alone() if num_nodes == 1 else _meeting(
         num_nodes, node_rank, rdzv_backend, rdzv_endpoint or f"{master_addr}:{use_port}", rdzv_conf or {}, rdzv_id
     )  # fmt: skip
-    config = _config(
-        count, meeting, max_restarts=max_restarts, monitor_interval=monitor_interval,
-        log_line_prefix_template=log_line_prefix_template,
+    _launch(
+        _Call(function, args, settings, threads), count, meeting, max_restarts=max_restarts,
+        monitor_interval=monitor_interval, log_line_prefix_template=log_line_prefix_template,
     )  # fmt: skip
-    _launch(_Rank(function, tuple(args), settings, threads), config)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` in processes on the CPU, to try out what it does when there are several.
+    """Run `function(*args)` in several processes on the CPU, for a trial.
 
     Raises:
-        RuntimeError: a process failed; carries the traceback of the first.
+        ConfigError: the function uses a value that cannot be sent to new processes.
+        RuntimeError: a process failed; with the traceback of the first.
     """
-    problems = [
-        *_machine_problems(num_processes, 0, 1, "c10d"),
-        *_process_problems("debug_launcher", cpu=True),
-    ]
+    problems = list(_machine_problems(num_processes, 0, 1, "c10d"))
     if problems:
         raise ConfigError(problems)
     settings = Settings()
     settings.record(KEYS["cpu"], True, "debug_launcher", "flag", implicit=False)
-    _launch(
-        _Rank(function, tuple(args), settings, threads=1),
-        _config(num_processes, _alone()),
-    )
+    _launch(_Call(function, args, settings, threads=1), num_processes, _alone(), max_restarts=0)
 
 
-class _Rank:
-    """What each process runs. It is inherited with the fork, and never sent."""
+class _Call(NamedTuple):
+    """What each process calls, and how it is set up for it."""
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], settings: Settings, threads: int
-    ) -> None:
-        self._function = function
-        self._args = args
-        self._settings = settings
-        self._threads = threads
-        # torch's launcher names its jobs by it.
-        self.__name__ = self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    settings: Settings
+    threads: int
 
-    def __call__(self) -> None:
-        import torch
+    def write(self, folder: Path) -> list[str]:
+        """Write the call into `folder`; return the arguments of the interpreter that carries it out."""
+        from windlass.compat.function_rank import write_call
+        from windlass.compat.function_transfer import pack_call
 
-        # A fork inherits OpenMP's bookkeeping and not its threads: a parallel region on the CPU would wait for them.
-        torch.set_num_threads(self._threads)
-        with _told(self._settings):
-            self._function(*self._args)
+        return write_call(folder, pack_call(self.function, tuple(self.args)), self.threads)
 
 
 @contextlib.contextmanager
-def _told(settings: Settings) -> Iterator[None]:
-    """Within it, an `Accelerator` finds what the launcher said."""
+def _in_environment(settings: Settings) -> Iterator[None]:
+    """Set the variable from which an `Accelerator`, here or in a process started here, reads the settings."""
     before = os.environ.get(OWN_VARIABLE)
     os.environ[OWN_VARIABLE] = to_environment(settings)
     try:
@@ -160,28 +151,8 @@ def _machine_problems(count: int, node_rank: int, num_nodes: int, backend: str) 
         yield Problem("rdzv_backend", backend, "must be static or c10d")
 
 
-def _process_problems(launcher: str, cpu: bool = False) -> Iterator[Problem]:
-    """What stands against forking this process."""
-    import torch
-    import torch.distributed as dist
-
-    if not hasattr(os, "fork"):
-        yield Problem(launcher, sys.platform, "needs an operating system that forks; use `windlass launch`")
-    if not cpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        fix = "has used CUDA, which does not survive a fork; restart it and touch no device before this call"
-        yield Problem("this process", os.getpid(), fix)
-    if dist.is_initialized():
-        yield Problem(
-            "this process", os.getpid(), "is in a process group already; call the launcher outside of it"
-        )
-    state = sys.modules.get("windlass.accelerator.state")
-    if state is not None and state.PartialState._shared_state:
-        fix = "has made an Accelerator; make it inside the function, and restart this process first"
-        yield Problem("this process", os.getpid(), fix)
-
-
 def _alone() -> Meeting:
-    """One machine needs no agreed place: a free port, so that two launches do not meet by mistake."""
+    """Return the rendezvous of one machine: a free port, so that two launches cannot meet by mistake."""
     from windlass.dist.machines import Meeting
 
     return Meeting("127.0.0.1", 0, 1, 0, True, uuid.uuid4().hex, 0)
@@ -190,10 +161,10 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Where several machines meet.
+    """Return the rendezvous of several machines.
 
     Raises:
-        ConfigError: the endpoint is not HOST:PORT, or other machines reach it and there is no token.
+        ConfigError: the endpoint is not HOST:PORT, or other machines can reach it and there is no token.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting
@@ -210,13 +181,21 @@ def _meeting(
     return Meeting(address, int(port), nodes, node if static else None, hosts, run, wait, token)
 
 
-def _config(count: int, meeting: Meeting, **rest: Any) -> LaunchConfig:
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from windlass.dist.machines import meet
 
+    return meet(parameters.get("meeting"))
+
+
+def _launch(call: _Call, count: int, meeting: Meeting, **options: Any) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    quiet_elastic()
     # Torch's launcher finds a rendezvous by the name of its backend.
     rendezvous_handler_registry.register(_BACKEND, _handler)
-    return LaunchConfig(
+    config = LaunchConfig(
         min_nodes=meeting.machines,
         max_nodes=meeting.machines,
         nproc_per_node=count,
@@ -224,25 +203,14 @@ def _config(count: int, meeting: Meeting, **rest: Any) -> LaunchConfig:
         rdzv_endpoint=f"{meeting.address}:{meeting.port}",
         rdzv_backend=_BACKEND,
         rdzv_configs={"meeting": meeting},
-        start_method="fork",
-        **{"max_restarts": 0, **rest},
+        **options,
     )
-
-
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    from windlass.dist.machines import meet
-
-    return meet(parameters.get("meeting"))
-
-
-def _launch(rank: _Rank, config: LaunchConfig) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    quiet_elastic()
-    with _signals_kept():
+    # Only this user may read the folder.
+    with tempfile.TemporaryDirectory(prefix="windlass-launch-") as folder, _signals_restored():
+        arguments = call.write(Path(folder))
         try:
-            elastic_launch(config, rank)()
+            with _in_environment(call.settings):
+                elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             rank_number, failure = error.get_first_failure()
             text = f"rank {rank_number} failed (exit code {failure.exitcode}):\n\n{_traceback(failure)}"
@@ -250,7 +218,7 @@ def _launch(rank: _Rank, config: LaunchConfig) -> None:
 
 
 def _traceback(failure: ProcessFailure) -> str:
-    """What the process wrote before it ended: its traceback, else what torch knows."""
+    """Return the traceback that the process wrote, else the message of torch."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
@@ -258,12 +226,12 @@ def _traceback(failure: ProcessFailure) -> str:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Torch's launcher takes the signals that end a process; a notebook wants to have its own back."""
+def _signals_restored() -> Iterator[None]:
+    """Restore the handlers of the notebook, which torch's launcher replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in kept.items():
-            with contextlib.suppress(ValueError):  # outside the main thread nothing was taken
+            with contextlib.suppress(ValueError):  # outside the main thread none was replaced
                 signal.signal(number, handler)

@@ -1,5 +1,3 @@
-"""Names that scripts import from here (`windlass.compat.local_sgd`)."""
+"""Re-export of the old library (`windlass.compat.local_sgd`)."""
 
-from windlass.compat.local_sgd import LocalSGD
-
-__all__ = ["LocalSGD"]
+from windlass.compat.local_sgd import LocalSGD as LocalSGD

@@ -1,5 +1,4 @@
-"""Names that scripts import from here: loggers for several processes (`windlass.compat.rank_logging`)."""
+"""Re-exports of the old library: loggers for several processes (`windlass.compat.rank_logging`)."""
 
-from windlass.compat.rank_logging import MultiProcessAdapter, get_logger
-
-__all__ = ["MultiProcessAdapter", "get_logger"]
+from windlass.compat.rank_logging import MultiProcessAdapter as MultiProcessAdapter
+from windlass.compat.rank_logging import get_logger as get_logger

@@ -1,5 +1,3 @@
-"""Names that scripts import from here (`windlass.config.plugin_parallelism`)."""
+"""Re-export of the old library (`windlass.config.plugin_parallelism`)."""
 
-from windlass.config.plugin_parallelism import ParallelismConfig
-
-__all__ = ["ParallelismConfig"]
+from windlass.config.plugin_parallelism import ParallelismConfig as ParallelismConfig

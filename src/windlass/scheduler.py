@@ -1,5 +1,5 @@
-"""Names that scripts import from here (`windlass.accelerator.prepared_schedule`)."""
+"""Re-export of the old library (`windlass.accelerator.prepared_schedule`)."""
 
-from windlass.accelerator.prepared_schedule import PreparedSchedule as AcceleratedScheduler
+from windlass.accelerator.prepared_schedule import PreparedSchedule
 
-__all__ = ["AcceleratedScheduler"]
+AcceleratedScheduler = PreparedSchedule

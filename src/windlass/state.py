@@ -1,6 +1,10 @@
-"""Names that scripts import from here: who this process is (`windlass.accelerator.state`)."""
+"""Re-exports of the old library: the state of this process (`windlass.compat.state`)."""
 
-from windlass.accelerator.state import AcceleratorState, GradientState, PartialState
+from windlass.compat.loop_state import is_initialized
+from windlass.compat.state import AcceleratorState, GradientState, PartialState
 from windlass.config.plugin_words import DistributedType
+from windlass.config.support_names import WHY
+from windlass.core.lazy import loader_of
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__getattr__ = loader_of(__name__, {}, WHY)
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]

@@ -1,12 +1,11 @@
-"""Names that scripts import from here: experiment trackers (`windlass.callbacks.tracker_registry`)."""
+"""Re-exports of the old library: experiment trackers (`windlass.callbacks.tracker_registry`)."""
 
-from windlass.callbacks.tracker import GeneralTracker, on_main_process
-from windlass.callbacks.tracker_registry import (
-    LOGGER_TYPE_TO_CLASS,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-)
+from windlass.callbacks.tracker import GeneralTracker as GeneralTracker
+from windlass.callbacks.tracker import on_main_process as on_main_process
+from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from windlass.callbacks.tracker_registry import filter_trackers as filter_trackers
+from windlass.callbacks.tracker_registry import get_available_trackers as get_available_trackers
+from windlass.callbacks.tracker_registry import register_tracker_class as register_tracker_class
 
 AimTracker = LOGGER_TYPE_TO_CLASS["aim"]
 ClearMLTracker = LOGGER_TYPE_TO_CLASS["clearml"]
@@ -17,21 +16,3 @@ SwanLabTracker = LOGGER_TYPE_TO_CLASS["swanlab"]
 TensorBoardTracker = LOGGER_TYPE_TO_CLASS["tensorboard"]
 TrackioTracker = LOGGER_TYPE_TO_CLASS["trackio"]
 WandBTracker = LOGGER_TYPE_TO_CLASS["wandb"]
-
-__all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "GeneralTracker",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-    "filter_trackers",
-    "get_available_trackers",
-    "on_main_process",
-    "register_tracker_class",
-]

@@ -202,7 +202,7 @@ def unit_of_schedules() -> None:
         optimizer = torch.optim.SGD(tiny().parameters(), lr=1.0)
         accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
     log.removeHandler(handler)
-    lines = [line for line in said if "every update advances them by 2" in line]
+    lines = [line for line in said if "an update advances them by 2" in line]
     assert len(lines) == int(accelerator.is_main_process), said
 
 

@@ -18,6 +18,8 @@ from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.plugins import GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError
 from windlass.data.dealt_loader import DealtLoader
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.data_loader import DataLoaderShard
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 
@@ -58,6 +60,7 @@ def test_a_world_of_one(accelerator: Accelerator) -> None:
 def test_precision_is_named_as_scripts_know_it(compute: str, shown: str) -> None:
     accelerator = of_run(compute, TrainerEngine(list, DistPlan))
     assert accelerator.mixed_precision == shown
+    assert (accelerator.state.mixed_precision, accelerator.state.num_processes) == (shown, 1)
 
 
 def test_autocast_is_the_runs(accelerator: Accelerator) -> None:
@@ -139,3 +142,23 @@ def test_arguments_of_another_kind_are_named(argument: str, value: Any, words: s
     options: dict[str, Any] = {argument: value, "cpu": True}
     with pytest.raises(ConfigError, match=rf"Accelerator\({argument}=\)=.*{words}"):
         Accelerator(**options)
+
+
+def test_the_private_lists_that_scripts_read() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare(model, optimizer, schedule, DataLoader([1, 2]))  # type: ignore[arg-type]
+    lists = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    assert [getattr(accelerator, name) for name in lists] == [[item] for item in prepared]
+    assert all(item._is_accelerate_prepared for item in prepared)
+    custom = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accelerator.register_for_checkpointing(custom)
+    assert accelerator._custom_objects == [custom]
+    accelerator.free_memory()
+    assert [getattr(accelerator, name) for name in lists] == [[], [], [], []]
+
+
+def test_a_trainer_deals_a_loader_that_a_script_constructed(accelerator: Accelerator) -> None:
+    constructed = DataLoaderShard([1, 2, 3], batch_size=2)
+    assert type(accelerator.prepare(constructed)) is PreparedLoader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.utils.data import DataLoader
 from windlass import Accelerator
 from windlass.checkpoint.codec import load_state
 from windlass.config.plugins import DataLoaderConfiguration, ProjectConfiguration
+from windlass.core import logs
 from windlass.core.errors import CheckpointError, ConfigError
+from windlass.utils import other
 
 
 class Counter:
@@ -124,9 +127,26 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'opaque' is a builtins\.object, which cannot be saved"):
         loop.accelerator.save_state(tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    for options in ({"safe_serialization": False}, {"max_shard_size": 3}):
-        with pytest.raises(ConfigError):
-            loop.accelerator.save_state(tmp_path / "other", **options)
+    with pytest.raises(ConfigError):
+        loop.accelerator.save_state(tmp_path / "other", max_shard_size=3)
+
+
+def test_a_request_for_pickle_is_mapped_to_safetensors_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs._seen.cache_clear()
+    loop = Loop()
+    loop.run(1)
+    with caplog.at_level(logging.WARNING):
+        folder = Path(loop.accelerator.save_state(tmp_path / "state", safe_serialization=False))
+        loop.accelerator.save_model(loop.model, tmp_path / "model", safe_serialization=False)
+        other.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=False)
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(2))
+    assert [r.getMessage() for r in caplog.records if "safe_serialization" in r.getMessage()] == [
+        "safe_serialization=False has no effect: safetensors are written, never pickle"
+    ]
 
 
 def test_a_save_in_the_middle_of_an_update_says_what_it_lacks(
@@ -217,8 +237,6 @@ def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
     assert same(found, model.state_dict())
     accelerator.save_model(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    with pytest.raises(ConfigError, match="pickle is never written"):
-        accelerator.save_model(model, tmp_path, safe_serialization=False)
 
 
 def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:

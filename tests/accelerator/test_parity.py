@@ -9,14 +9,14 @@ import accelerate
 import pytest
 
 from windlass import Accelerator
-from windlass.config import support_accelerate as rows
+from windlass.config import support_rows as rows
 
 # Instance attributes of the real one, which a class does not show.
 ATTRIBUTES = {"device", "mixed_precision", "logging_dir"}
 # Decorators hide these signatures, or their own class needs a call without a function.
 HIDDEN = {"init_trackers", "log", "on_main_process", "on_local_main_process"}
-MEMBERS = {*rows.MEMBERS_HONOURED.split(), *rows.MEMBERS_MAPPED, *rows.MEMBERS_REFUSED}
-ARGUMENTS = {*rows.ARGUMENTS_HONOURED.split(), *rows.ARGUMENTS_MAPPED, *rows.ARGUMENTS_REFUSED}
+MEMBERS = {*rows.MEMBERS.split(), *rows.MEMBERS_MAPPED, *rows.MEMBERS_REFUSED}
+ARGUMENTS = {*rows.ACCELERATOR.split(), *rows.ACCELERATOR_REFUSED}
 
 
 def public(cls: type) -> set[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator.loop_cases import make, tiny
+from tests.dist.launch import run_script
 from tests.trainer.adapter_cases import adapted, base
 from torch import Tensor, nn
 
@@ -187,7 +186,7 @@ def test_a_script_that_ends_at_once_still_has_its_checkpoint(tmp_path: Path) -> 
         f"accelerator.save_state({str(tmp_path / 'state')!r}, background=True)\n"
         "raise SystemExit(0)\n"
     )
-    subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+    run_script(script)
     Store(tmp_path, name="state").verify(tmp_path / "state")
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.assemble.batch import UpdateSize, objections, update_size
+from windlass.assemble.batch import objections, update_size
+from windlass.config.plan import UpdateSize
 
 SMALL = st.integers(1, 6)
 
@@ -49,7 +50,7 @@ def test_samples_are_kept_through_any_number_of_worlds_or_the_reason_is_given(
             assert fresh.samples == size.samples
         elif size is not None:
             assert note is not None
-            assert "no multiple" in note
+            assert "not a multiple" in note
         size = fresh
 
 

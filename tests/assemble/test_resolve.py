@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from tests.trainer.small import Net, rows
 
 from windlass import Trainer, TrainingArguments
+from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import (
     NEVER_CALLED,
     resolve,
     resolve_batch,
+    resolve_data,
     resolve_duration,
     resolve_precision,
 )
 from windlass.config.parallel import Parallel, Settings, plan_parallel
-from windlass.config.plan import PrecisionPlan, RunPlan
+from windlass.config.plan import PrecisionPlan, RunPlan, UpdateSize
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
@@ -125,8 +127,10 @@ def test_strides_may_be_parts_of_the_run(given_steps: float, expected: int) -> N
 
 def test_an_update_is_micro_times_accumulation_times_ranks() -> None:
     args = arguments(per_device_train_batch_size=3, gradient_accumulation_steps=4)
-    batch = resolve_batch(args, Facts(World(rank=1, size=2, local_rank=1, local_size=2), 10))
-    assert (batch.update, batch.rank) == (24, 1)
+    world = World(rank=1, size=2, local_rank=1, local_size=2)
+    assert resolve(args, Facts(world, 10)).batch.samples == 24
+    batch = resolve_batch(args, world)
+    assert (batch.micro, batch.accumulation, batch.world, batch.rank) == (3, 4, 2, 1)
 
 
 def test_the_plan_takes_each_argument_from_its_place() -> None:
@@ -179,6 +183,24 @@ def test_one_train_resolves_once(plannings: list[World], tmp_path: Path) -> None
     assert len(plannings) == 1
 
 
+def test_one_train_decides_the_size_of_its_updates_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes: list[UpdateSize] = []
+
+    def counted(*given: Any) -> tuple[UpdateSize, str | None]:
+        found = update_size(*given)
+        sizes.append(found[0])
+        return found
+
+    for module in ("assemble.resolve", "trainer.preparation"):
+        monkeypatch.setattr(f"windlass.{module}.update_size", counted)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, save_strategy="no")
+    Trainer(Net(), args, train_dataset=rows(32)).train()
+    assert len(sizes) == 2, "one for the loader, from the arguments alone, and one for the plan"
+    assert sizes[0] == sizes[1]
+
+
 def test_the_launcher_may_say_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert plan_of().precision == resolve_precision(arguments())
@@ -200,3 +222,9 @@ def test_schedules_that_follow_a_metric_know_its_direction() -> None:
     changes: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
     assert plan_of(**changes, metric_for_best_model="f1").optimizer.schedule_options["mode"] == "max"
     assert plan_of(**changes, metric_for_best_model="loss").optimizer.schedule_options["mode"] == "min"
+
+
+def test_nothing_is_pinned_for_a_run_on_the_cpu() -> None:
+    assert resolve_data(TrainingArguments("out")).pin_memory
+    assert not resolve_data(TrainingArguments("out", use_cpu=True)).pin_memory
+    assert not resolve_data(TrainingArguments("out", dataloader_pin_memory=False)).pin_memory

@@ -197,7 +197,7 @@ def test_duplicates_are_kept_and_named(log_lines: Any) -> None:
     handler = handler_of(PrinterCallback)
     handler.add_callback(PrinterCallback())
     assert len(handler.callbacks) == 3
-    assert "Adding a second PrinterCallback" in log_lines.text
+    assert "Added a second PrinterCallback" in log_lines.text
 
 
 def test_missing_flow_is_warned_of(log_lines: Any) -> None:
@@ -233,7 +233,8 @@ def test_a_misspelt_event_is_warned_of(log_lines: Any) -> None:
 
     handler_of(Misspelt)
     assert (
-        "Misspelt.on_step_ends is no event and is never called; did you mean on_step_end?" in log_lines.text
+        "Misspelt.on_step_ends is not an event and is never called; did you mean on_step_end?"
+        in log_lines.text
     )
     assert "on_something" not in log_lines.text
 
@@ -281,7 +282,7 @@ def test_changed_set_of_callbacks_is_named(log_lines: Any) -> None:
     stored = handler_of(EarlyStoppingCallback(5), EarlyStoppingCallback(5)).state_dict()
     handler_of(Counter, EarlyStoppingCallback(5)).load_state_dict({**stored, "TrainerControl": {}})
     assert "that this run does not have: EarlyStoppingCallback" in log_lines.text
-    assert "start fresh, because the checkpoint holds no state for them: Counter" in log_lines.text
+    assert "without a state in the checkpoint, which start from their defaults: Counter" in log_lines.text
     assert "TrainerControl" not in log_lines.text
 
 
@@ -292,7 +293,7 @@ def test_arguments_of_this_run_win_unless_asked_otherwise(log_lines: Any) -> Non
     now.load_state_dict(stored)
     stopper = now.callbacks[1]
     assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (9, 4)
-    assert "early_stopping_patience: 9 (now) != 5 (in the checkpoint)" in log_lines.text
+    assert "early_stopping_patience=9 differs from 5 in the checkpoint" in log_lines.text
     now.load_state_dict(stored, restore_args=True)
     assert now.callbacks[1] is stopper
     assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (5, 4)

@@ -84,7 +84,7 @@ def test_a_fresh_run_keeps_the_older_file_under_another_name(tmp_path: Path, log
     assert len(read_metrics(tmp_path / "metrics-1.jsonl")) == 2
     assert len(read_metrics(tmp_path / "metrics-2.jsonl")) == 4
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
-    assert "they are now in metrics-2.jsonl" in log_lines.text
+    assert "renamed to metrics-2.jsonl" in log_lines.text
 
 
 def test_evaluation_before_training_belongs_to_the_run(tmp_path: Path) -> None:
@@ -261,4 +261,4 @@ def test_a_full_disk_delays_rows_and_costs_nothing(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == "[1.0, 2.0, 3.0]\n"
-    assert "could not be written, and training goes on" in done.stderr
+    assert "could not be written; training continues" in done.stderr

@@ -90,7 +90,7 @@ def test_taking_a_built_in_ones_place_is_said(
     registered: dict[str, type[GeneralTracker]], log_lines: pytest.LogCaptureFixture
 ) -> None:
     register_tracker_class(type("Mine", (Notes,), {"name": "wandb"}))
-    assert "Mine takes the place of WandBTracker" in log_lines.text
+    assert "Mine replaces WandBTracker" in log_lines.text
 
 
 def test_a_tracker_that_lacks_something_names_it() -> None:

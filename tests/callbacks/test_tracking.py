@@ -104,7 +104,7 @@ def test_a_tracker_that_fails_does_not_stop_training(
     assert trainer.state.global_step == 4
     warnings = [r.message for r in log_lines.records if "is dead" in r.message]
     assert len(warnings) == 1
-    assert "notes took no metrics, and training goes on" in warnings[0]
+    assert "notes received no metrics; training continues" in warnings[0]
 
 
 def test_a_tracker_that_cannot_start_stops_before_training(tmp_path: Path) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.files import Files
+from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.retention import Retention
+from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import save_weights
+from windlass.core.world import World
+from windlass.dist.gang import Gang
 
 
 class CountingFiles(Files):
@@ -109,20 +112,18 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._barrier = threading.Barrier(world, timeout=60)
-        self._votes = [False] * world
+        self.barrier = threading.Barrier(world, timeout=60)
+        self.votes = [False] * world
 
     def store(self, rank: int, root: Path, files: Files | None = None) -> Store:
-        def vote(ok: bool) -> bool:
-            self._votes[rank] = ok
-            self._barrier.wait()
-            agreed = all(self._votes)
-            self._barrier.wait()
-            return agreed
+        return Store(root, gang=ThreadGang(World(rank, self.world, rank, self.world), self), files=files)
 
-        return Store(
-            root, rank=rank, world=self.world, vote=vote, barrier=lambda: _wait(self._barrier), files=files
-        )
+    def vote(self, rank: int, ok: bool) -> bool:
+        self.votes[rank] = ok
+        self.barrier.wait()
+        agreed = all(self.votes)
+        self.barrier.wait()
+        return agreed
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """`body(rank)` on every rank at once; gives results, an exception in place of one that was raised."""
@@ -142,5 +143,20 @@ class Ranks:
         return results
 
 
-def _wait(barrier: threading.Barrier) -> None:
-    barrier.wait()
+class ThreadGang(Gang):
+    """One of `Ranks`."""
+
+    def __init__(self, world: World, ranks: Ranks) -> None:
+        super().__init__(world)
+        self._ranks = ranks
+
+    def vote(self, ok: bool) -> bool:
+        return self._ranks.vote(self.rank, ok)
+
+    def barrier(self) -> None:
+        self._ranks.barrier.wait()
+
+
+def write_parts(folder: Path, stem: str, tensors: Mapping[str, Any], world: World) -> dict[str, FileEntry]:
+    """Write the parts of one rank; return size and hash by file name."""
+    return parts_of_rank(stem, tensors, world).write(folder, Files())

@@ -19,17 +19,23 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.store import Store
+from windlass.core.world import World
+from windlass.dist.gang import Gang
 
 
-def vote(ok: bool) -> bool:
-    agreed = torch.tensor(int(ok))
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed)
+class Processes(Gang):
+    def vote(self, ok: bool) -> bool:
+        agreed = torch.tensor(int(ok))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return bool(agreed)
+
+    def barrier(self) -> None:
+        dist.barrier()
 
 
 def save(root: Path, step: int, files: Files) -> str | None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = Store(root, rank=rank, world=world, vote=vote, barrier=dist.barrier, files=files)
+    store = Store(root, gang=Processes(World(rank, world, rank, world)), files=files)
     path = CheckpointManager(store, Retention(1)).save(
         step,
         Content(

@@ -5,6 +5,8 @@ import fcntl
 import hashlib
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,27 +67,39 @@ LARGE = [os.urandom(3), os.urandom(PIECE), os.urandom(PIECE + 5), b"", os.urando
 ALL = b"".join(LARGE)
 
 
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """Where the system has its temporary files; `tmp_path` may lie in memory."""
+    with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
+        yield Path(folder)
+
+
 def goes_past_the_page_cache(folder: Path) -> bool:
-    path = folder / "probe"
+    """Whether O_DIRECT does what it says: what fills no block is refused, which memory takes."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+        descriptor = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
     except OSError:
         return False
-    path.unlink()
-    return True
+    try:
+        os.write(descriptor, b"17 bytes of a row")
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no O_DIRECT")
-def test_full_pieces_go_past_the_page_cache(tmp_path: Path) -> None:
-    if not goes_past_the_page_cache(tmp_path):
+def test_full_pieces_go_past_the_page_cache(disk: Path) -> None:
+    if not goes_past_the_page_cache(disk):
         pytest.skip("the file system of the temporary folder has no O_DIRECT")
     files = Noting()
-    entry = files.write(tmp_path / "large", LARGE)
+    entry = files.write(disk / "large", LARGE)
     assert files.pieces == [(PIECE, True), (PIECE, True), (17, True), (17, False)]
-    assert (tmp_path / "large").read_bytes() == ALL
+    assert (disk / "large").read_bytes() == ALL
     assert entry == FileEntry(len(ALL), hashlib.sha256(ALL).hexdigest())
     small = Noting()
-    small.write(tmp_path / "small", [ALL[: PIECE - 1]])
+    small.write(disk / "small", [ALL[: PIECE - 1]])
     assert small.pieces == [(PIECE - 1, False)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.checkpoint.faults import write_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +22,7 @@ from windlass.checkpoint.optimizer_state import (
     save_optimizer_state,
     split_optimizer_state,
 )
-from windlass.checkpoint.sharded import load_parts, open_parts, write_parts
+from windlass.checkpoint.sharded import load_parts, open_parts
 from windlass.checkpoint.tensor_file import TensorFile
 from windlass.checkpoint.weights import load_weights, save_weights
 from windlass.core.world import World

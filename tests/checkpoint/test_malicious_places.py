@@ -15,16 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.faults import save
+from tests.checkpoint.faults import save, write_parts
 from tests.checkpoint.test_faults import in_child
 from tests.checkpoint.test_malicious import CORPUS, LARGE, WITNESS, Bomb, huge_json, reseal, saved_by_torch
 
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import open_foreign
-from windlass.checkpoint.sharded import write_parts
-from windlass.checkpoint.stored import open_folder, open_weights
+from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
@@ -37,8 +35,8 @@ from windlass.config.parser import HfArgumentParser
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.world import World
+from windlass.trainer.batch_fitter import MemoryNote, read_note
 from windlass.trainer.card import earlier_tags
-from windlass.trainer.memory_note import MemoryNote, read_note
 from windlass.trainer.reports import _earlier
 
 SECONDS = 120  # a child that takes longer hangs
@@ -125,7 +123,7 @@ def foreign(folder: Path) -> None:
     save_weights(folder, model.state_dict())
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     torch.save({"_last_lr": [0.1]}, folder / "scheduler.pt")
-    torch.save({"scale": 1.0}, folder / "scaler.pt")
+    torch.save({"scale": 1.0, "_growth_tracker": 0}, folder / "scaler.pt")
     (folder / "trainer_state.json").write_text(
         json.dumps({"global_step": 3, "epoch": 1.0, "log_history": []})
     )
@@ -135,9 +133,9 @@ def read_foreign(folder: Path) -> None:
     checkpoint, model = open_foreign(folder), layer()
     checkpoint.load_weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoint.load_divided_optimizer(optimizer, model, [[["weight"]]], with_rates=False)
-    for name in ("scheduler.pt", "scaler.pt"):
-        checkpoint.plain(name)
+    checkpoint.load_optimizer_of(optimizer, model, with_rates=False)
+    checkpoint.schedule_state()
+    checkpoint.scaler_state()
 
 
 def offload(folder: Path) -> None:

@@ -35,6 +35,9 @@ class ThreadGang(Gang):
         self._barrier.wait()
         return values
 
+    def vote(self, ok: bool) -> bool:
+        return all(self.gather_objects(ok))
+
 
 def on_ranks(worlds: list[World], body: Callable[[Gang], Any]) -> list[Any]:
     """`body(gang)` on every rank at once; gives results, an exception in place of one that was raised."""
@@ -99,14 +102,7 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
     def save(gang: Gang) -> None:
         disks = Disks(gang.rank, 2, (gang.rank,))
         root = tmp_path / str(gang.rank)
-        store = Store(
-            root,
-            rank=gang.rank,
-            world=2,
-            vote=lambda ok: all(gang.gather_objects(ok)),
-            gather=gang.gather_objects,
-            disks=disks,
-        )
+        store = Store(root, gang=gang, disks=disks)
 
         def write(staged: StagedCheckpoint) -> None:
             staged.write_state("optimizer", state_of(gang.rank))
@@ -148,11 +144,18 @@ def test_folders_put_into_one_are_whole(tmp_path: Path, order: tuple[int, int]) 
         Store(joined.parent).verify(joined)
 
 
+class Second(Gang):
+    """The second of two ranks, of which the first has nothing to say."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [None, value]
+
+
 def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
     first, _ = save_on_two(tmp_path / "a")
     _, second = save_on_two(tmp_path / "b")
     again = tmp_path / "b" / "1"
-    alone = Store(again, rank=1, world=2, disks=Disks(1, 2, (1,)), gather=lambda value: [None, value])
+    alone = Store(again, gang=Second(World(1, 2, 0, 1)), disks=Disks(1, 2, (1,)))
     alone.write(1, {}, lambda staged: None)
     shutil.copy(second / "node-00001.manifest.json", first)
     with pytest.raises(CheckpointError, match=r"node-00001.manifest.json is of another save"):

@@ -192,6 +192,21 @@ def test_groups_of_other_parameters_are_refused() -> None:
         load_optimizer_state(live, model, save_optimizer_state(optimizer, model))
 
 
+def test_a_state_of_one_group_is_loaded_into_several() -> None:
+    """Earlier versions saved one group if there was no weight decay."""
+    model, other = model_of(), model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    step(model, optimizer, 0)
+    other.load_state_dict(model.state_dict())
+    groups = [{**group, "weight_decay": 0.0} for group in groups_of(other, False)]
+    resumed = torch.optim.AdamW([*groups, {"params": []}], lr=0.5)
+    load_optimizer_state(resumed, other, save_optimizer_state(optimizer, model))
+    assert [(group["lr"], group["weight_decay"]) for group in resumed.param_groups] == [(0.01, 0.0)] * 3
+    step(model, optimizer, 1)
+    step(other, resumed, 1)
+    assert equal(model, other)
+
+
 def test_a_parameter_outside_the_model_is_refused() -> None:
     stray = nn.Parameter(torch.ones(7))
     with pytest.raises(CheckpointError, match=r"parameter 0 of group 0 \(shape \[7\]\)"):

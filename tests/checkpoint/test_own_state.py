@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.faults import write_parts
 from torch import Tensor, nn
 
-from windlass.checkpoint.folders import load_folder
-from windlass.checkpoint.sharded import merge_parts, write_parts
+from windlass.checkpoint.export import ExportOptions, export_file
 from windlass.checkpoint.split import save_split
+from windlass.checkpoint.stored import load_folder, open_folder
 from windlass.checkpoint.weights import load_weights, save_weights
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import bare, customizes_state, state_of
@@ -207,9 +208,9 @@ def test_values_survive_a_merge_of_parts(tmp_path: Path) -> None:
     model = Wrapped(VALUES["nested"])
     (tmp_path / "parts").mkdir()
     write_parts(tmp_path / "parts", "model", state_of(model), World())
-    merge_parts(tmp_path / "parts", tmp_path / "whole")
+    export_file(open_folder(tmp_path / "parts"), tmp_path / "whole.safetensors", ExportOptions())
     other = Wrapped()
-    load_weights(tmp_path / "whole", other)
+    load_weights(tmp_path / "whole.safetensors", other)
     assert torch.equal(other.block.value["amax"], VALUES["nested"]["amax"])
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.faults import CountingFiles, Ranks, failing
+from tests.checkpoint.faults import CountingFiles, Ranks, failing, write_parts
 from torch import nn
 
 from windlass.checkpoint.content import Content
+from windlass.checkpoint.export import ExportOptions, export_file
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
-from windlass.checkpoint.sharded import RankParts, load_parts, merge_parts, open_parts, rank_file, write_parts
+from windlass.checkpoint.sharded import RankParts, load_parts, open_parts, rank_file
 from windlass.checkpoint.store import Store
+from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.checkpoint.weights import load_weights
 from windlass.core.errors import CheckpointError
@@ -59,8 +61,8 @@ def test_plain_tensors_are_written_by_the_main_process(tmp_path: Path) -> None:
     other[2].weight = other[0].weight
     load_parts(tmp_path, other)
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
-    merge_parts(tmp_path, tmp_path / "merged")
-    load_weights(tmp_path / "merged", other)
+    export_file(open_folder(tmp_path), tmp_path / "merged.safetensors", ExportOptions())
+    load_weights(tmp_path / "merged.safetensors", other)
     with pytest.raises(CheckpointError, match="missing in the file"):
         load_parts(tmp_path, nn.Linear(2, 3))
 
@@ -91,7 +93,7 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
         (lambda index: weight(index).update(shape=[5, 4]), "does not hold 'weight'"),
         (lambda index: weight(index).update(shape=[1 << 50], parts=[[0, 0, 1 << 50]]), "does not hold 'weight'"),
         (lambda index: weight(index).update(shape=[5, 1 << 50]), "does not hold 'weight'"),
-        (lambda index: weight(index).update(shape=[0, 1 << 61, 1 << 61], parts=[]), "cannot be made"),
+        (lambda index: weight(index).update(shape=[0, 1 << 61, 1 << 61], parts=[]), "cannot be allocated"),
     ],
 )  # fmt: skip
 def test_an_index_that_is_wrong_is_refused(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.checkpoint.faults import CountingFiles, failing
+from tests.checkpoint.faults import CountingFiles, failing, write_parts
 from torch import Tensor, nn
 
-from windlass.checkpoint.sharded import load_parts, write_parts
+from windlass.checkpoint.sharded import load_parts
 from windlass.checkpoint.weights import ALIASES_KEY, load_weights, save_weights, weights_bytes
 from windlass.core.errors import CheckpointError
 from windlass.core.world import World

@@ -42,7 +42,7 @@ def test_defaults_and_everything_that_was_said(capsys: pytest.CaptureFixture[str
     assert main(["explain", "tee"]) == 0
     assert "its default" in capsys.readouterr().out
     assert main(["explain"]) == 0
-    assert "nothing was said" in capsys.readouterr().out
+    assert "no settings given" in capsys.readouterr().out
     assert main(["explain", "--use_fsdp", "--num_processes", "two"]) == 0
     said = capsys.readouterr().out
     assert 'strategy = "fsdp"  # --use_fsdp' in said

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.checkpoint.faults import write_parts
 
-from windlass.checkpoint.sharded import write_parts
 from windlass.cli.main import main
 from windlass.core.world import World
 
@@ -52,7 +52,7 @@ def test_what_is_refused(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert not any(empty.iterdir())
     main(["merge-weights", str(parts), str(empty)])
     assert main(["merge-weights", str(parts), str(empty)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_a_missing_part_leaves_no_result(parts: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Pa
         f"{path}:4: data.blok_size=16: no such key; did you mean data.block_size?",
         f"{path}:1: task='causal': must be one of causal-lm, classification; did you mean 'causal-lm'?",
         f"{path}:13: learning_rate=1: no such key here; did you mean training.learning_rate?",
-        "data.max_samples='many': must be a whole number",
+        "data.max_samples='many': must be a whole number or None, and is str",
         "sample.temperature=-1.0: must be 0 or more",
         f"{path}:10: training.max_stepz=3: there is no such argument; did you mean 'max_steps'?",
     ]

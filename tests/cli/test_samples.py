@@ -32,7 +32,7 @@ def recipe(task: str = "causal-lm", config: dict[str, object] | None = None, **t
 
 @given(count=st.integers(2, 100), block=st.integers(2, 17))
 def test_blocks_hold_every_token_once(count: int, block: int) -> None:
-    blocks = Blocks(torch.arange(1, count + 1), block, filler=0)
+    blocks = Blocks(torch.arange(1, count + 1), block, padding=0)
     labels = torch.cat([blocks[index]["labels"] for index in range(len(blocks))])
     assert labels[labels != IGNORED].tolist() == list(range(1, count + 1))
     assert all(blocks[index]["input_ids"].shape == (block,) for index in range(len(blocks)))

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from windlass.cli.schema import TokenizerTraining
-from windlass.cli.tokenizing import CLASSIFIER_MARKS, _trained
+from windlass.cli.tokenizing import CLASSIFIER_TOKENS, _trained
 
 
 def _texts() -> list[str]:
@@ -29,8 +29,8 @@ def test_the_same_texts_give_the_same_tokenizer(algorithm: str) -> None:
 def test_only_the_marks_are_special() -> None:
     training = TokenizerTraining(algorithm="wordpiece", vocab_size=200)
     tokenizer = _trained(training, _texts(), "classification")
-    assert set(tokenizer.all_special_tokens) == set(CLASSIFIER_MARKS.values())
-    assert set(tokenizer.get_added_vocab()) == set(CLASSIFIER_MARKS.values())
+    assert set(tokenizer.all_special_tokens) == set(CLASSIFIER_TOKENS.values())
+    assert set(tokenizer.get_added_vocab()) == set(CLASSIFIER_TOKENS.values())
     assert len(tokenizer) == 200
     text = _texts()[0]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text

@@ -8,12 +8,12 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import Started, run_script
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -26,12 +26,7 @@ from windlass.trainer import save_retry
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-}
+NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
 LM = """\
 data:
   train: text.txt
@@ -94,11 +89,8 @@ def room(tmp_path: Path) -> Path:
 
 
 def process(room: Path, *words: str) -> str:
-    """What `python -m windlass` writes to a pipe. Slow to start: one test goes this way, the others call `main`."""
-    command = [sys.executable, "-m", "windlass", *words]
-    done = subprocess.run(command, cwd=room, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """What `python -m windlass` writes to a pipe."""
+    return run_script("windlass", *words, cwd=room, timeout=240, environ=NO_DEVICE)
 
 
 @pytest.fixture
@@ -260,18 +252,16 @@ def test_a_signal_leaves_a_state_that_resumes(
         "training.logging_steps=1",
         "training.eval_strategy=no",
     ]
-    command = [sys.executable, "-m", "windlass", *words, "training.save_steps=50000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=room, env=ENVIRONMENT, text=True, **pipes) as process:  # type: ignore[call-overload]
+    with Started("windlass", *words, "training.save_steps=50000", cwd=room, environ=NO_DEVICE) as process:
         for line in process.stdout:
             if "loss" in line:
                 process.send_signal(number)
                 break
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
-    assert "Traceback" not in errors
-    (checkpoint,) = re.findall(r"Interrupted: (\S+) is whole", errors)
-    (resume,) = re.findall(r"^  windlass (.*--resume)$", errors, re.MULTILINE)
+        ended, said = process.end()
+    assert ended == code, said
+    assert "Traceback" not in said
+    (checkpoint,) = re.findall(r"Interrupted: (\S+) is complete", said)
+    (resume,) = re.findall(r"^  windlass (.*--resume)$", said, re.MULTILINE)
     step = int(checkpoint.rpartition("-")[2])
     out = windlass(*shlex.split(resume), f"training.max_steps={step + 2}")
     assert "2 steps in" in out, out

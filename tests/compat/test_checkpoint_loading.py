@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import load_state_dict as peer_load
 from safetensors.torch import save_file
-from tests.transforms.big_models import IDS, Model, seeded
+from tests.compat.big_models import IDS, Model, seeded
 from torch import nn
 
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import save_weights
-from windlass.compat.checkpoint_loading import find_checkpoint, load_checkpoint_in_model
+from windlass.compat.checkpoint_loading import find_checkpoint, load_checkpoint_in_model, load_state_dict
+from windlass.compat.meta import init_empty_weights
 from windlass.compat.offloaded import OffloadedWeightsLoader, read_offload_index
 from windlass.core.errors import CheckpointError, ConfigError
-from windlass.transforms.meta import init_empty_weights
 
 
 @pytest.fixture(autouse=True)
@@ -211,3 +213,28 @@ def test_all_that_cannot_be_honoured_at_once(saved: Path) -> None:
     assert [problem.field for problem in caught.value.problems] == [
         "offload_folder", "offload_8bit_bnb", "full_state_dict", "broadcast_from_rank0",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "places", [None, {"": "cpu"}, {"a": "cpu", "b": "meta"}, {"a": "disk", "b": "cpu"}], ids=str
+)
+def test_the_tensors_of_one_file_are_those_of_the_peer(tmp_path: Path, name: str, places: Any) -> None:
+    state, path = {"a.weight": torch.randn(3), "b.weight": torch.ones(2, 2)}, tmp_path / name
+    if path.suffix == ".bin":
+        torch.save(state, path)
+    else:
+        save_file(state, path, {"format": "pt"})
+    found = load_state_dict(path, places)
+    assert {n: t.device.type for n, t in found.items()} == {
+        "a.weight": "cpu", "b.weight": "meta" if places and places.get("b") == "meta" else "cpu"
+    }  # fmt: skip
+    if not places or "meta" not in places.values():
+        theirs = peer_load(str(path), None if path.suffix == ".bin" else places)
+        assert all(torch.equal(found[n], theirs[n]) for n in state)
+
+
+def test_a_file_of_another_library_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "tf"})
+    with pytest.raises(CheckpointError, match="written for 'tf'"):
+        load_state_dict(tmp_path / "model.safetensors")

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from accelerate.utils import modeling as reference
-from tests.transforms.big_models import Model
+from tests.compat.big_models import Model
 from transformers.integrations import accelerate as transformers_reference
 
 from windlass.compat.device_map import (

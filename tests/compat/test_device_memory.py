@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import psutil
 import pytest
 from accelerate.utils import modeling as reference
-from tests.transforms.big_models import Model
+from tests.compat.big_models import Model
 
 from windlass.compat.device_memory import available_host_memory, get_balanced_memory, get_max_memory
+from windlass.core import memory
 from windlass.core.errors import ConfigError
 
 
-def test_what_the_system_says_is_available() -> None:
-    assert available_host_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+def test_what_the_system_says_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    available = psutil.virtual_memory().available
+    assert 0 < available_host_memory() <= 1.2 * available
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert available_host_memory() == pytest.approx(available, rel=0.2), "without the limits of a container"
 
 
 def test_devices_come_in_order_and_sizes_in_bytes() -> None:

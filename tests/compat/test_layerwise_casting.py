@@ -5,11 +5,11 @@ from __future__ import annotations
 import accelerate
 import pytest
 import torch
-from tests.transforms.big_models import IDS, Block, seeded
+from tests.compat.big_models import IDS, Block, seeded
 from torch import nn
 
 from windlass.compat.layerwise_casting import attach_layerwise_casting_hooks
-from windlass.transforms.model_hooks import remove_hook_from_submodules
+from windlass.compat.model_hooks import remove_hook_from_submodules
 
 CASES = [
     {},

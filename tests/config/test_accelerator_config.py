@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve, resolve_evaluation
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError
+from windlass.core.world import World
 
 
 @dataclass
@@ -52,8 +55,6 @@ def test_num_steps_stands_in_for_accumulation() -> None:
     "config",
     [
         {"split_batches": True},
-        {"dispatch_batches": True},
-        {"use_configured_state": True},
         {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}},
         {"gradient_accumulation_kwargs": {"num_step": 2}},
@@ -72,3 +73,18 @@ def test_unknown_keys_and_classes_are_answered() -> None:
         TrainingArguments("out", accelerator_config={"even_batch": True})
     with pytest.raises(ConfigError, match="is a class"):
         TrainingArguments("out", accelerator_config=AcceleratorConfig)
+
+
+def test_what_a_trainer_may_still_switch_off_is_refused_before_training() -> None:
+    args = TrainingArguments("out", accelerator_config={"dispatch_batches": True}, max_steps=1)
+    with pytest.raises(ConfigError, match=r"accelerator_config\.dispatch_batches=True"):
+        resolve(args, Facts(World(), 10))
+    with pytest.raises(ConfigError, match=r"accelerator_config\.dispatch_batches=True"):
+        resolve_evaluation(args)
+    args.accelerator_config.dispatch_batches = False
+    resolve(args, Facts(World(), 10))
+
+
+def test_the_state_of_the_processes_is_always_the_one_that_exists() -> None:
+    config = TrainingArguments("out", accelerator_config={"use_configured_state": True}).accelerator_config
+    assert config.use_configured_state

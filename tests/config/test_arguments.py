@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.config.arguments import TrainingArguments, describe
+from windlass.config.parser import HfArgumentParser
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError
 
@@ -182,7 +183,7 @@ def test_the_two_names_of_recomputation_are_one(first: str) -> None:
 
 def test_secrets_never_show() -> None:
     with pytest.raises(ConfigError) as error:
-        TrainingArguments("out", hub_token="hf_secret")
+        TrainingArguments("out", hub_token="hf_secret", push_to_hub=True)
     assert "hf_secret" not in str(error.value)
     args = TrainingArguments("out")
     args.hub_token = "hf_secret"
@@ -199,6 +200,18 @@ def test_secrets_never_show() -> None:
     ):
         assert "hf_secret" not in text
     assert TrainingArguments(**args.to_dict()).hub_token is None
+
+
+def test_settings_of_the_hub_are_accepted_without_push_to_hub() -> None:
+    settings: dict[str, Any] = {
+        "hub_model_id": "me/model", "hub_token": "hf_secret", "hub_strategy": "end", "hub_private_repo": True,
+        "hub_always_push": True, "hub_revision": "main",
+    }  # fmt: skip
+    args = TrainingArguments("out", **settings)
+    assert {name: getattr(args, name) for name in settings} == settings
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments("out", push_to_hub=True, **settings)
+    assert [p.field for p in error.value.problems] == ["push_to_hub"]
 
 
 def test_copies_are_equal() -> None:
@@ -273,3 +286,36 @@ def test_to_dict_gives_the_arguments_back(settings: dict[str, Any]) -> None:
     again = TrainingArguments(**json.loads(args.to_json_string()))
     assert again == args
     assert again.to_dict() == args.to_dict()
+
+
+@dataclass
+class FactoryArguments(TrainingArguments):
+    """As scripts declare their defaults; two of the names are old ones."""
+
+    output_dir: str | None = field(default_factory=lambda: "made")
+    group_by_length: bool = field(default_factory=lambda: False)
+    evaluation_strategy: str = field(default_factory=lambda: "epoch")
+    label_names: list[str] | None = field(default_factory=lambda: ["labels"])
+    save_steps: float = field(default_factory=lambda: 100)
+    lr_scheduler_kwargs: dict[str, Any] | str | None = field(default_factory=lambda: {"num_cycles": 2})
+    push_to_hub: bool = field(default_factory=lambda: False)
+    mine: bool = field(default_factory=lambda: True)
+
+
+def test_a_factory_of_a_subclass_makes_the_default() -> None:
+    parser = HfArgumentParser(FactoryArguments)
+    (from_words,) = parser.parse_args_into_dataclasses([])
+    (from_dict,) = parser.parse_dict({})
+    for args in (FactoryArguments(), from_words, from_dict, copy.deepcopy(from_words)):
+        assert (args.output_dir, args.save_steps, args.mine) == ("made", 100, True)
+        assert (args.group_by_length, args.train_sampling_strategy) == (False, "random")
+        assert args.evaluation_strategy == args.eval_strategy == "epoch"
+        assert (args.label_names, args.lr_scheduler_kwargs) == (["labels"], {"num_cycles": 2})
+    assert from_words.label_names is not from_dict.label_names
+
+
+def test_words_replace_what_a_factory_made() -> None:
+    words = ["--group_by_length", "--save_steps", "7", "--no_mine", "--evaluation_strategy", "no"]
+    (args,) = HfArgumentParser(FactoryArguments).parse_args_into_dataclasses(words)
+    assert (args.train_sampling_strategy, args.save_steps, args.mine) == ("group_by_length", 7, False)
+    assert args.eval_strategy == "no"

@@ -34,6 +34,6 @@ def test_members_are_their_words() -> None:
 
 def test_a_wrong_word_is_answered_with_the_choices() -> None:
     with pytest.raises(
-        ValueError, match=r"'step' is no IntervalStrategy.*no, steps, epoch; did you mean 'steps'\?"
+        ValueError, match=r"'step' is not a valid IntervalStrategy.*no, steps, epoch; did you mean 'steps'\?"
     ):
         enums.IntervalStrategy("step")

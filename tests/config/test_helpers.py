@@ -93,7 +93,7 @@ def test_setters_set_what_scripts_expect() -> None:
     with pytest.raises(ValueError, match="above 0"):
         args.set_save("steps", steps=0)
     args.set_push_to_hub("me/model")
-    assert {p.field for p in problems(args)} == {"push_to_hub", "hub_model_id"}
+    assert {p.field for p in problems(args)} == {"push_to_hub"}
 
 
 def test_setters_take_what_theirs_take() -> None:
@@ -102,3 +102,12 @@ def test_setters_take_what_theirs_take() -> None:
         theirs = inspect.signature(getattr(transformers.TrainingArguments, name)).parameters
         ours = inspect.signature(getattr(Setters, name)).parameters
         assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}, name
+
+
+def test_the_state_of_the_process_is_found_at_the_arguments() -> None:
+    args = TrainingArguments("out", use_cpu=True)
+    state = args.distributed_state
+    assert (state.num_processes, state.process_index, state.is_main_process) == (1, 0, True)
+    assert state.device.type == "cpu"
+    assert args.deepspeed_plugin is None
+    assert "distributed_state" not in args.to_dict()

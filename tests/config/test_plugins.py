@@ -6,12 +6,13 @@ import dataclasses
 import enum
 import functools
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import launch
 
 from windlass.config import plugin_words, plugins
-from windlass.config.plugin_base import stated
 from windlass.config.plugins import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
@@ -26,6 +27,7 @@ from windlass.config.plugins import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
+from windlass.config.values import stated
 from windlass.core.errors import ConfigError
 
 peers = pytest.importorskip("accelerate.utils.dataclasses")
@@ -263,7 +265,7 @@ def test_fields_are_documented_by_the_table_of_settings() -> None:
 
 def test_sharding_with_pytorchs_own_objects() -> None:
     torch = pytest.importorskip("torch")
-    from torch.distributed.fsdp import FullStateDictConfig, MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.Linear})
@@ -277,9 +279,17 @@ def test_sharding_with_pytorchs_own_objects() -> None:
     }
     sized = functools.partial(size_based_auto_wrap_policy, min_num_params=10)
     assert FullyShardedDataParallelPlugin(auto_wrap_policy=sized).settings()["min_num_params"] == 10
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
-    with pytest.raises(ConfigError, match=r"state_dict_config\.rank0_only"):
-        FullyShardedDataParallelPlugin(state_dict_config=config).settings()
+
+
+def test_pytorchs_defaults_for_whole_states_are_mapped_with_a_warning(said: list[str]) -> None:
+    pytest.importorskip("torch")
+    from torch.distributed.fsdp import FullStateDictConfig
+
+    config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    plugin = FullyShardedDataParallelPlugin(state_dict_config=config, optim_state_dict_config=config)
+    assert plugin.settings() == {}
+    for option in ("offload_to_cpu", "rank0_only"):
+        assert len([m for m in said if f".state_dict_config.{option}=False is accepted as True" in m]) == 1
 
 
 def test_ignored_modules_get_their_names() -> None:
@@ -301,3 +311,53 @@ def test_replication_becomes_a_plan() -> None:
     assert settings.keys() == {"ddp.comm_hook", "ddp.comm_options"}
     plan = plan_parallel(settings, World(0, 2, 0, 2)).dist
     assert (plan.comm_hook, plan.comm_options) == ("power_sgd", {"start_powerSGD_iter": 2})
+
+
+SIZES = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+
+
+def test_the_layout_reads_the_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SIZES.items():
+        monkeypatch.setenv(name, value)
+    for ours in (ParallelismConfig(), ParallelismConfig.from_env()):
+        theirs = PeerParallelism()
+        assert (ours.dp_shard_size, ours.tp_size, ours.total_size) == (4, 2, 8)
+        assert (theirs.dp_shard_size, theirs.tp_size, theirs.total_size) == (4, 2, 8)
+        assert type(ours.tp_handler).__name__ == type(theirs.tp_handler).__name__
+        assert next(ours.objections()).field == "ParallelismConfig.tp_size"
+    assert ParallelismConfig(dp_shard_size=1, tp_size=1).total_size == 1
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "many")
+    with pytest.raises(ConfigError, match=r"PARALLELISM_CONFIG_DP_SHARD_SIZE='many'"):
+        ParallelismConfig()
+
+
+def test_the_layout_reads_the_variable_of_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "WINDLASS_PARALLEL", '{"mesh.shards": [2, "--dp_shard_size"], "compile.mode": ["default", "-"]}'
+    )
+    assert (ParallelismConfig().dp_shard_size, TorchDynamoPlugin().mode) == (2, "default")
+
+
+def test_compilation_reads_the_variables_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BACKEND": "inductor", "MODE": "max-autotune", "USE_FULLGRAPH": "1"}.items():
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    ours, theirs = TorchDynamoPlugin(), peers.TorchDynamoPlugin()
+    assert ours.to_dict() == theirs.to_dict()
+    assert (
+        ours.to_kwargs()
+        == theirs.to_kwargs()
+        == {"backend": "inductor", "mode": "max-autotune", "fullgraph": True}
+    )
+    explicit = {"backend": "eager", "mode": "default", "fullgraph": False}
+    assert TorchDynamoPlugin(**explicit).to_kwargs() == {"backend": "eager"}
+
+
+def test_a_mesh_needs_the_type_of_its_devices() -> None:
+    with pytest.raises(ConfigError, match="device_type"):
+        ParallelismConfig(dp_shard_size=2).get_device_mesh()
+
+
+@pytest.mark.dist
+def test_meshes_beside_accelerate(tmp_path: Path) -> None:
+    ranks = Path(__file__).with_name("parallelism_ranks.py")
+    assert launch(2, ranks, tmp_path / "meeting").count("the meshes are right") == 2

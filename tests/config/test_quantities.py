@@ -3,8 +3,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from accelerate.utils import modeling as reference
 
-from windlass.config.quantities import seconds, size_in_bytes
+from windlass.config.quantities import convert_file_size_to_int, seconds, size_in_bytes
+from windlass.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,14 @@ def test_what_is_neither_is_refused(wrong: str | float) -> None:
         seconds(wrong)
     with pytest.raises(ValueError, match="must be a size above 0"):
         size_in_bytes(wrong)
+
+
+@pytest.mark.parametrize("size", [0, 5, "1GiB", "2MiB", "3KiB", "1.5GB", "10MB", "7KB", "8Gb", "1e3KB"])
+def test_sizes_of_weight_files_are_those_of_the_reference(size: int | str) -> None:
+    assert convert_file_size_to_int(size) == reference.convert_file_size_to_int(size)
+
+
+@pytest.mark.parametrize("size", ["", "5", "GB", "-1GB", "1.2.3MB", ".GB", "5 cows", -1])
+def test_what_is_not_the_size_of_a_file(size: int | str) -> None:
+    with pytest.raises(ConfigError, match="5GB"):
+        convert_file_size_to_int(size)

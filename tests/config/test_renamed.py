@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve
 from windlass.config.arguments import TrainingArguments
 from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError
+from windlass.core.world import World
 
 # old name -> (a value, the field it sets, the value that field then has)
 CARRIED: dict[str, tuple[Any, str, Any]] = {
@@ -22,6 +25,9 @@ CARRIED: dict[str, tuple[Any, str, Any]] = {
     "include_inputs_for_metrics": (True, "include_for_metrics", ["inputs"]),
     "per_gpu_train_batch_size": (3, "per_device_train_batch_size", 3),
     "per_gpu_eval_batch_size": (5, "per_device_eval_batch_size", 5),
+    "push_to_hub_token": ("t", "hub_token", "t"),
+    "push_to_hub_model_id": ("m", "hub_model_id", "m"),
+    "push_to_hub_organization": ("o", "hub_model_id", "o/out"),
     "xpu_backend": ("gloo", "ddp_backend", "gloo"),
     "fsdp_min_num_params": (100, "fsdp_config", {"min_num_params": 100}),
     "fsdp_transformer_layer_cls_to_wrap": (
@@ -30,13 +36,15 @@ CARRIED: dict[str, tuple[Any, str, Any]] = {
         {"transformer_layer_cls_to_wrap": "Block"},
     ),
 }
+# What adds to its new field, and so never contradicts it.
+MERGED = ("include_inputs_for_metrics", "push_to_hub_organization")
 # old name -> a value, and the new field whose refusal it then meets, because that feature is not built
 CARRIED_TO_REFUSED: dict[str, tuple[Any, str]] = {
-    "push_to_hub_token": ("t", "hub_token"),
-    "push_to_hub_model_id": ("m", "hub_model_id"),
-    "push_to_hub_organization": ("o", "hub_model_id"),
     "tpu_metrics_debug": (True, "debug"),
     "split_batches": (True, "accelerator_config.split_batches"),
+}
+# the same for what is refused when training starts, because a trainer may switch it off until then
+REFUSED_BEFORE_TRAINING: dict[str, tuple[Any, str]] = {
     "dispatch_batches": (True, "accelerator_config.dispatch_batches"),
 }
 # old name -> a value that is accepted and changes nothing
@@ -47,9 +55,9 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "fp16_opt_level": "O2",
     "fp16_backend": "apex",
     "half_precision_backend": "cuda_amp",
+    "save_safetensors": False,
 }
 REFUSED: dict[str, Any] = {
-    "save_safetensors": False,
     "jit_mode_eval": True,
     "use_ipex": True,
     "past_index": 2,
@@ -62,7 +70,9 @@ REFUSED: dict[str, Any] = {
 
 
 def test_every_old_name_is_tested_here() -> None:
-    assert {*CARRIED, *CARRIED_TO_REFUSED, *WITHOUT_EFFECT, *REFUSED} == set(OLD_NAMES)
+    assert {*CARRIED, *CARRIED_TO_REFUSED, *REFUSED_BEFORE_TRAINING, *WITHOUT_EFFECT, *REFUSED} == set(
+        OLD_NAMES
+    )
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -115,7 +125,7 @@ def test_is_refused_by_name(name: str) -> None:
         setattr(args, name, REFUSED[name])
 
 
-@pytest.mark.parametrize("name", [n for n in CARRIED if n != "include_inputs_for_metrics"])
+@pytest.mark.parametrize("name", [n for n in CARRIED if n not in MERGED])
 def test_a_contradiction_is_a_problem(name: str) -> None:
     value, field, _ = CARRIED[name]
     others = {
@@ -171,3 +181,20 @@ def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = args.nothing
     assert not hasattr(args, "__deepcopy__")
+
+
+def test_a_warning_about_an_argument_is_one_of_python_at_the_line_of_the_script(
+    said: list[str],
+) -> None:
+    with pytest.warns(UserWarning, match="'evaluation_strategy' is now 'eval_strategy'") as issued:
+        TrainingArguments("out", evaluation_strategy="epoch")
+    assert [warning.filename for warning in issued] == [__file__]
+
+
+@pytest.mark.parametrize("name", REFUSED_BEFORE_TRAINING)
+def test_leads_to_the_refusal_of_the_new_name_when_training_starts(name: str) -> None:
+    value, field = REFUSED_BEFORE_TRAINING[name]
+    args = TrainingArguments("out", max_steps=1, **{name: value})
+    with pytest.raises(ConfigError) as error:
+        resolve(args, Facts(World(), 10))
+    assert [p.field for p in error.value.problems] == [field]

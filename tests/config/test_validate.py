@@ -147,7 +147,7 @@ def test_is_fine(settings: dict[str, Any]) -> None:
 _NOT_NEUTRAL: dict[str, Any] = {
     "torch_empty_cache_steps": 5, "skip_memory_metrics": False, "debug": "underflow_overflow",
     "optim_target_modules": ["attn"], "liger_kernel_config": {"rope": True}, "neftune_noise_alpha": 5.0,
-    "project": "mine", "deepspeed": {"zero_optimization": {"stage": 2}}, "hub_strategy": "end",
+    "project": "mine", "deepspeed": {"zero_optimization": {"stage": 2}},
 }  # fmt: skip
 
 

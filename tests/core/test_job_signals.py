@@ -9,7 +9,7 @@ import pytest
 
 FAILS_WITH_A_WORKER = """
 import multiprocessing, os, signal, sys, time
-from windlass.core.job_signals import WorkerStart, taking
+from windlass.core.job_signals import WorkerStart, handling
 
 def work(start, ready):
     start(0)
@@ -19,7 +19,7 @@ def work(start, ready):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
-    with taking(signal.SIGTERM, lambda number: None):
+    with handling(signal.SIGTERM, lambda number: None):
         ready = context.Event()
         worker = context.Process(target=work, args=(WorkerStart.now(None), ready), daemon=True)
         worker.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from typing import Any
@@ -38,6 +39,17 @@ class OwnPart(Count):
 
     def __iter__(self) -> Any:
         return iter(range(RANK, self.count, SIZE))
+
+
+class Unrepeatable(Count):
+    """All samples on the main process, and no two passes alike on the others."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+
+    def __iter__(self) -> Any:
+        self.reads += 100
+        return iter(range(RANK * self.reads, RANK * self.reads + self.count))
 
 
 class Breaks(Count):
@@ -183,7 +195,10 @@ def dispatched(gang: Gang) -> None:
         source = Count(count)
         steps = one_pass(gang, prepare(gang, DataLoader(source, batch_size=3), dispatch_batches=True))
         assert flat(steps) == list(range(count))
-        assert source.reads == (count if RANK == 0 else 0), "the main process alone reads"
+        read = count if RANK == 0 else min(count, 4)
+        assert source.reads == read, (
+            "the main process alone reads, but for the first samples, which are compared"
+        )
         loader = prepare(
             gang, DataLoader(Count(count), batch_size=4), dispatch_batches=True, split_batches=True
         )
@@ -202,6 +217,17 @@ def dispatched(gang: Gang) -> None:
     )  # fmt: skip
     for batch in texts:
         assert batch["t"] == [str(int(i)) for i in batch["x"]], "lists are cut with the tensors"
+
+
+def dispatching_streams_that_differ_between_ranks(gang: Gang) -> None:
+    for batch_size, workers in ((1, 0), (2, 0), (8, 1), (None, 0)):
+        parts = DataLoader(OwnPart(41), batch_size=batch_size, num_workers=workers)
+        loader = prepare(gang, parts, dispatch_batches=True)
+        words = "dispatch_batches=True: OwnPart returns other samples on ranks"
+        fails(ConfigError, words, functools.partial(list, loader))
+    for other in (Unrepeatable(), Count(0) if RANK else Count(9), Breaks(0) if RANK == 1 else Count(9)):
+        loader = prepare(gang, DataLoader(other, batch_size=2), dispatch_batches=True)
+        assert flat(one_pass(gang, loader)) == list(range(9)), "what the main process reads"
 
 
 def dispatching_what_cannot_be_dealt(gang: Gang) -> None:
@@ -240,6 +266,7 @@ def main() -> None:
         batches_of_unknown_size,
         ranks_without_data_and_ranks_that_fail,
         dispatched,
+        dispatching_streams_that_differ_between_ranks,
         dispatching_what_cannot_be_dealt,
         agreements,
     )

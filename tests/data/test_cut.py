@@ -1,8 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.cases import Numbers, train_loader
 
-from windlass.data.cut import share
-from windlass.data.dealt_rows import SampleRows, cuts
+from windlass.data.cut import share, shares_of
+from windlass.data.dealt_rows import SampleRows, rank_rows
 from windlass.data.order import SequentialOrder
 
 
@@ -12,12 +13,12 @@ def test_shares_cover_everything_once_and_differ_by_one_at_most(count: int, worl
     assert [i for low, high in parts for i in range(low, high)] == list(range(count))
     sizes = [high - low for low, high in parts]
     assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes == sorted(sizes, reverse=True) == list(shares_of(count, world))
 
 
 def _micro_batches(count: int, micro: int, world: int, rank: int, accumulation: int) -> list[list[int]]:
-    rows = SampleRows(SequentialOrder(count, seed=0), micro * world, world, drop_last=False)
-    return [ids for cut in cuts(rows.rows(0, 0), accumulation, rank) if not cut.filler for ids in cut.batches]
+    loader = train_loader(Numbers(count), micro, accumulation, world, rank, order="sequential")
+    return [ids for group in loader.groups() if not group.filler for ids in group.ids]
 
 
 @given(
@@ -41,10 +42,10 @@ def test_only_the_last_row_is_short() -> None:
         assert _micro_batches(11, 2, 2, 1, accumulation) == [[2, 3], [6, 7], [10]]
 
 
-def test_a_rank_without_a_sample_reads_one_only_if_it_has_none_at_all() -> None:
+def test_a_rank_without_a_sample_in_a_row_has_a_filler_only_if_it_has_none_at_all() -> None:
+    (whole,) = train_loader(Numbers(5), 1, 2, 4, 3, order="sequential").groups()
+    assert (whole.batches, whole.ids, whole.samples, whole.filler) == ([[3]], [[3]], 5, False)
     rows = SampleRows(SequentialOrder(5, seed=0), 4, 4, drop_last=False)
-    (whole,) = cuts(rows.rows(0, 0), 2, 3)
-    assert (whole.batches, whole.shares, whole.filler) == ([[3]], (2, 1, 1, 1), False)
-    first, second = cuts(rows.rows(0, 0), 1, 3)
-    assert (first.batches, first.filler, first.last) == ([[3]], False, False)
-    assert (second.batches, second.shares, second.filler, second.last) == ([[4]], (1, 0, 0, 0), True, True)
+    first, second = rank_rows(rows.rows(0, 0), 3)
+    assert (first.ids, first.shares, first.filler, first.last) == ([3], (1, 1, 1, 1), False, False)
+    assert (second.ids, second.shares, second.filler, second.last) == ([4], (1, 0, 0, 0), True, True)

@@ -5,16 +5,13 @@ What loaders of several ranks give is tested in `prepared_ranks.py`.
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.dist.launch import ROOT
+from tests.dist.launch import Started
 
 from windlass.data.dispatch import _cut
 
@@ -28,19 +25,11 @@ def test_the_death_of_a_reader_is_noticed(mode: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), mode],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [9, 3], said
+    ranks = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    # No launcher ends the second because the first one failed.
+    with Started(SCRIPT, mode, environ=ranks[0]) as reader, Started(SCRIPT, mode, environ=ranks[1]) as other:
+        codes, said = zip(reader.end(), other.end(), strict=True)
+    assert codes == (9, 3), said
     assert "batch 0" in said[1], "it had begun"
     assert "noticed" in said[1]
 

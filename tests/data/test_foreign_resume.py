@@ -131,7 +131,7 @@ def test_other_samples_are_noticed(said: pytest.LogCaptureFixture) -> None:
     resumed = ForeignLoader([torch.tensor([i + 50]) for i in range(9)], PLAN)
     resumed.load_state_dict(first.state_dict())
     list(resumed.groups())
-    assert "behind batch 2, list gives other batches" in said.text
+    assert "after batch 2, list returns other batches" in said.text
 
 
 def test_under_more_processes_each_goes_on_behind_its_share(said: pytest.LogCaptureFixture) -> None:

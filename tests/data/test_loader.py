@@ -245,7 +245,7 @@ def test_a_dataset_that_hears_of_epochs_is_told() -> None:
 def test_a_changed_dataset_or_seed_is_said(said: pytest.LogCaptureFixture) -> None:
     loader = train_loader(Numbers(10), 2)
     loader.load_state_dict({"seed": 1, "epoch": 0, "consumed": 4, "length": 12})
-    assert "seed 1, not under 42" in said.text
+    assert "seed 1, not with 42" in said.text
     assert "has 10 samples, and had 12" in said.text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.cases import Augmented, Numbers, Stream, in_global_order
 from tests.data.test_prepare_loader import prepare
@@ -21,7 +21,6 @@ from windlass.core.errors import DataError
 from windlass.data.foreign_loader import ForeignLoader
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(1, 40),
     batch=st.integers(1, 5),

@@ -176,7 +176,7 @@ def test_another_stream_is_noticed(said: pytest.LogCaptureFixture) -> None:
     resumed = train_loader(Stream(range(100, 140)), 4)
     resumed.load_state_dict(first.state_dict())
     groups_of([resumed], 1)
-    assert "behind sample 12, Stream gives other samples" in said.text
+    assert "after sample 12, Stream returns other samples" in said.text
 
 
 def test_a_state_that_checkpoints_cannot_hold_is_named(said: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import accelerate.data_loader as peer
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset
 
@@ -46,7 +46,6 @@ class Ragged:
         return iter([[10 * i + k for k in range(i % 3 + 1)] for i in range(self.count)])
 
 
-@settings(deadline=None, max_examples=80)
 @given(**CASE, even=st.booleans())
 def test_batches(count: int, batch: int, world: int, drop_last: bool, split: bool, even: bool) -> None:
     assume(not split or batch % world == 0)
@@ -59,7 +58,6 @@ def test_batches(count: int, batch: int, world: int, drop_last: bool, split: boo
         assert (len(shards[0]), shards[0].total_length) == (len(shards[1]), shards[1].total_length)
 
 
-@settings(deadline=None, max_examples=40)
 @given(count=CASE["count"], world=CASE["world"], even=st.booleans())
 def test_batches_without_a_size(count: int, world: int, even: bool) -> None:
     for rank in range(world):
@@ -70,7 +68,6 @@ def test_batches_without_a_size(count: int, world: int, even: bool) -> None:
         assert mine == theirs
 
 
-@settings(deadline=None, max_examples=80)
 @given(**CASE)
 def test_streams(count: int, batch: int, world: int, drop_last: bool, split: bool) -> None:
     assume(not split or batch % world == 0)

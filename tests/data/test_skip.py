@@ -14,6 +14,7 @@ from tests.data.cases import Augmented, Counted, Numbers, Stream
 from tests.data.test_prepare_loader import Bucketed, prepare
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.data.batch_reader import PassRequest
 from windlass.data.choice import ReaderChoice
 from windlass.data.dispatch import Dispatched
 from windlass.data.skip import SkipBatchSampler, skip_first_batches
@@ -176,9 +177,9 @@ def test_readers_on_top_of_a_stream_hand_its_bookmarks_on(said: pytest.LogCaptur
         alone = ReaderChoice(items, seed=1, split=False, seedable=False, gang=Gang()).reader(1, 0)
         return Dispatched(alone, Gang(), split=False)
 
-    portions = list(reader(Counted(20)).read(0, 0))
+    portions = list(reader(Counted(20)).read(PassRequest(0)))
     dataset = Counted(20)
-    rest = reader(dataset).read(0, 7, portions[6].bookmark)
+    rest = reader(dataset).read(PassRequest(0, 7, portions[6].bookmark))
     assert [int(portion.batch) for portion in rest] == [*range(7, 20)]
     assert dataset.given == 13
     assert "again" not in said.text

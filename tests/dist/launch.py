@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -14,44 +15,141 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.launching.worker_environment import worker_environment
+from windlass.config.launch import resolve_launch
+from windlass.config.launch_flags import add_launch_flags
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(world: int, script: Path, *arguments: object, timeout: float = 200, expect: int = 0) -> str:
+def launch(
+    world: int,
+    script: Path,
+    *arguments: object,
+    timeout: float = 200,
+    expect: int = 0,
+    environ: Mapping[str, str] | None = None,
+) -> str:
     """Run `script` on `world` ranks, forked from a process that has imported everything; gives what they printed, on
     either stream.
     """
-    codes, text = _run(world, script, arguments, ROOT, timeout)
+    codes, text = _run(world, script, arguments, ROOT, timeout, environ or {})
     assert (not any(codes)) == (expect == 0), f"exit codes {codes}\n{text[-6000:]}"
     return text
 
 
+def launch_as(*words: object, timeout: float = 200) -> str:
+    """Run on forked ranks what `windlass launch` with these words starts on this machine, with the variables that it
+    hands on: for tests of what is started. Gives what was printed on either stream.
+    """
+    parser = argparse.ArgumentParser()
+    add_launch_flags(parser)
+    plan = resolve_launch(parser.parse_args([str(word) for word in words]), os.environ)
+    script, environ = Path(plan.script), worker_environment(plan)
+    return launch(plan.processes, script, *plan.arguments, timeout=timeout, environ=environ)
+
+
 def run_script(
-    script: Path, *arguments: object, cwd: Path = ROOT, timeout: float = 200, expect: int = 0
+    script: Path | str,
+    *arguments: object,
+    cwd: Path = ROOT,
+    timeout: float = 200,
+    expect: int = 0,
+    environ: Mapping[str, str] | None = None,
 ) -> str:
-    """Run `script` as `python` would, in a fork of the same process; gives what it printed, on either stream."""
-    codes, text = _run(0, script, arguments, cwd, timeout)
-    assert codes == [expect], f"exit code {codes[0]}\n{text[-6000:]}"
+    """As `end_of`, and fails where the exit code is not `expect`; gives what was printed."""
+    code, text = end_of(script, *arguments, cwd=cwd, timeout=timeout, environ=environ)
+    assert code == expect, f"exit code {code}\n{text[-6000:]}"
     return text
 
 
+def end_of(
+    script: Path | str,
+    *arguments: object,
+    cwd: Path = ROOT,
+    timeout: float = 200,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run a file as `python` would, or a module, given by its name, as `python -m` would, in a fork of a process that
+    has imported everything; gives its exit code, negative for a signal, and what it printed on either stream.
+    """
+    (code,), text = _run(0, script, arguments, cwd, timeout, environ or {})
+    return code, text
+
+
+class Started:
+    """A script that runs, in a fork of the same process; killed at the end of the `with` block.
+
+    Attributes:
+        pid: of its process, which leads a session.
+        stdin: what it reads, line by line.
+        stdout: what it prints, on either stream.
+    """
+
+    def __init__(
+        self,
+        script: Path | str,
+        *arguments: object,
+        cwd: Path = ROOT,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="windlass-started-")
+        told, said = (Path(self._folder.name) / name for name in ("told", "said"))
+        os.mkfifo(told)
+        os.mkfifo(said)
+        request = _request(script, arguments, said, cwd, environ or {})
+        self.pid: int = _server().ask({**request, "told": str(told)})["pid"]
+        # Each waits for the other side, which opens them in this order.
+        self.stdin, self.stdout = told.open("w", buffering=1), said.open(errors="replace")
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.end()
+        self._folder.cleanup()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Close its input and wait for its end; gives its exit code, negative for a signal, and what it printed."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        rest = "" if self.stdout.closed else self.stdout.read()
+        self.stdout.close()
+        return _server().ask({"wait": self.pid})["code"], rest
+
+
+def _request(
+    script: Path | str, arguments: Sequence[object], said: Path, cwd: Path, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    return {
+        "script": str(script),
+        "is_module": isinstance(script, str),
+        "arguments": [str(argument) for argument in arguments],
+        "said": str(said),
+        "environ": {**_environment(), **environ},
+        "cwd": str(cwd),
+    }
+
+
 def _run(
-    world: int, script: Path, arguments: Sequence[object], cwd: Path, timeout: float
+    world: int,
+    script: Path | str,
+    arguments: Sequence[object],
+    cwd: Path,
+    timeout: float,
+    environ: Mapping[str, str],
 ) -> tuple[list[int], str]:
     """Exit code of each rank, negative for a signal, and everything printed."""
     with tempfile.TemporaryDirectory(prefix="windlass-ranks-") as folder:
         said = Path(folder) / "said.txt"
         said.touch()
-        request = {
-            "world": world,
-            "script": str(script),
-            "arguments": [str(argument) for argument in arguments],
-            "said": str(said),
-            "environ": _environment(),
-            "cwd": str(cwd),
-            "timeout": timeout,
-        }
-        answer = _server().ask(request)
+        request = _request(script, arguments, said, cwd, environ)
+        answer = _server().ask({**request, "world": world, "timeout": timeout})
         text = said.read_text("utf-8", "replace")
     assert not answer["late"], f"not done after {timeout} s\n{text[-6000:]}"
     return answer["codes"], text

@@ -3,17 +3,20 @@
 Each launch of its own imports torch and transformers once more for the launcher and for every rank, which took longer
 than most tests do. It reads one request a line from standard input and answers each with one line:
 
-    {"world": 2, "script": "...", "arguments": [...], "said": "file for the output", "environ": {...}, "cwd": "...",
-     "timeout": 200}
+    {"world": 2, "script": "...", "is_module": false, "arguments": [...], "said": "file for the output",
+     "environ": {...}, "cwd": "...", "timeout": 200}
     {"codes": [0, 0], "late": false}
 
-A world of 0 is one process without the variables of a launcher.
+A world of 0 is one process without the variables of a launcher. The script is a file, or the name of a module. With
+"told", a file to read from, in place of world and timeout, the answer is `{"pid": 7}`, at once; to `{"wait": 7}` it is
+`{"code": 0}`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -26,6 +29,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.dist.launch import started_by
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
 _TICK = 0.005
@@ -58,6 +63,19 @@ def warm_up() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
+    if "told" in request:
+        return {"pid": _fork(0, {**request, "world": 0}, {})}
+    if "wait" in request:
+        return {"code": _code_of(request["wait"])}
+    return _run_to_the_end(request)
+
+
+@functools.cache
+def _code_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _run_to_the_end(request: dict[str, Any]) -> dict[str, Any]:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     pids = [_fork(rank, request, meeting) for rank in range(max(1, request["world"]))]
     try:
@@ -80,33 +98,37 @@ def _fork(rank: int, request: dict[str, Any], meeting: dict[str, str]) -> int:
     code = 1
     try:
         os.setsid()
-        _redirect(Path(request["said"]))
+        _redirect(request.get("told", os.devnull), request["said"])
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environ"])
         if request["world"]:
             world = str(request["world"])
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            os.environ.update({**meeting, **own, "TORCHELASTIC_RESTART_COUNT": "0"})
-        code = _run(request["script"], request["arguments"])
+            os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
+            os.environ.update({**meeting, **own})
+        code = _run(request["script"], request["is_module"], request["arguments"])
     finally:
         os._exit(code)
 
 
-def _redirect(said: Path) -> None:
-    inputs, output = os.open(os.devnull, os.O_RDONLY), os.open(said, os.O_WRONLY | os.O_APPEND)
+def _redirect(told: str, said: str) -> None:
+    inputs, output = os.open(told, os.O_RDONLY), os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(inputs, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
 
 
-def _run(script: str, arguments: list[str]) -> int:
+def _run(script: str, is_module: bool, arguments: list[str]) -> int:
     """Run the script as the main program, its end included; gives the exit code."""
     code = 0
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
+    sys.path[0] = os.getcwd() if is_module else str(Path(script).parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -142,8 +164,15 @@ def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
             _signal(alive, signal.SIGTERM)
         if alive and (now >= deadline or (kill_at is not None and now >= kill_at)):
             late = late or now >= deadline
-            _signal(alive, signal.SIGKILL)
+            _kill_all(alive)
     return codes, late
+
+
+def _kill_all(pids: list[int]) -> None:
+    """Kill them and what they started in sessions of its own, as launchers do."""
+    for pid in [pid for rank in pids for pid in (rank, *started_by(rank))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _signal(pids: list[int], number: int) -> None:

@@ -12,10 +12,10 @@ from windlass.dist.beacon import (
     STACKS_SIGNAL,
     Beacon,
     LitBeacon,
+    Lookout,
     Mark,
     light,
     mark_path,
-    read_mark,
     stacks_path,
 )
 
@@ -26,14 +26,14 @@ def lit(tmp_path: Path) -> LitBeacon:
 
 
 def test_a_new_beacon_says_that_its_process_has_started(lit: LitBeacon, tmp_path: Path) -> None:
-    assert read_mark(tmp_path, 3) == Mark(1, None, "start")
-    assert read_mark(tmp_path, 3).is_opening
+    assert Lookout(tmp_path, 3).mark() == Mark(1, None, "start")
+    assert Lookout(tmp_path, 3).mark().is_opening
 
 
 def test_a_mark_tells_step_and_call(lit: LitBeacon, tmp_path: Path) -> None:
     lit.step(7)
     lit.call("backward")
-    mark = read_mark(tmp_path, 3)
+    mark = Lookout(tmp_path, 3).mark()
     assert mark == Mark(3, 7, "backward")
     assert not mark.is_opening
 
@@ -41,18 +41,18 @@ def test_a_mark_tells_step_and_call(lit: LitBeacon, tmp_path: Path) -> None:
 def test_a_shorter_name_leaves_nothing_of_the_longer_one(lit: LitBeacon, tmp_path: Path) -> None:
     lit.call("gather objects")
     lit.call("save")
-    assert read_mark(tmp_path, 3).call == "save"
+    assert Lookout(tmp_path, 3).mark().call == "save"
 
 
 def test_long_names_are_cut_and_stay_readable(lit: LitBeacon, tmp_path: Path) -> None:
     lit.call("x" + "ü" * 40)  # the cut falls within a letter
-    assert read_mark(tmp_path, 3).call == "x" + "ü" * 31 + "�"
+    assert Lookout(tmp_path, 3).mark().call == "x" + "ü" * 31 + "�"
 
 
 def test_a_mark_that_is_not_there_or_not_whole_is_none(tmp_path: Path) -> None:
-    assert read_mark(tmp_path, 0) is None
+    assert Lookout(tmp_path, 0).mark() is None
     mark_path(tmp_path, 0).write_bytes(b"short")
-    assert read_mark(tmp_path, 0) is None
+    assert Lookout(tmp_path, 0).mark() is None
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0"}, {FOLDER_VARIABLE: "/nowhere/at/all", "RANK": "0"}])
@@ -83,7 +83,7 @@ def test_a_process_writes_its_stacks_when_asked_and_goes_on(tmp_path: Path) -> N
     )
     assert done.stdout == "still here\n"
     assert "deep_in_the_script" in stacks_path(tmp_path, 2).read_text()
-    assert read_mark(tmp_path, 2) == Mark(2, None, "evaluate")
+    assert Lookout(tmp_path, 2).mark() == Mark(2, None, "evaluate")
 
 
 def test_a_process_that_comes_down_is_not_killed_by_the_question_for_its_stacks(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.cli.launching.machines import free_port
+from tests.dist.launch import end_of
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from windlass.dist.listening import address_towards, can_listen
@@ -53,13 +51,10 @@ def test_the_launcher_ends_with_a_code_of_its_own(rank: str, address: str, waits
         "launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", rank, "--main_process_ip",
         address, "--main_process_port", str(free_port()), "--rdzv_conf", waits, __file__,
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", *words],
-        env={**os.environ, "WINDLASS_HOME": "/nowhere", "WINDLASS_RDZV_TOKEN": TOKEN},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 69, done.stderr
-    assert said in done.stderr
+    environ = {"WINDLASS_HOME": "/nowhere", "WINDLASS_RDZV_TOKEN": TOKEN}
+    code, printed = end_of("windlass", *words, timeout=120, environ=environ)
+    assert code == 69, printed
+    assert said in printed
 
 
 def test_an_address_of_this_machine_leads_to_the_other() -> None:

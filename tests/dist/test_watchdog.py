@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT, end_all, run_to_its_end
+from tests.dist.launch import ROOT, end_all, end_of
 
 from windlass.dist.beacon import Beacon
 from windlass.dist.other_ranks import OtherRanks
@@ -54,17 +54,15 @@ def test_a_rank_that_waits_names_the_rank_that_it_waits_for(launcher: tuple[str,
     "how", ["native", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleeps", "stopped"))]
 )
 def test_the_launcher_names_the_rank_that_is_late_though_all_marks_are_equal(how: str) -> None:
-    command = [sys.executable, "-m", *LAUNCH, "--stall_timeout", "8", str(SCRIPT), how, "600"]
-    code, said = run_to_its_end(command, timeout=150, environ={"WINDLASS_HOME": "/x"})
+    command = (*LAUNCH, "--stall_timeout", 8, SCRIPT, how, 600)
+    code, said = end_of(*command, timeout=150, environ={"WINDLASS_HOME": "/x"})
     assert code == EXIT_STALLED, said
-    assert "the job stands still: rank 1 made no progress" in said
+    assert "the job stalled: rank 1 made no progress" in said
 
 
 @pytest.mark.dist
 def test_a_single_process_ends_when_it_waits_for_longer_than_it_may() -> None:
-    code, said = run_to_its_end(
-        [sys.executable, str(SCRIPT), "data", "4"], timeout=150, environ={REPORT_VARIABLE: "2"}
-    )
+    code, said = end_of(SCRIPT, "data", 4, timeout=150, environ={REPORT_VARIABLE: "2"})
     assert code == EXIT_STALLED, said
     assert said.count("this process has made no progress for 2 s [step 3, in 'read data']") == 1
     assert 'time.sleep(1000 if how == "data" else 0)' in said

@@ -22,7 +22,9 @@ beacon().step(3)
 # Both are in the same call with the same marks: only the collectives that were issued tell who is late.
 with waiting("forward and backward"):
     if late and how == "native":
-        ctypes.PyDLL(None).sleep(1000)  # holds the GIL
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # the second holds the GIL for good: no signal ends it, as it would end a sleep
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     if late and how == "sleeps":
         time.sleep(1000)
     if late and how == "stopped":

@@ -19,7 +19,6 @@ from tests.engine.evaluate_cases import (
     targets,
 )
 
-from windlass.core.errors import DataError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.lockstep import PeerError
@@ -132,8 +131,17 @@ def metric_failure(model: TinyTagger, gang: Gang, *, batchwise: bool) -> None:
 
 
 def empty_everywhere(model: TinyTagger, gang: Gang) -> None:
-    with pytest.raises(DataError, match="empty"):
-        evaluate(model, 0, 1, gang)
+    for options in ({}, {"batch_metrics": True}):
+        assert evaluate(model, 0, 1, gang, compute_metrics=_must_not_be_called, **options) == (
+            None,
+            None,
+            {},
+            0,
+        )
+
+
+def _must_not_be_called(prediction: Any, compute_result: bool = True) -> dict[str, Any]:
+    raise AssertionError("there is nothing to measure")
 
 
 def short_types(gang: Gang) -> None:

@@ -54,6 +54,10 @@ class Hooks:
     def parts(self) -> dict[str, Tensor]:
         return {"part": torch.tensor(2.0)}
 
+    def advance_schedule(self) -> None:
+        assert any(p.grad is not None for p in self.executor.model.parameters())
+        self.trace.append("schedule")
+
     def event(self, name: str) -> None:
         if name == "on_optimizer_step":
             assert any(p.grad is not None for p in self.executor.model.parameters()), (
@@ -94,7 +98,16 @@ def test_events_come_in_their_order() -> None:
     executor = executor_of(model())
     hooks = Hooks(executor)
     executor.run_step(group(3), request(3), hooks)
-    assert hooks.trace == ["micro 0", "substep", "micro 1", "substep", "micro 2", "before", "after"]
+    assert hooks.trace == [
+        "micro 0",
+        "substep",
+        "micro 1",
+        "substep",
+        "micro 2",
+        "before",
+        "after",
+        "schedule",
+    ]
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
@@ -176,7 +189,7 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
     assert float(executor_of(model()).clip(1.0)) == 0.0
 
 
-def test_evaluating_switches_and_restores() -> None:
+def test_evaluation_mode_of_the_model_lasts_until_the_next_update() -> None:
     class Averaging(torch.optim.SGD):
         mode = "train"
 
@@ -192,7 +205,9 @@ def test_evaluating_switches_and_restores() -> None:
     with contextlib.suppress(KeyError), executor.evaluating():
         assert (module.training, optimizer.mode) == (False, "eval")
         raise KeyError
-    assert (module.training, optimizer.mode) == (True, "train")
+    assert (module.training, optimizer.mode) == (False, "train")
+    executor.run_step(group(1), request(), Hooks(executor))
+    assert module.training
 
 
 def test_an_update_without_targets_leaves_weights_and_optimizer_alone() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.dist.launch import launch_as, run_script
 
 for package in ("transformers", "tokenizers"):
     pytest.importorskip(package)
@@ -29,25 +27,14 @@ def some_reviews(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def run(root: Path, script: str, config: str | None, data: Path, folder: Path, *flags: str) -> str:
-    """What an example prints, started plainly or by the launcher with one of the example's files."""
-    file = str(root / "examples" / str(config))
-    launcher = [] if config is None else ["-m", "windlass", "launch", "--config_file", file]
-    script = str(root / "examples" / script)
-    done = subprocess.run(
-        [sys.executable, *launcher, script, "--data", str(data), "--output_dir", str(folder), *flags],
-        cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_a_loop_of_ones_own(root: Path, some_reviews: Path, tmp_path: Path) -> None:
     losses, weights = {}, {}
     for config in (None, "two_processes.yaml", "fsdp.yaml"):
         folder = tmp_path / str(config)
-        said = LINE.findall(run(root, "loop.py", config, some_reviews, folder, *SHORT))
+        words = (root / "examples/loop.py", "--data", some_reviews, "--output_dir", folder, *SHORT)
+        file = root / "examples" / str(config)
+        printed = launch_as("--config_file", file, *words) if config else run_script(*words, cwd=tmp_path)
+        said = LINE.findall(printed)
         assert len(said) == 1, said  # one process speaks for all
         losses[config] = float(said[0][0])
         weights[config] = load_file(folder / "model.safetensors")
@@ -62,6 +49,8 @@ def test_the_trainer_takes_the_same_file(root: Path, some_reviews: Path, tmp_pat
     flags = (
         "--max_steps 3 --eval_strategy no --save_strategy no --load_best_model_at_end false --vocab_size 300"
     )
-    printed = run(root, "sst2.py", "fsdp.yaml", some_reviews, tmp_path / "run", *flags.split())
+    words = ("--data", some_reviews, "--output_dir", tmp_path / "run", *flags.split())
+    launcher = ("windlass", "launch", "--config_file", root / "examples/fsdp.yaml", root / "examples/sst2.py")
+    printed = run_script(*launcher, *words, timeout=280)
     assert "dev accuracy" in printed
     assert (tmp_path / "run" / "model.safetensors").is_file()

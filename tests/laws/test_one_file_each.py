@@ -13,7 +13,7 @@ KINDS = {
     "optimizer": {"Optimizer"},
     "executor": {"Executor", "NativeExecutor"},
     "schedule": {"Schedule", "MetricSchedule"},
-    "tracker": {"GeneralTracker"},
+    "tracker": {"GeneralTracker", "PackageTracker"},
 }
 # Packages whose files are each one thing, and the modules that may know all of them.
 FAMILIES = {

@@ -29,7 +29,6 @@ LISTS = {
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
     "windlass.config.parallel.from_script": "fields that hold several settings, and so belong to none",
     "windlass.config.support": "titles of the support table",
-    "windlass.config.validate": "options of workers, which need workers",
 }
 SPELLINGS = {
     "windlass.cli.config_command": "the choices that a question offers",

@@ -23,14 +23,14 @@ HOMES: dict[str, set[str]] = {
     "matplotlib": {"callbacks"},
     "pyarrow": {"data", "cli"},
     "submitit": {"cli"},
-    "ray": {"cli"},
+    "ray": {"cli", "compat"},  # the engine for clusters, and the words of a search space
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "ray", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
 }  # fmt: skip
 
 

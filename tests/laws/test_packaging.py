@@ -46,14 +46,24 @@ def test_an_extra_brings_what_its_error_message_promises() -> None:
 
 
 def test_make_never_installs_unpinned() -> None:
-    recipes = [
-        line.strip() for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if line.startswith("\t")
-    ]
+    text = (ROOT / "Makefile").read_text("utf-8")
+    recipes = [line.strip() for line in text.splitlines() if line.startswith("\t")]
     assert any(line.startswith("$(PIP)") for line in recipes)
     assert not [line for line in recipes if re.search(r"\bpip\b.*\binstall\b", line)]
+    assert re.search(r"^PIP := .*pip install .*-c \$\(PINS\)$", text, re.MULTILINE)
     assert re.search(
-        r"^PIP := .*pip install .*-c constraints\.txt", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE
+        r"^PINS := \$\(if \$\(TORCH\),\$\(VENV\)/constraints\.txt,constraints\.txt\)$", text, re.MULTILINE
     )
+
+
+def test_make_pins_the_torch_that_is_asked_for() -> None:
+    text = (ROOT / "Makefile").read_text("utf-8")
+    (rule,) = re.findall(r"sed '(s/[^']+)' constraints\.txt > \$@", text)
+    _, found, replaced, _ = rule.split("/")
+    pins = (ROOT / "constraints.txt").read_text("utf-8")
+    changed = re.sub(found, replaced.replace("$(TORCH)", "9.9"), pins, flags=re.MULTILINE)
+    assert "\ntorch==9.9\n" in changed
+    assert len(set(changed.splitlines()) ^ set(pins.splitlines())) == 2
 
 
 def test_the_command_exists() -> None:

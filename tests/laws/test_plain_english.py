@@ -12,7 +12,12 @@ from pathlib import Path
 from tests.laws.source import modules
 
 # Rooms that are written in it. The others follow.
-ROOMS = ("checkpoint", "core", "dist", "engine")
+ROOMS = (
+    "__main__", "accelerator", "assemble", "big_modeling", "callbacks", "checkpoint", "cli", "compat",
+    "config", "core", "data", "data_loader", "dist", "engine", "hooks", "launchers", "local_sgd", "logging",
+    "metrics", "optim", "optimizer", "parallelism_config", "precision", "scheduler", "state", "tracking",
+    "trainer", "transforms", "utils",
+)  # fmt: skip
 
 # What does not belong, and what to write instead. Only what has one meaning, so that no correct sentence is found.
 PHRASES = {
@@ -30,6 +35,12 @@ PHRASES = {
     r"\b[Gg]iven up\b": "was dropped",
     r"\bmatters to nobody\b": "is ignored",
     r"\bshall be\b": "is to be",
+    r"\bcut[- ]off\b": "was interrupted",
+    r"\bin its turn\b": "one at a time, in order",
+    r"\bgoes by\b": "uses, depends on",
+    r"\b[Ss]ees? to it\b": "ensures",
+    r"\bas (it|they) (was|were) (told|asked)\b": "as requested",
+    r"\bstood still\b": "stalled, made no progress",
 }
 
 

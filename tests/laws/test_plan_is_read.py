@@ -38,6 +38,7 @@ NOT_READ = {
     "DurationPlan.steps_per_epoch": "is compared between the ranks, whose loaders must be of one length",
     "LaunchPlan.devices": "becomes a variable of the processes' environment when the plan is made",
     "LaunchPlan.settings": "becomes WINDLASS_PARALLEL, which the processes read",
+    "OptimizerPlan.weight_decay": "is compared between the ranks; create_optimizer has it from the arguments",
     "RunPlan.optimizer": "create_optimizer, which scripts override and call, makes it from the arguments",
     "SavePlan.output_dir": "the folder is opened and locked before there is a plan, which depends on what is in it",
 }
@@ -208,7 +209,7 @@ class Run:
     def go(self, data: DataPlan | None) -> int:
         batch = self._plan.batch
         data = data or self._plan.data
-        return batch.update + data.workers
+        return batch.samples + data.workers
 """
 
 
@@ -217,17 +218,17 @@ def test_the_law_sees_reads_and_what_is_not_read() -> None:
     assert {
         "RunPlan.batch",
         "RunPlan.data",
-        "BatchPlan.micro",
-        "BatchPlan.world",
+        "UpdateSize.micro",
+        "UpdateSize.world",
         "DataPlan.workers",
     }.isdisjoint(found)
-    assert {"RunPlan.seed", "BatchPlan.eval", "DataPlan.seed", "RunPlan.save"} <= found
+    assert {"RunPlan.seed", "UpdateSize.asked", "DataPlan.seed", "RunPlan.save"} <= found
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_plan_is_part_of_a_run_or_a_launch(kind: str) -> None:
-    # Signals are taken before a run has a plan, and evaluations are made without a run.
-    reached = {"RunPlan", "LaunchPlan", "PreemptionPlan", "EvaluationPlan"}
+    # Signals are handled and loaders are made before a run has a plan, and evaluations are made without a run.
+    reached = {"RunPlan", "LaunchPlan", "BatchPlan", "PreemptionPlan", "EvaluationPlan"}
     for _ in KINDS:
         reached |= {inner for outer in reached for types in FIELDS[outer].values() for inner in types}
     assert kind in reached

@@ -22,6 +22,7 @@ _DATASETS = "datasets keeps the parts of a stream there"
 _SUBMITIT = "submitit knows its parameters and writes its script there"
 _ARGPARSE = "argparse has no public name for this type"
 _NAMED_TUPLE = "a public method of named tuples, whose names begin so lest they clash with fields"
+_LAYOUT = "transformers' models keep there what save_pretrained looks at, and nowhere else"
 _SCRIPTS = "a name that scripts know from their old library"
 _MARK = "a mark on a module of the user's, kept apart from the attributes that its author gave it"
 
@@ -37,16 +38,25 @@ THIRD_PARTY = {
     "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_unsharded_param"), _SHARDED),
+    "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
+    "_getframe": "sys has this under no other name",
     "_exit": "os has this under no other name",
     "_close": "torch.elastic ends its processes there, with a signal of the caller's choice",
     "_no_split_modules": "transformers' models name there the layers that stay on one device",
+    **dict.fromkeys(("_hf_peft_config_loaded", "_keys_to_ignore_on_save", "_weight_conversions"), _LAYOUT),
     "_name_or_path": "transformers' configurations remember there where they came from",
     **dict.fromkeys(("_ex_iterable", "_starting_state_dict", "_distributed"), _DATASETS),
     **dict.fromkeys(("_convert_mem", "_equivalence_dict", "_make_sbatch_string", "_valid_parameters"), _SUBMITIT),
     **dict.fromkeys(("_ActionsContainer", "_SubParsersAction"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
-    **dict.fromkeys(("_hf_hook", "_old_forward", "_reset_state", "_shared_state", "_argument_group_name"), _SCRIPTS),
+    **dict.fromkeys(
+        (
+            "_hf_hook", "_is_accelerate_prepared", "_old_forward", "_shared_state",
+            "_argument_group_name", "_VALID_DICT_FIELDS",
+        ),
+        _SCRIPTS,
+    ),
     **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute", "_recompute_offload"), _MARK),
 }  # fmt: skip
 
@@ -56,7 +66,7 @@ IN_TRANSITION: tuple[str, ...] = ()
 OVERRIDABLE = {
     "src/windlass/trainer/hooks.py": {
         "_prepare_inputs", "_save", "_save_checkpoint", "_determine_best_metric", "_load_from_checkpoint",
-        "_load_best_model",
+        "_load_best_model", "_load_optimizer_and_scheduler",
     }
 }  # fmt: skip
 NOT_YET = {

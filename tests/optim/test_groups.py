@@ -69,10 +69,19 @@ def test_groups_keep_the_models_order_and_hold_every_trainable_parameter_once() 
     assert (decaying["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
 
 
-def test_without_weight_decay_one_group_holds_all_in_the_models_order() -> None:
+def test_without_weight_decay_the_groups_are_the_same_ones() -> None:
     model = Net()
-    (group,) = decay_groups(model, 0.0)
-    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+    plain, usual = decay_groups(model, 0.0), decay_groups(model, 0.1)
+    assert [group["weight_decay"] for group in plain] == [0.0, 0.0]
+    for one, other in zip(plain, usual, strict=True):
+        assert all(a is b for a, b in zip(one["params"], other["params"], strict=True))
+
+
+def test_there_are_two_groups_also_if_all_parameters_decay_or_none() -> None:
+    for model in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
+        lengths = [len(group["params"]) for group in decay_groups(model, 0.0)]
+        assert len(lengths) == 2
+        assert sum(lengths) == len(list(model.parameters()))
 
 
 def test_tied_parameters_are_in_one_group_once() -> None:

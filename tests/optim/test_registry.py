@@ -13,7 +13,11 @@ from windlass.config.plan import OptimizerPlan
 from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError
 from windlass.optim.groups import decay_groups
-from windlass.optim.registry import OPTIMIZERS, build_optimizer, make_optimizer, optimizer_factory
+from windlass.optim.registry import OPTIMIZERS, make_optimizer, optimizer_factory
+
+
+def build_optimizer(model: nn.Module, plan: OptimizerPlan) -> torch.optim.Optimizer:
+    return make_optimizer(decay_groups(model, plan.weight_decay), *optimizer_factory(plan))
 
 
 def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[torch.Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import random
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, ReduceL
 
 from windlass.config import enums
 from windlass.core.errors import ConfigError
+from windlass.optim.public import get_scheduler
 from windlass.optim.schedule import FactorSchedule, UserSchedule, as_schedule, build_schedule
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES
 
@@ -319,3 +322,50 @@ def test_state_of_a_users_scheduler_is_plain_and_comes_back() -> None:
             both.optimizer.step()
             both.advance()
     assert again_on.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("name", ["greedy", "reduce_lr_on_plateau"])
+def test_the_state_of_a_schedule_over_one_group_is_loaded_for_several(name: str) -> None:
+    """Earlier versions had one group if there was no weight decay."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    one = build_schedule(name, torch.optim.SGD(weights, lr=0.1), total_steps=9, options={"patience": 0})
+    two_groups = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
+    two = build_schedule(name, two_groups, total_steps=9, options={"patience": 0})
+    for metric in (1.0, 2.0):
+        one.observe(metric)
+    two.load_state_dict(one.state_dict())
+    rate = one.optimizer.param_groups[0]["lr"]
+    for schedule in (one, two):
+        for group in schedule.optimizer.param_groups:  # comes with the optimizer's state
+            group["lr"] = rate
+        schedule.observe(3.0)
+        schedule.set(3)
+    assert two.last_lrs() == one.last_lrs() * 2
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_copy_goes_on_by_itself(name: str, copied: Any) -> None:
+    options = {"cosine_with_min_lr": {"min_lr": 0.01}, "warmup_stable_decay": {"num_decay_steps": 3}}
+    options["cosine_warmup_with_min_lr"] = options["cosine_with_min_lr"]
+    ours = build_schedule(
+        name,
+        parameters(),
+        total_steps=10,
+        warmup_steps=0 if name == "constant" else 2,
+        options=options.get(name),
+    )
+    torchs = get_scheduler(name, parameters(), 2, 10, options.get(name))
+    for schedule in (ours, torchs):
+        assert [f(4) for f in schedule.lr_lambdas] == [f(4) for f in ours.lr_lambdas]
+        schedule.step()
+        other = copied(schedule)
+        assert other.optimizer is not schedule.optimizer
+        for _ in range(6):
+            schedule.step()
+            other.step()
+            assert other.get_last_lr() == schedule.get_last_lr()
+            assert other.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]

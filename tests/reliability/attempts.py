@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -113,21 +114,23 @@ class Ended:
         return not any(self.codes) and not self.hung
 
 
-def preload(trial: Trial, folder: Path) -> None:
-    """Import here what a run imports on its way, so that its children need not: a child tells what that is.
+def preload(trials: Sequence[Trial], folder: Path) -> None:
+    """Import here what runs of these trials import on their way, so that ranks need not: a child lists it.
 
     The run itself would leave threads behind, with which no process should be forked.
     """
     before = set(sys.modules)
 
     def tell() -> None:
-        run(folder / "preloaded", trial.case)
+        for number, trial in enumerate(trials):
+            run(folder / f"preloaded-{number}", trial.case)
         (folder / "modules.txt").write_text("\n".join(sorted(set(sys.modules) - before)))
 
     assert in_a_child(tell) == 0
     for name in (folder / "modules.txt").read_text().split():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    gc.freeze()  # what a rank's own collections look at, it copies
 
 
 def attempt(

@@ -8,7 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,22 @@ class Plan:
     dooms: tuple[Doom, ...]
     worlds: tuple[int, ...]
 
+    def cut(self, attempts: int) -> Plan:
+        """The same history if nothing befalls it after so many attempts."""
+        return replace(self, dooms=self.dooms[:attempts], worlds=self.worlds[: attempts + 1])
+
 
 def plan(seed: int, name: str) -> Plan:
     """The history of a name: the same for the same seed.
 
-    `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random. `operation-T-R-N` kills rank R of case T at
-    its N-th file operation, `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
+    `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random; `kill-N-2` is the same cut short after what
+    befalls its first two attempts. `operation-T-R-N` kills rank R of case T at its N-th file operation,
+    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
     """
     group, *numbers = name.split("-")
     if group in _GROUPS:
-        return _random_plan(seed, name, int(numbers[0]), group)
+        whole = _random_plan(seed, f"{group}-{numbers[0]}", int(numbers[0]), group)
+        return replace(whole, name=name).cut(int(numbers[1])) if numbers[1:] else whole
     chosen, rank, number = TRIALS[int(numbers[0])], int(numbers[1]), int(numbers[2])
     kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
     world = max(chosen.worlds)

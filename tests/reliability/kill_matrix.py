@@ -26,11 +26,12 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 from tests.reliability.attempts import preload
-from tests.reliability.cases import TRIALS
+from tests.reliability.cases import TRIALS, trial
 from tests.reliability.histories import CLEAN, KILLS_OF_A_HISTORY, History, clean_run, exhaustive, plan
 from tests.reliability.table import write
 
 ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = ("one process", "an adapter")  # what they import between them is nearly all that the others do
 
 
 class Matrix:
@@ -44,7 +45,7 @@ class Matrix:
         self.place, self.seed = place, seed
         self._results = place / "results.jsonl"
         place.mkdir(parents=True, exist_ok=True)
-        preload(TRIALS[0], place)
+        preload([trial(name) for name in PRELOADED], place)
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
         self.results: list[dict[str, Any]] = []

@@ -75,7 +75,7 @@ def precision_of_the_environment() -> None:
 
 
 def accelerator(**settings: Any) -> Accelerator:
-    from windlass.accelerator.state import AcceleratorState, GradientState
+    from windlass.compat.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

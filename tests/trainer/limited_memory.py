@@ -32,7 +32,9 @@ def main() -> None:
     trainer = trainer_for(
         Path(sys.argv[1]), Wide(), Samples(), max_steps=2, save_strategy="no", log_level="warning"
     )
-    torch.ones(4, requires_grad=True).sin().sum().backward()  # the threads of backward need room of their own
+    # What needs room of its own: the threads of backward, and the compiler, which the first optimizer imports.
+    torch.ones(4, requires_grad=True).sin().sum().backward()
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     room: Any = used + 12 * 4 * 16 * MIB * 3 // 4
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))

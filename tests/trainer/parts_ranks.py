@@ -14,7 +14,7 @@ from tests.trainer.parts_cases import trainer_for
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator
-from windlass.accelerator.state import AcceleratorState, GradientState
+from windlass.compat.state import AcceleratorState, GradientState
 from windlass.core.errors import DataError
 from windlass.dist.sharded import whole
 

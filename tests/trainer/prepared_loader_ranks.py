@@ -13,6 +13,8 @@ from tests.trainer.test_losses import samples, trainer_for
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass import Trainer
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.dist.gang import current
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 TRAINED, EVALUATED = 23, 9
@@ -124,11 +126,51 @@ def evaluated_in_parts(folder: Path) -> dict[str, Any]:
     }
 
 
+class FailsOnOne(Prepares):
+    """Rank 1 fails to evaluate batch number `fails_at`."""
+
+    fails_at, batches = 0, 0
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches += 1
+        if RANK == 1 and self.batches > self.fails_at:
+            raise OSError("bad batch")
+        return super().prediction_step(*args, **kwargs)
+
+
+def failed_evaluations(folder: Path) -> list[list[str]]:
+    """What each rank raises if rank 1 fails in the first or second of its batches, by loader and kind of metric."""
+
+    def metric(prediction: Any, compute_result: bool = True) -> dict[str, Any]:
+        return {}
+
+    found = []
+    for batchwise in (False, True):
+        for dispatch in (False, True):
+            for fails_at in (0, 1) if WORLD > 1 else ():
+                kind = type("Kind", (FailsOnOne,), {"fails_at": fails_at})
+                trainer = trainer_for(
+                    folder, kind, remove_unused_columns=False, compute_metrics=metric,
+                    batch_eval_metrics=batchwise,
+                )  # fmt: skip
+                data: Any = Stream() if dispatch else OwnPart()
+                loader = prepare_loader(
+                    DataLoader(data, batch_size=1), world=WORLD, rank=RANK, device=None,
+                    options=LoaderOptions(dispatch_batches=dispatch), gang=current(),
+                )  # fmt: skip
+                try:
+                    trainer.evaluation_loop(loader, "Evaluation")
+                except Exception as error:
+                    found.append([type(error).__name__, str(error)])
+    return found
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
     found["in parts"] = evaluated_in_parts(folder / "in-parts")
+    found["failed"] = failed_evaluations(folder / "failed")
     for streams in (False, True):
         name = "streams" if streams else "map"
         whole = trained(folder / name, streams=streams)

@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -175,9 +175,9 @@ def resumable(folder: Path) -> bool | None:
     return True if list(folder.glob("checkpoint-*")) else None
 
 
-def killed_at_every_step(folder: Path, case: Case, steps: int) -> Trainer:
-    """A run that is killed at the end of each of its updates and resumed each time."""
-    for step in range(1, steps + 1):
+def killed_at_steps(folder: Path, case: Case, steps: Iterable[int]) -> Trainer:
+    """A run that is killed at the end of these updates, one after another, and resumed each time."""
+    for step in steps:
         doomed = partial(run, folder, case, kill("on_step_end", step), resume=resumable(folder))
         code = in_a_child(doomed)
         assert code == KILLED, f"step {step}: exit code {code}"

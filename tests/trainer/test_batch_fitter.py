@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import run_to_its_end
+from tests.dist.launch import launch, run_to_its_end
 from tests.trainer.memory_cases import Samples, Stream, flat, hungry, trainer_for
 
 from windlass import ConfigError, Trainer
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.core.errors import MemoryShortError
-from windlass.trainer.memory_note import FILE_NAME
+from windlass.trainer.batch_fitter import FILE_NAME
 
 
 def order(model: Any) -> list[int]:
@@ -189,12 +189,12 @@ def test_evaluation_on_the_way(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_ranks_start_again_with_what_one_of_them_found_out(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = Path(__file__).parent / "memory_ranks.py"
-    code, said = run_to_its_end([*command, "--max-restarts=2", str(script), str(folder)], timeout=200)
-    assert code == 0, said[-6000:]
-    assert "evaluation batches of 3 are tried next" in said
-    assert "micro-batches of 3 are tried next" in said
+    script, said = Path(__file__).parent / "memory_ranks.py", ""
+    for attempt in range(3):  # as a launcher that may restart twice
+        again = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "2"}
+        said += launch(2, script, folder, expect=int(attempt < 2), environ=again)
+    assert "the next attempt uses evaluation batches of 3" in said
+    assert "the next attempt uses micro-batches of 3" in said
     for rank in range(2):
         told = json.loads((folder / f"rank{rank}.json").read_text())
         assert (told["attempt"], told["resumed"]) == (2, 2), "it goes on from the last whole checkpoint"

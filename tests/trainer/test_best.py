@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
@@ -59,7 +59,6 @@ def memory() -> str | None:
 scores = st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4, float("nan")]), min_size=7, max_size=7)
 
 
-@settings(max_examples=60)
 @given(
     scores=scores,
     every=st.integers(1, 4),
@@ -171,7 +170,6 @@ def test_a_metric_of_a_named_set(tmp_path: Path) -> None:
     assert trainer.state.best_metric == min(losses)
 
 
-@settings(max_examples=40)
 @given(
     scores=scores,
     every=st.integers(1, 3),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT, run_to_its_end
+from tests.dist.launch import ROOT, run_script
 from tests.trainer.broken_output_runs import CASES
 
 from windlass.checkpoint.store import Store
@@ -16,9 +15,7 @@ from windlass.checkpoint.store import Store
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[object]]]:
     folder = tmp_path_factory.mktemp("broken")
-    script = str(ROOT / "tests/trainer/broken_output_runs.py")
-    code, said = run_to_its_end([sys.executable, script, str(folder)], timeout=300)
-    assert code == 0, said
+    said = run_script(ROOT / "tests/trainer/broken_output_runs.py", folder, timeout=300)
     return folder, json.loads(said.strip().splitlines()[-1])
 
 

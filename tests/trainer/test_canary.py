@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.test_local import windlass
-from tests.dist.launch import ROOT, run_to_its_end
+from tests.dist.launch import ROOT, run_script
 
 CANARY = "cAnArYdoNotWrite0123456789"
 URL = f"memory://user:{CANARY}@bucket/run?X-Amz-Signature={CANARY}"
@@ -20,16 +19,14 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("canary")
     script = ROOT / "tests/trainer/canary_run.py"
     command = [
-        sys.executable, "-m", "windlass", "launch", "--cpu", "--num_processes", "1", "--log_dir", str(folder / "logs"),
+        "windlass", "launch", "--cpu", "--num_processes", "1", "--log_dir", str(folder / "logs"),
         "--tee", "3", str(script), str(folder), "--hub_token", CANARY, f"--api-key={CANARY}", URL,
     ]  # fmt: skip
     environ = {
         "CANARY_URL": URL, "MY_API_KEY": CANARY, "WINDLASS_STAGING": str(folder / "staging"),
         "WINDLASS_HOME": "/nowhere", "TMPDIR": str(folder),
     }  # fmt: skip
-    code, said = run_to_its_end(command, timeout=300, environ=environ)
-    assert code == 1, said
-    return folder, said
+    return folder, run_script(*command, timeout=300, expect=1, environ=environ)
 
 
 def test_nothing_that_was_said_holds_it(looked: tuple[Path, str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.launch import launch
 
 from windlass import TrainingArguments
-from windlass.config.per_rank import shared_arguments
+from windlass.config.arguments import shared_arguments
 from windlass.config.sections.setting import rules_of
 from windlass.dist.alike import differences
 

@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset
 import windlass
 from windlass import Trainer, TrainingArguments
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.torch_file import open_torch_file
 from windlass.checkpoint.weights import save_weights
+from windlass.compat.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError, DataError
 
 transformers = pytest.importorskip("transformers", reason="continues what transformers' Trainer wrote")
@@ -297,7 +297,8 @@ def test_other_arguments_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         ours(tmp_path / "rate", bert(), token_rows(16), start, learning_rate=0.5)
     assert (
-        "the learning rate of update 2 is 0.5 by this run's arguments, which hold, and 0.01 by" in caplog.text
+        "the learning rate of update 2 is 0.5 by this run's arguments, which are used, and 0.01 by"
+        in caplog.text
     )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -362,17 +363,17 @@ def test_other_layouts_are_refused(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_malformed_state_is_one_clear_error(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    from windlass.checkpoint.foreign import open_foreign
+    from windlass.compat.transformers_checkpoint import open_checkpoint
 
     state = {"global_step": 2, "epoch": 1.0, "log_history": [], **change}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=message):
-        open_foreign(tmp_path)
+        open_checkpoint(tmp_path, Files())
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    from windlass.compat.transformers_checkpoint import scaler_state
     from windlass.precision.scaler import LossScaler
-    from windlass.trainer.continuing import _scaler_state
 
     theirs_scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     state = {
@@ -386,12 +387,12 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     torch.save(theirs_scaler.state_dict(), tmp_path / "scaler.pt")
     ours_scaler = LossScaler(torch.device("cpu"))
     with open_torch_file(tmp_path / "scaler.pt", Files()) as file:
-        ours_scaler.load_state_dict(_scaler_state(file.tree))
+        ours_scaler.load_state_dict(scaler_state(file.tree))
     assert float(ours_scaler.scale(torch.ones(()))) == 128.0
     assert int(ours_scaler.state_dict()["growth_streak"]) == 7
-    assert _scaler_state(None) == {}
+    assert scaler_state(None) == {}
     with pytest.raises(CheckpointError, match=r"scaler\.pt"):
-        _scaler_state({"scale": {}, "_growth_tracker": 7})
+        scaler_state({"scale": {}, "_growth_tracker": 7})
 
 
 def test_adapters_go_on_above_the_same_base(tmp_path: Path) -> None:

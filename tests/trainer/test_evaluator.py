@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,25 @@ def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
         Trainer(Net(), arguments(tmp_path)).evaluate()
     with pytest.raises(ConfigError, match="eval_strategy"):
         Trainer(Net(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=rows(4)).train()
+
+
+def test_an_empty_set_is_a_warning_and_gives_metrics_without_a_loss(tmp_path: Path, caplog: Any) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        raise AssertionError("there is nothing to measure")
+
+    logging.getLogger("windlass").propagate = True
+    try:
+        trainer = Trainer(Net(), arguments(tmp_path), eval_dataset=[], compute_metrics=accuracy)
+        metrics = trainer.evaluate()
+        predicted = trainer.predict([])
+    finally:
+        logging.getLogger("windlass").propagate = False
+    assert "eval_runtime" in metrics
+    assert not {"eval_loss", "eval_accuracy"} & metrics.keys()
+    assert predicted.predictions is None
+    assert "the evaluation data is empty" in caplog.text
     with pytest.raises(DataError, match="empty"):
-        Trainer(Net(), arguments(tmp_path), eval_dataset=[]).evaluate()
+        Trainer(Net(), arguments(tmp_path), train_dataset=[]).train()
 
 
 def test_evaluation_changes_no_bit_of_a_run(tmp_path: Path) -> None:
@@ -72,7 +90,7 @@ def test_evaluation_changes_no_bit_of_a_run(tmp_path: Path) -> None:
         )
         trainer.train()
         hashes.add(weights_hash(trainer.model))
-        assert trainer.model.training
+        assert trainer.model.training is (every is None), "the last evaluation left it in its mode"
     assert len(hashes) == 1
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.laws.source import ROOT
+from tests.dist.launch import Started
 from tests.trainer.background_cases import Weights, trainer_of
 
 from windlass import ConfigError, TrainerCallback
@@ -28,27 +26,18 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def first(tmp_path: Path) -> Iterator[Started]:
     """A run of another process that saves at every update, with a limit, and waits after the third."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    while "saved the third" not in process.stdout.readline():
-        assert process.poll() is None
-    yield process
-    process.kill()
-    process.communicate()
+    with Started(SCRIPT, tmp_path) as process:
+        assert any("saved the third" in line for line in iter(process.stdout.readline, ""))
+        yield process
 
 
 def run(folder: Path, *callbacks: TrainerCallback, steps: int = 6) -> Any:
     return trainer_of(folder, *callbacks, max_steps=steps, save_steps=1, save_total_limit=2, logging_steps=1)
 
 
-def test_the_second_run_is_refused_and_the_first_goes_on(
-    tmp_path: Path, first: subprocess.Popen[str]
-) -> None:
+def test_the_second_run_is_refused_and_the_first_goes_on(tmp_path: Path, first: Started) -> None:
     rows = (tmp_path / "metrics.jsonl").read_bytes()
     for resume in (False, True):
         second = run(tmp_path)
@@ -57,13 +46,15 @@ def test_the_second_run_is_refused_and_the_first_goes_on(
         assert second.state.global_step == 0
     assert (tmp_path / "metrics.jsonl").read_bytes() == rows
     second.evaluate()  # which needs no lock
-    said, _ = first.communicate("go on\n", timeout=100)
-    assert said.endswith("done\n")
+    print("go on", file=first.stdin)
+    code, said = first.end()
+    assert code == 0
+    assert "done\n" in said
     assert Store(tmp_path).newest_verified() == (tmp_path / "checkpoint-6", [])
     assert not (tmp_path / LOCK_NAME).exists()
 
 
-def test_a_killed_run_is_resumed_at_once(tmp_path: Path, first: subprocess.Popen[str]) -> None:
+def test_a_killed_run_is_resumed_at_once(tmp_path: Path, first: Started) -> None:
     first.send_signal(signal.SIGKILL)
     resumed = run(tmp_path)
     resumed.train(resume_from_checkpoint=True)

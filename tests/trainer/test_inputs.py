@@ -200,3 +200,50 @@ def test_resuming_from_neither_true_nor_a_path_is_refused(tmp_path: Path) -> Non
     trainer = Trainer(Net(), arguments(tmp_path), train_dataset=rows(4))
     with pytest.raises(ConfigError, match="resume_from_checkpoint=3"):
         trainer.train(resume_from_checkpoint=3)  # type: ignore[arg-type]
+
+
+def test_a_script_makes_its_loader_through_the_trainer(tmp_path: Path) -> None:
+    """As trainers of other libraries do: larger batches than the arguments', in an order of their own."""
+
+    class Repeats(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self._get_dataloader(
+                dataset=self.train_dataset,
+                description="Training",
+                batch_size=self._train_batch_size * 2,
+                sampler_fn=lambda dataset: [index for index in range(len(dataset)) for _ in range(2)],
+                is_training=True,
+            )
+
+    args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=2)
+    trainer = Repeats(Seen(), args, train_dataset=rows(4))
+    trainer.train()
+    assert trainer.model.order[-8:] == [value for value in first(rows(4)) for _ in range(2)]
+    assert trainer.state.epoch == 1.0
+    batches = trainer._get_dataloader(rows(5), "test", 3)
+    assert [batch["labels"].shape[0] for batch in batches] == [3, 2]
+
+
+def test_an_override_of_the_loader_is_called_for_all_three(tmp_path: Path) -> None:
+    called = []
+
+    class Mine(Trainer):
+        def _get_dataloader(
+            self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None,
+            is_training: bool = False, dataloader_key: str | None = None,
+        ) -> Any:  # fmt: skip
+            called.append((len(dataset), description, batch_size, is_training, dataloader_key))
+            return super()._get_dataloader(
+                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+            )
+
+    args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=2, per_device_eval_batch_size=3)
+    trainer = Mine(Net(), args, train_dataset=rows(8), eval_dataset={"a": rows(4), "b": rows(5)})
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate(rows(6))
+    trainer.predict(rows(7))
+    assert called == [
+        (8, "Training", 2, True, None), (4, "Evaluation", 3, False, "a"), (5, "Evaluation", 3, False, "b"),
+        (6, "Evaluation", 3, False, "eval"), (7, "test", 3, False, None),
+    ]  # fmt: skip

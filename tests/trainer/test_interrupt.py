@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import launch
+from tests.dist.launch import Started, launch, run_script
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
 from windlass import Trainer, TrainerCallback
@@ -125,28 +123,22 @@ print("stopped", output.global_step, weights_hash(trainer.model), flush=True)
 """
 
 
-def test_a_signal_from_outside(tmp_path: Path, root: Path) -> None:
+def test_a_signal_from_outside(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder)]
-    with subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        assert process.stdout is not None
+    with Started(script, folder) as process:
         for line in process.stdout:
             if line.startswith("step"):
                 process.send_signal(signal.SIGINT)
                 break
-        said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "train(resume_from_checkpoint=True)" in errors
+        code, said = process.end()
+    assert code == 0, said
+    assert "train(resume_from_checkpoint=True)" in said
     step = int(said.split("stopped ")[1].split()[0])
     assert (folder / f"checkpoint-{step}").is_dir()
-    again = subprocess.run(
-        [*command, str(step + 2)], capture_output=True, text=True, timeout=120, env=environment, check=True
-    )
-    _, reached, digest = again.stdout.strip().splitlines()[-1].split()
+    again = run_script(script, folder, step + 2)
+    (last,) = (line for line in again.splitlines() if line.startswith("stopped"))
+    _, reached, digest = last.split()
     whole = Trainer(
         Net(),
         arguments(tmp_path / "whole", max_steps=step + 2, lr_scheduler_type="constant"),

@@ -181,7 +181,7 @@ def test_a_plain_mean_is_said_once_and_terms_are_none(
 def test_a_forward_past_the_wrapper_is_refused(folder: Path) -> None:
     launch(2, HERE / "losses_ranks.py", folder)
     for rank in range(2):
-        assert "went past the data-parallel wrapper" in (folder / f"rank{rank}.txt").read_text()
+        assert "bypassed the data-parallel wrapper" in (folder / f"rank{rank}.txt").read_text()
 
 
 # --- data and models that can't train -------------------------------------------------------------------------------

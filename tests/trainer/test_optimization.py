@@ -217,9 +217,10 @@ def test_learning_rates_and_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="optimizer"):
         trainer.get_learning_rates()
     trainer.create_optimizer_and_scheduler(num_training_steps=4)
-    assert trainer.get_learning_rates() == [0.05]
-    assert trainer.get_optimizer_group() == [list(trainer.model.parameters())]
-    assert trainer.get_optimizer_group(trainer.model.layer.bias) is trainer.optimizer.param_groups[0]
+    assert trainer.get_learning_rates() == [0.05, 0.05]
+    layer = trainer.model.layer
+    assert trainer.get_optimizer_group() == [[layer.weight], [layer.bias]]
+    assert trainer.get_optimizer_group(layer.bias) is trainer.optimizer.param_groups[1]
     assert trainer.get_optimizer_group(nn.Parameter(torch.zeros(1))) is None
     trainer.model.layer.bias.requires_grad_(False)
     assert trainer.get_num_trainable_parameters() == 12

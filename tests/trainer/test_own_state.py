@@ -76,7 +76,7 @@ def sparse() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (Partial, r"Partial do not bring back 1 parameters that are trained: layer\.bias"),
+        (Partial, r"Partial do not restore 1 parameters that are trained: layer\.bias"),
         (Unsavable, r"'_extra_state' is a dict: state 'seen' is a builtins\.set"),
         (HalfMade, r"set_extra_state of HalfMade \(_extra_state\) failed"),
         (sparse, r"model state 'graph' is a torch\.sparse_coo tensor"),

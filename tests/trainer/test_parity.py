@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -266,14 +268,16 @@ def test_prediction_loss_only_leaves_metrics_out(tmp_path: Path, loss_only: bool
 def test_weight_decay_groups_keep_their_order(tmp_path: Path) -> None:
     from tests.trainer.small import llama
 
-    for model in (bert, llama, TwoHeads):
-        ours, theirs = both(tmp_path, model, weight_decay=0.1)
+    for model, decay in itertools.product((bert, llama, TwoHeads), (0.1, 0.0)):
+        ours, theirs = both(tmp_path, model, weight_decay=decay)
         assert ours.get_decay_parameter_names(ours.model) == theirs.get_decay_parameter_names(theirs.model)
         groups = []
         for trainer in (ours, theirs):
             names = {id(p): n for n, p in trainer.model.named_parameters()}
             optimizer = trainer.create_optimizer()
-            groups.append([[names[id(p)] for p in g["params"]] for g in optimizer.param_groups])
+            groups.append(
+                [([names[id(p)] for p in g["params"]], g["weight_decay"]) for g in optimizer.param_groups]
+            )
         assert groups[0] == groups[1]
 
 
@@ -399,3 +403,69 @@ def test_the_support_table_knows_every_method_and_tells_the_truth(tmp_path: Path
         if row.status == "refused":
             with pytest.raises(ConfigError, match=name):
                 getattr(trainer, name)()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_that_returns_its_loss_without_labels(tmp_path: Path, accumulation: int) -> None:
+    """As preference trainers configure it: no label names, and a `compute_loss` of their own or of the model."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            scores = self.layer(x)
+            return {"loss": scores.square().mean(), "scores": scores}
+
+    samples = [{"x": row["x"]} for row in rows(16)]
+    found = []
+    options = {
+        "label_names": [],
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 2,
+        "train_sampling_strategy": "sequential",
+    }
+    for trainer in both(tmp_path, Own, samples, samples[:5], **options):
+        trainer.can_return_loss = True
+        loss = trainer.train().training_loss
+        found.append((loss, trainer.evaluate()["eval_loss"], trainer.predict(samples[:5])))
+    (loss, evaluated, ours), (their_loss, their_evaluated, theirs) = found
+    assert (loss, evaluated) == pytest.approx((their_loss, their_evaluated), rel=1e-5)
+    assert ours.label_ids is None
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-5)
+    np.testing.assert_allclose(ours.predictions, theirs.predictions, rtol=1e-4)
+
+
+def test_the_history_and_the_state_have_the_same_names_in_the_same_order(tmp_path: Path) -> None:
+    options = {
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "include_num_input_tokens_seen": True, "train_sampling_strategy": "sequential",
+        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    found = []
+    for trainer in both(tmp_path, bert(), token_rows(16), token_rows(4), **options):
+        trainer.train()
+        path = Path(trainer.args.output_dir, "checkpoint-4", "trainer_state.json")
+        theirs = transformers.TrainerState.load_from_json(str(path))
+        assert theirs.global_step == 4
+        names = [list(row) for row in trainer.state.log_history]
+        tokens = [row["num_input_tokens_seen"] for row in trainer.state.log_history]
+        found.append((names, tokens, json.loads(path.read_text()).keys()))
+    assert found[0] == found[1]
+    assert found[0][1][-1] == 16 * 6
+
+
+def test_states_and_controls_are_written_and_read_by_either_library(tmp_path: Path) -> None:
+    rows_of_log = [{"loss": 1.5, "step": 2}]
+    for one, other in itertools.permutations((windlass, transformers)):
+        state = one.TrainerState(epoch=0.5, global_step=2, log_history=rows_of_log, best_metric=1.5)
+        state.save_to_json(str(tmp_path / "state.json"))
+        read = other.TrainerState.load_from_json(str(tmp_path / "state.json"))
+        assert {**vars(read), "stateful_callbacks": {}} == {**vars(state), "stateful_callbacks": {}}
+    controls = [package.TrainerControl(True, True, True, True, True) for package in (windlass, transformers)]
+    for reset in ("_new_step", "_new_epoch", "_new_training"):
+        for control in controls:
+            getattr(control, reset)()
+        assert vars(controls[0]) == vars(controls[1])

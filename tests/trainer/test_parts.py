@@ -85,9 +85,9 @@ def test_loops_of_the_users_own_see_every_sample_once_a_pass(ranks: Ranks) -> No
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("random", "beginning it again gives other samples"),
-        ("random loop", "beginning it again gives other samples"),
-        ("random evaluation", "beginning it again gives other samples"),
+        ("random", "beginning it again returns other samples"),
+        ("random loop", "beginning it again returns other samples"),
+        ("random evaluation", "beginning it again returns other samples"),
         ("ends early", "1 of 2 ranks have come to the end"),
         ("nothing", "ranks [1] have no sample at all"),
         ("nothing loop", "ranks [1] have no sample at all"),

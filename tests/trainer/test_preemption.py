@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import ROOT, launch
+from tests.dist.launch import launch, run_script
 from tests.trainer.preemption_cases import CODE, EVALUATED, At, Reading, newest, send, while_saving
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 
@@ -213,19 +212,17 @@ def test_what_is_no_signal_to_take_is_refused(wrong: str, folder: Path) -> None:
 
 def test_a_script_ends_with_the_code(folder: Path) -> None:
     """From outside: the process gets a signal while it trains, and its exit code is what a scheduler sees."""
-    code = (
-        "import os, sys, signal; from pathlib import Path\n"
+    script = folder / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
         "from tests.trainer.preemption_cases import EVALUATED, At, send\n"
         "from tests.trainer.resume_cases import run\n"
         f"run(Path({str(folder)!r}), EVALUATED, At('on_step_begin', 3, send()))\n"
         "print('never reached')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == CODE
-    assert "never reached" not in done.stdout
-    assert "leaving with exit code 75" in done.stderr
+    said = run_script(script, expect=CODE)
+    assert "never reached" not in said
+    assert "leaving with exit code 75" in said
     assert newest(folder) == 4
 
 

@@ -76,3 +76,11 @@ def test_an_evaluation_counts_every_sample_once(one: dict[str, Any], two: list[d
             rank["in parts"]["labels"] == one["in parts"]["labels"] == sorted(i % 2 for i in range(EVALUATED))
         )
         assert rank["in parts"]["loss"] == pytest.approx(one["in parts"]["loss"], rel=1e-12)
+
+
+@pytest.mark.dist
+def test_an_evaluation_that_fails_on_one_rank_ends_on_all(two: list[dict[str, Any]]) -> None:
+    others, failing = (rank["failed"] for rank in two)
+    assert failing == [["OSError", "bad batch"]] * 8
+    assert [kind for kind, _ in others] == ["PeerError"] * 8
+    assert all("rank 1: OSError: bad batch" in words for _, words in others)

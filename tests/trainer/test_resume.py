@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.trainer.resume_cases import (
     events,
     in_a_child,
     kill,
-    killed_at_every_step,
+    killed_at_steps,
     resumable,
     rows,
     run,
@@ -107,23 +108,47 @@ CASES = {
 }
 
 
-def test_a_kill_at_each_of_twenty_steps(folder: Path) -> None:
+# Between them they draw in the data and in the step, scale, evaluate, keep the best, and read a stream.
+AT_EVERY_STEP = ("fp16", "the best is loaded", "a stream", "a step that draws, data that do now and then")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((1, 5, 6, 20), id="some"),
+        pytest.param(range(1, 21), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_at_any_of_twenty_steps(steps: Sequence[int], folder: Path) -> None:
     case = Case({"num_train_epochs": 4, **EVALUATED})
     whole = run(folder / "whole", case)
     assert whole.state.global_step == 20
-    for step in range(1, 21):
+    for step in steps:
         again = folder / f"killed-{step}"
         assert in_a_child(partial(run, again, case, kill("on_step_end", step))) == KILLED
         same_run(again, run(again, case, resume=resumable(again)), folder / "whole", whole)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in AT_EVERY_STEP else pytest.mark.slow) for name in CASES]
+)
 def test_a_run_killed_at_every_step(name: str, folder: Path) -> None:
     case = CASES[name]
     whole = run(folder / "whole", case)
     steps = whole.state.global_step
     assert steps >= 4
-    killed = killed_at_every_step(folder / "killed", case, steps)
+    killed = killed_at_steps(folder / "killed", case, range(1, steps + 1))
+    same_run(folder / "killed", killed, folder / "whole", whole)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in AT_EVERY_STEP])
+def test_a_run_killed_three_times(name: str, folder: Path) -> None:
+    """Early, at the edge of an epoch or beside it, and at the end."""
+    case = CASES[name]
+    whole = run(folder / "whole", case)
+    steps = whole.state.global_step
+    assert steps >= 4
+    killed = killed_at_steps(folder / "killed", case, (2, steps // 2 + 1, steps))
     same_run(folder / "killed", killed, folder / "whole", whole)
 
 
@@ -131,7 +156,7 @@ def test_workers_killed_and_resumed(folder: Path) -> None:
     """Worker processes read ahead: what they had read when the run was killed is read again, with the same draws."""
     case = Case({"dataloader_num_workers": 2, "num_train_epochs": 1})
     whole = run(folder / "whole", Case({"num_train_epochs": 1}))
-    killed = killed_at_every_step(folder / "killed", case, 3)
+    killed = killed_at_steps(folder / "killed", case, (1, 2, 3))
     assert bits(killed) == bits(whole)
     assert killed.state.global_step == whole.state.global_step == 5
 
@@ -139,6 +164,9 @@ def test_workers_killed_and_resumed(folder: Path) -> None:
 # --- events at the edges of an epoch --------------------------------------------------------------------------------
 
 LAST_OF_EPOCH = 5
+EDGES_CASE = Case(
+    {**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+)
 EDGES = [
     ("on_step_end", 1),
     ("on_save", 1),  # the save of the step
@@ -149,6 +177,14 @@ EDGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def whole_and_events(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer, list[str]]:
+    """An undisturbed run: its folder, its trainer and its events."""
+    place = tmp_path_factory.mktemp("edges")
+    whole = run(place / "whole", EDGES_CASE, Recorder(place / "expected"))
+    return place / "whole", whole, events(place / "expected")
+
+
 @pytest.mark.parametrize(("event", "occurrence", "step"), [
     (event, occurrence, step)
     for event, occurrence in EDGES
@@ -156,13 +192,13 @@ EDGES = [
     if (event, step) != ("on_epoch_begin", 2 * LAST_OF_EPOCH)  # no epoch begins after the last one
 ])  # fmt: skip
 def test_no_event_of_an_epoch_is_lost_or_doubled(
-    event: str, occurrence: int, step: int, folder: Path
+    event: str,
+    occurrence: int,
+    step: int,
+    folder: Path,
+    whole_and_events: tuple[Path, Trainer, list[str]],
 ) -> None:
-    case = Case(
-        {**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
-    )
-    whole = run(folder / "whole", case, Recorder(folder / "expected"))
-    expected = events(folder / "expected")
+    case, (undisturbed, whole, expected) = EDGES_CASE, whole_and_events
     if event == "on_save" and expected.count(f"save {step} {step / LAST_OF_EPOCH:.6f}") < occurrence:
         pytest.skip("this epoch's evaluation was not the best")
     first = folder / "killed"
@@ -172,7 +208,7 @@ def test_no_event_of_an_epoch_is_lost_or_doubled(
     before = events(folder / "before")
     kept = len(before) - next(i for i, line in enumerate(reversed(before)) if line.startswith("save "))
     assert before[:kept] + events(folder / "after") == expected
-    same_run(first, resumed, folder / "whole", whole)
+    same_run(first, resumed, undisturbed, whole)
 
 
 def test_a_run_that_had_ended_trains_no_more(folder: Path) -> None:

@@ -172,6 +172,6 @@ def test_it_gives_up_where_going_back_does_not_help(folder: Path) -> None:
     for sample in data[2 * SAVED :]:
         sample["x"][0] = math.nan
     trainer, _ = rolling(folder, data)
-    with pytest.raises(NonFiniteError, match="going back to checkpoint-4 3 times"):
+    with pytest.raises(NonFiniteError, match="rolling back to checkpoint-4 3 times"):
         trainer.train()
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -80,7 +80,7 @@ def test_a_method_of_any_name_is_overridden_once(tmp_path: Path) -> None:
         "evaluation_loop", "prediction_step", "log", "save_model", "add_callback", "is_world_process_zero",
         "create_accelerator_and_postprocess", "train", "call_model_init", "_save", "_save_checkpoint",
         "_load_best_model", "_determine_best_metric", "_prepare_inputs", "_get_train_sampler", "_get_eval_sampler",
-        "_set_signature_columns_if_needed",
+        "_set_signature_columns_if_needed", "_get_dataloader",
     ]  # fmt: skip
     noted = type("Noted", (Trainer,), {name: noting(name) for name in names})
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 from torch import nn
 
-from windlass.core.errors import ModelError
 from windlass.transforms.alone import Alone
 
 
@@ -32,11 +30,3 @@ def test_the_norm_is_torchs() -> None:
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     assert torch.equal(Alone(module).total_norm(gradients), nn.utils.get_total_norm(gradients))
     assert Alone(module).total_norm([]) == 0
-
-
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    module, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    Alone(module).load_whole_state(Alone(other).whole_state())
-    assert torch.equal(module.weight, other.weight)
-    with pytest.raises(ModelError, match="Missing key"):
-        Alone(module).load_whole_state({"weight": other.weight})

@@ -19,10 +19,11 @@ from tests.transforms.fsdp_ranks import (
 )
 from torch import nn
 
+from windlass.checkpoint.export import ExportOptions, export_file
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.optimizer_state import save_optimizer_state
-from windlass.checkpoint.sharded import merge_parts
 from windlass.checkpoint.store import Store
+from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.weights import load_weights
 from windlass.config.plan import DistPlan, ShardPlan
 from windlass.dist.gang import Gang, leave
@@ -33,17 +34,18 @@ RANKS = Path(__file__).with_name("fsdp_ranks.py")
 
 
 @pytest.mark.dist
-def test_sharded_training_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_sharded_training_is_that_of_one_process(updates: int, tmp_path: Path) -> None:
     for world in (4, 2):  # the second reads what the first wrote
-        launch(world, RANKS, tmp_path, timeout=400)
+        launch(world, RANKS, tmp_path, updates, timeout=400)
     states = [parts_in_one_process(tmp_path / f"checkpoint-{world}") for world in (4, 2)]
     assert same_tensors(*(weights for weights, _ in states))
     one, other = (optimizer["state"] for _, optimizer in states)
     assert one.keys() == other.keys()
     assert all(same_tensors(one[name], other[name]) for name in one)
-    merge_parts(tmp_path / "checkpoint-4", tmp_path / "merged")
+    export_file(open_folder(tmp_path / "checkpoint-4"), tmp_path / "merged.safetensors", ExportOptions())
     module = model(9)
-    load_weights(tmp_path / "merged", module)
+    load_weights(tmp_path / "merged.safetensors", module)
     assert same_tensors(dict(module.state_dict()), states[0][0])
 
 

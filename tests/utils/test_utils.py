@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import socket
 import types
@@ -19,9 +20,10 @@ from torch import nn
 
 import windlass
 import windlass.utils as ours
-from windlass.accelerator.state import AcceleratorState
+from windlass.compat.state import AcceleratorState
+from windlass.config.support_names import WHY
 from windlass.core.errors import ConfigError
-from windlass.utils.homes import HOMES, REFUSED
+from windlass.utils.homes import HOMES
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ PEER_NAMES = sorted(
     if not name.startswith("_") and not isinstance(getattr(peer, name), types.ModuleType)
 )
 BUILT = {name for names in HOMES.values() for name in names}
-LEFT_OUT = {name for names in REFUSED.values() for name in names}
+LEFT_OUT = set(WHY)
 SIBLINGS = ["state", "logging", "local_sgd", "tracking", "big_modeling", "hooks", "optimizer", "scheduler"]
 
 
@@ -70,7 +72,7 @@ def test_sibling_modules(name: str) -> None:
         for n in vars(theirs)
         if getattr(vars(theirs)[n], "__module__", "") == theirs.__name__ and n[0] != "_"
     }
-    known = {*module.__all__, *BUILT, *NOT_IN_SIBLINGS.get(name, ())}
+    known = {*vars(module), *BUILT, *NOT_IN_SIBLINGS.get(name, ())}
     assert public <= known, f"windlass.{name} has no {sorted(public - known)}"
 
 
@@ -82,7 +84,7 @@ NOT_IN_SIBLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["dataclasses", "operations", "random", "memory", "modeling"])
+@pytest.mark.parametrize("name", ["dataclasses", "operations", "random", "memory", "modeling", "offload"])
 def test_submodules(name: str) -> None:
     module = importlib.import_module(f"windlass.utils.{name}")
     for public in module.__all__:
@@ -249,3 +251,17 @@ def test_a_bar_on_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3/3" in capsys.readouterr().err
     with pytest.raises(ValueError, match="main_process_only"):
         ours.tqdm(True, [1])
+
+
+def test_availability_takes_the_arguments_of_the_peer() -> None:
+    names = [n for n in vars(peer) if n.startswith("is_") and n.endswith("_available")]
+    for name in names:
+        theirs = inspect.signature(getattr(peer, name)).parameters
+        ours_takes = inspect.signature(getattr(ours, name)).parameters
+        assert set(theirs) <= set(ours_takes), name
+    assert not ours.is_torch_xla_available(check_is_tpu=True)
+    assert not ours.is_npu_available(check_device=True)
+    assert ours.is_bnb_available("99.0") == bool(peer.is_bnb_available("99.0"))
+    assert ours.is_mps_available("1.12") == bool(peer.is_mps_available("1.12"))
+    with pytest.raises(ValueError, match="both True"):
+        ours.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)

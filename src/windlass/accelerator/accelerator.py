@@ -6,28 +6,30 @@ import datetime
 import functools
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.delegate import method_of, property_of, value_of, variable_of
+from windlass.accelerator.delegate import constant, method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
 from windlass.accelerator.loop_saver import Saver
-from windlass.accelerator.loop_settings import Handlers, LoopSettings, Request, resolve_settings
+from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
 from windlass.accelerator.loop_trackers import Trackers
 from windlass.accelerator.model_files import ModelFiles
 from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.preparing import Preparer
-from windlass.accelerator.ranks import Ranks
+from windlass.accelerator.process_state import LoopState, publish
+from windlass.accelerator.ranks import Ranks, select_device
 from windlass.accelerator.setup import Setup
-from windlass.accelerator.shared_rng import synchronize_rng_states
-from windlass.accelerator.state import AcceleratorState, remember
+from windlass.accelerator.shared_rng import share_rng_states
 from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plugin_words import FP8BackendType
 from windlass.config.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -38,10 +40,9 @@ from windlass.config.plugins import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
-from windlass.core.device import choose_device
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join, leave
-from windlass.dist.operations import check_operations
+from windlass.dist.operations import check_operations, operations_are_checked
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
@@ -49,39 +50,39 @@ from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 class Accelerator(Ranks):
     """Prepare and run a training loop on one device or many.
 
-    The same script trains in one process, in many, and on sharded models: build everything as for one process, pass it
-    through `prepare`, and replace `loss.backward()` by `accelerator.backward(loss)`. Settings of the launcher or of a
-    configuration file count as if they were given here; contradictions are errors that name both.
+    The same script trains in one process, in several, and on sharded models: build everything as for one process, pass
+    it through `prepare`, and replace `loss.backward()` by `accelerator.backward(loss)`. Settings of the launcher or of
+    a configuration file have the same effect as arguments; contradictions are errors that name both.
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: a loader's batch size is that of all processes together, instead of each one's.
+        split_batches: the batch size of a loader is that of all processes together instead of each process.
         mixed_precision: "no", "fp16" or "bf16".
         gradient_accumulation_steps: micro-batches of one update (see `accumulate`).
         cpu: train on the CPU even if there is an accelerator.
-        dataloader_config: how loaders are dealt to processes.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; those engines are not built.
+        dataloader_config: options of prepared loaders.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
         fsdp_plugin: shard models over processes.
-        rng_types: generators that all processes share at the beginning of a pass ("generator", "torch", "cuda").
+        rng_types: generators to make equal on all processes at the start of a pass ("generator", "torch", "cuda").
         log_with: experiment trackers, by name or as objects.
         project_dir, project_config: folders of checkpoints and logs.
-        gradient_accumulation_plugin: options of accumulation beside the number of steps.
-        step_scheduler_with_optimizer: False: prepared schedules advance at every call of their `step`.
+        gradient_accumulation_plugin: further options of accumulation.
+        step_scheduler_with_optimizer: False advances prepared schedules at every call of their `step`.
         kwargs_handlers: options of replication, of the fp16 scaler, of autocast, of the process group, of the profiler.
         dynamo_backend, dynamo_plugin: compile models.
         parallelism_config: sizes of the axes of the process mesh.
-        scheduler_unit: what prepared schedules count: "loader_batch", batches of the loader before it was prepared, as
-            scripts rely on; or "optimizer_step", updates that were applied, on any number of processes.
+        scheduler_unit: the unit that prepared schedules count: "loader_batch" for batches of the unprepared loader, as
+            in accelerate; or "optimizer_step" for updates that were applied, on any number of processes.
 
     Attributes:
         device: the device of this process.
         mixed_precision: "no", "bf16" or "fp16".
-        gradient_state: the position of the loop in its loader and its update.
+        gradient_state: the accumulation state of the loop.
         log_with, trackers: the requested trackers, and those that `init_trackers` opened.
         logging_dir: the folder for trackers that write files.
 
     Raises:
-        ConfigError: everything that is wrong or cannot be honoured, all at once.
+        ConfigError: everything that is wrong or not supported, all at once.
     """
 
     def __init__(
@@ -110,34 +111,21 @@ class Accelerator(Ranks):
         *,
         scheduler_unit: str = "loader_batch",
     ) -> None:
-        request = Request(
-            device_placement, split_batches, mixed_precision, gradient_accumulation_steps, cpu, dataloader_config,
-            deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, rng_types, project_dir, project_config,
-            gradient_accumulation_plugin, step_scheduler_with_optimizer, kwargs_handlers, dynamo_backend,
-            dynamo_plugin, deepspeed_plugins, parallelism_config, scheduler_unit,
-        )  # fmt: skip
+        # Must come first: the local variables are the arguments.
+        given = SimpleNamespace(**{name: value for name, value in locals().items() if name != "self"})
         world = world_from_environment()
-        settings = resolve_settings(request, world)
-        # Before the process group is joined: a missing tracker must not leave the other processes waiting.
+        settings = resolve_settings(given, world)
+        # Before joining the process group, so that other processes do not wait for one that lacks a tracker.
         trackers = filter_trackers(log_with, settings.project.logging_dir)
         gang, device = meet(settings, world)
         self._assemble(
             gang, device, settings, _scaler(settings, device), functools.partial(OwnLoop, settings.dist, gang)
         )
         self._trackers = Trackers(trackers, settings.project.logging_dir)
-        check_operations(settings.debug)
+        check_operations(settings.debug or operations_are_checked())
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
-            self.gradient_state.at_begin = functools.partial(synchronize_rng_states, shared)
-        remember(
-            gang,
-            device,
-            self.gradient_state,
-            mixed_precision=self.mixed_precision,
-            sharded=self.is_fsdp2,
-            fsdp_plugin=fsdp_plugin,
-            dynamo_plugin=dynamo_plugin,
-            parallelism_config=parallelism_config,
-        )
+            self.gradient_state.at_begin = functools.partial(share_rng_states, shared, device)
+        publish(self.state, self.gradient_state)
 
     @classmethod
     def of_run(
@@ -148,7 +136,7 @@ class Accelerator(Ranks):
         accumulation: int,
         engine: LoopEngine,
     ) -> Accelerator:
-        """The accelerator of a Trainer, which has joined its processes and resolved its settings already."""
+        """The accelerator of a Trainer, which has already joined the process group and resolved its settings."""
         settings = LoopSettings(
             dist=DistPlan(),
             precision=precision,
@@ -158,7 +146,7 @@ class Accelerator(Ranks):
             handlers=Handlers(),
         )
         accelerator = cls.__new__(cls)
-        # Losses of models beside the trained one do not pass through the run's loss scale.
+        # Losses of other models than the trained one are not scaled by the run.
         accelerator._assemble(gang, device, settings, UnitScaler(device), lambda *_: engine)
         accelerator._trackers = Trackers([], None)
         return accelerator
@@ -179,46 +167,62 @@ class Accelerator(Ranks):
         self._setup = Setup(settings, gang, device, lambda: self._engine.dist, scaler)
         self._exchange = Exchange(gang, accumulation)
         self._stepping = Stepping(gang, accumulation, prepared, self._engine, settings.loader)
-        self._preparer = Preparer(self._setup, gang, accumulation, prepared, self._engine, self._stepping)
-        self._saver = Saver(self._setup, gang, accumulation, prepared, self._engine)
+        self._preparer = Preparer(self._setup, accumulation, prepared, self._engine)
+        self._saver = Saver(self._setup, accumulation, prepared, self._engine)
         self._files = ModelFiles(gang, prepared)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
-        # A copy of a script's configuration must not come with processes and models of its own.
+        # A copy of a script's configuration must refer to the same processes and models.
         return self
 
     @property
-    def state(self) -> AcceleratorState:
-        """The state of this process."""
-        return AcceleratorState()
+    def state(self) -> LoopState:
+        """The state of this process, and the settings of this accelerator."""
+        settings = self._setup.settings
+        return LoopState(
+            self._gang,
+            self.device,
+            operations_are_checked(),
+            self.is_fsdp2,
+            self.mixed_precision,
+            self._setup.fsdp_plugin,
+            settings.dynamo,
+            settings.parallelism,
+        )
 
-    # mypy takes a method with free keywords for one that may be called with `self=`: hence the ignores below.
+    # The ignores below: mypy assumes that a method with free keywords may be called with `self=`.
 
-    # --- how it was set up --------------------------------------------------------------------------------------------
+    # --- setup --------------------------------------------------------------------------------------------------------
 
     device = value_of("_setup.device", "The device of this process.")
     mixed_precision = property_of("_setup", Setup.mixed_precision)
-    distributed_type = property_of("_setup", Setup.distributed_type)
+    distributed_type = value_of("state.distributed_type", "The kind of parallelism.")
     multi_device = property_of("_setup", Setup.multi_device)
     is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
     is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
-    fp8_backend = property_of("_setup", Setup.fp8_backend)
-    deepspeed_plugin = property_of("_setup", Setup.deepspeed_plugin)
+    fp8_backend = constant(FP8BackendType.NO, "NO: eight-bit training is not supported.")
+    deepspeed_plugin = constant(None, "None: DeepSpeed is not supported.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(
-        "_setup.settings.device_placement", "Whether models and batches are moved to `device`."
+        "_setup.settings.device_placement", "True if models and batches are moved to `device`."
     )
     step_scheduler_with_optimizer = property_of("_setup", Setup.step_scheduler_with_optimizer)
-    rng_types = property_of("_setup", Setup.rng_types)
+    rng_types = value_of(
+        "_setup.settings.rng_types", "Generators that are made equal on all processes at the start of a pass."
+    )
 
     dataloader_config = value_of("_setup.settings.loader")
     split_batches = value_of(
-        "_setup.settings.loader.split_batches", "A batch is that of all processes together."
+        "_setup.settings.loader.split_batches", "True if a batch is that of all processes together."
     )
-    dispatch_batches = value_of("_setup.settings.loader.dispatch_batches", "The main process alone reads.")
-    # Every process gets the same number of batches in any case.
-    even_batches = variable_of("_setup.settings.loader.even_batches", "What the loader configuration says.")
+    dispatch_batches = value_of(
+        "_setup.settings.loader.dispatch_batches", "True if only the main process reads."
+    )
+    # Has no effect: every process gets the same number of batches.
+    even_batches = variable_of(
+        "_setup.settings.loader.even_batches", "The value in the loader configuration."
+    )
     use_seedable_sampler = value_of("_setup.settings.loader.use_seedable_sampler")
     non_blocking = value_of("_setup.settings.loader.non_blocking")
     use_stateful_dataloader = value_of("_setup.settings.loader.use_stateful_dataloader")
@@ -226,7 +230,7 @@ class Accelerator(Ranks):
     project_configuration = value_of("_setup.settings.project")
     project_dir = value_of("_setup.settings.project.project_dir")
     save_iteration = value_of(
-        "_setup.settings.project.iteration", "Number of the next checkpoint that gets one."
+        "_setup.settings.project.iteration", "The number of the next numbered checkpoint."
     )
 
     parallelism_config = value_of("_setup.settings.parallelism")
@@ -239,7 +243,7 @@ class Accelerator(Ranks):
     autocast = method_of("_setup", Setup.autocast)
     profile = method_of("_setup", Setup.profile)
 
-    # --- from a script's objects to those it trains with --------------------------------------------------------------
+    # --- preparing ----------------------------------------------------------------------------------------------------
 
     prepare = method_of("_preparer", Preparer.prepare)
     prepare_model = method_of("_preparer", Preparer.prepare_model)
@@ -253,15 +257,22 @@ class Accelerator(Ranks):
     skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
     deepspeed_ulysses_dl_adapter = method_of("_preparer", Preparer.deepspeed_ulysses_dl_adapter)
 
+    # What scripts of the old library read.
+    _models = property_of("_prepared", Prepared.models)
+    _optimizers = value_of("_prepared.optimizers", "The prepared optimizers.")
+    _schedulers = value_of("_prepared.schedules", "The prepared schedules.")
+    _dataloaders = value_of("_prepared.loaders", "The prepared loaders.")
+    _custom_objects = value_of("_prepared.custom", "The objects registered for checkpointing.")
+
     # --- a training step ----------------------------------------------------------------------------------------------
 
     sync_gradients = variable_of(
-        "gradient_state.sync_gradients", "Whether the current micro-batch is the last one of its update."
+        "gradient_state.sync_gradients", "True if the current micro-batch is the last one of its update."
     )
     gradient_accumulation_steps = variable_of("gradient_state.num_steps", "Micro-batches of one update.")
     step = variable_of("gradient_state.step", "Micro-batches since the last loader ended.")
     optimizer_step_was_skipped = value_of(
-        "_engine.step_was_skipped", "Whether the last update was skipped because fp16 gradients overflowed."
+        "_engine.step_was_skipped", "True if the last update was skipped because fp16 gradients overflowed."
     )
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
@@ -269,15 +280,15 @@ class Accelerator(Ranks):
 
         A tensor is the mean over the batch's samples. It is divided by the number of micro-batches of an update, and
         weighted by this process's share of the samples if the shares differ. `LossTerms(sum, weight)` are divided by
-        the weight of the whole update, over all its micro-batches and processes. In a run of the Trainer, the rules of
+        the weight of the whole update over its micro-batches and processes. In a run of the Trainer, the rules of
         docs/losses.md apply.
 
         Args:
             loss: a scalar tensor, or `LossTerms`.
-            kwargs: for `Tensor.backward`.
+            kwargs: passed to `Tensor.backward`.
 
         Raises:
-            ModelError: called outside a training step of the Trainer; or terms that are not supported.
+            ModelError: called outside a training step of the Trainer, or unsupported terms.
         """
         if kwargs.pop("learning_rate", None) is not None:
             self.lomo_backward(loss, 0.0)
@@ -299,8 +310,7 @@ class Accelerator(Ranks):
     gather_for_metrics = method_of("_exchange", Exchange.gather_for_metrics)
     reduce = method_of("_exchange", Exchange.reduce)
     pad_across_processes = method_of("_exchange", Exchange.pad_across_processes)
-    split_between_processes = method_of("_exchange", Exchange.split_between_processes)
-    flag_tensor = value_of("_exchange.flag", "1 where this process has raised its flag.")
+    flag_tensor = value_of("_exchange.flag", "1 if this process has set its trigger.")
     set_trigger = method_of("_exchange", Exchange.set_trigger)
     check_trigger = method_of("_exchange", Exchange.check_trigger)
 
@@ -326,14 +336,14 @@ class Accelerator(Ranks):
     log = method_of("_trackers", Trackers.log)
 
     def wait_for_everyone(self) -> None:
-        """Return once every process has called this, and a save in the background has ended."""
+        """Wait for a save in the background and for all processes. Collective."""
         self._saver.finish()
         super().wait_for_everyone()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget all prepared objects, and free cached device memory.
+        """Release all prepared objects, and free cached device memory.
 
         Returns:
             None for each of `objects`: assign them to the names that held the objects, so that these can be freed.
@@ -354,17 +364,15 @@ class Accelerator(Ranks):
 
 
 def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:
-    """Choose this process's device, and join the process group."""
-    device = choose_device(settings.cpu, world.local_rank)
-    if device.type not in ("cpu", "mps"):
-        torch.accelerator.set_device_index(device.index or 0)
+    """Select this process's device, and join the process group."""
+    device = select_device(settings.cpu, world)
     check_precision(settings.precision, device)
     apply_tf32(settings.precision)
     init = settings.handlers.init
     timeout = settings.dist.timeout_seconds
     if init is not None and isinstance(init.timeout, datetime.timedelta):
         timeout = int(init.timeout.total_seconds())
-    # "nccl" is the default of the handler, and means the backend that fits the device.
+    # "nccl" is the default of the handler, and means the default backend of the device.
     backend = None if init is None or init.backend == "nccl" else init.backend
     return join(world, device, timeout, backend, None if init is None else init.init_method), device
 

@@ -1,25 +1,54 @@
-"""The accumulation state of a loop: its loader, and whether its current micro-batch completes an update."""
+"""The accumulation state of a loop: its active loaders, and if its current micro-batch completes an update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
+from windlass.accelerator.delegate import value_of
 from windlass.config.plugins import GradientAccumulationPlugin
-from windlass.data.prepared_loader import PreparedLoader
+
+
+class ActiveLoader(Protocol):
+    """A loader during its pass: a `PreparedLoader`, or one that a script wrote."""
+
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a whole batch over all ranks; None if unknown."""
+        ...
+
+    @property
+    def samples_here(self) -> int | None:
+        """Samples of this rank in the current batch; None if unknown."""
+        ...
+
+    @property
+    def samples_everywhere(self) -> int | None:
+        """Samples of all ranks in the current batch; None if unknown."""
+        ...
+
+    @property
+    def is_filler(self) -> bool: ...
+    @property
+    def end_of_dataloader(self) -> bool: ...
+    @property
+    def remainder(self) -> int: ...
 
 
 class AccumulationState:
-    """Counts micro-batches, and tracks which prepared loaders are being iterated.
+    """Counts micro-batches, and tracks the prepared loaders that are being iterated.
 
     Attributes:
         sync_gradients: the current micro-batch is the last one of its update.
         step: micro-batches since the last loader ended.
         plugin: options of gradient accumulation.
         at_begin: called at the start of each pass over a loader.
-        stride: number of batches of the unprepared loader that make one full batch over all processes.
+        stride: number of batches of the unprepared loader in one full batch over all processes.
+        micro_batches: those of the current update; 0 if it is not known yet.
         models: the models that the current micro-batch accumulates into.
     """
 
@@ -27,28 +56,33 @@ class AccumulationState:
         self.plugin = plugin
         self.stride = stride
         self.models: tuple[nn.Module, ...] = ()
+        self.micro_batches = 0
         self._covered: int | None = None
         self.sync_gradients = True
         self.step = 0
         self.at_begin: Callable[[], None] = lambda: None
-        self._loaders: list[PreparedLoader] = []
+        self._loaders: list[ActiveLoader] = []
 
-    # --- the loaders under way ----------------------------------------------------------------------------------------
+    def __reduce__(self) -> Any:
+        # A copy of a prepared object follows no loop: its micro-batches are whole updates.
+        return AccumulationState, (self.plugin, self.stride)
 
-    def begin(self, loader: PreparedLoader) -> None:
-        """A pass over `loader` starts, perhaps nested in another pass."""
+    # --- the active loaders -------------------------------------------------------------------------------------------
+
+    def begin(self, loader: ActiveLoader) -> None:
+        """Start a pass over `loader`, which may be nested in another pass."""
         self.at_begin()
         self._loaders.append(loader)
 
-    def end(self, loader: PreparedLoader) -> None:
-        """A pass over `loader` has ended, or was left early."""
+    def end(self, loader: ActiveLoader) -> None:
+        """End a pass over `loader`."""
         for index in reversed(range(len(self._loaders))):
             if self._loaders[index] is loader:
                 del self._loaders[index]
                 return
 
     @property
-    def active_dataloader(self) -> PreparedLoader | None:
+    def active_dataloader(self) -> ActiveLoader | None:
         """The innermost loader that is being iterated."""
         return self._loaders[-1] if self._loaders else None
 
@@ -58,7 +92,7 @@ class AccumulationState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The current batch is the last one of its pass."""
+        """True if the current batch is the last one of its pass."""
         return bool(self._loaders) and self._loaders[-1].end_of_dataloader
 
     @property
@@ -81,17 +115,12 @@ class AccumulationState:
     def num_steps(self, value: int) -> None:
         self.plugin.num_steps = value
 
-    @property
-    def adjust_scheduler(self) -> bool:
-        return self.plugin.adjust_scheduler
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        return self.plugin.sync_with_dataloader
+    adjust_scheduler: bool = value_of("plugin.adjust_scheduler")
+    sync_with_dataloader: bool = value_of("plugin.sync_with_dataloader")
 
     def advance(self) -> None:
         """Start the next micro-batch, and determine whether it completes an update."""
-        self._covered = self._stands_for() + (0 if self.sync_gradients else self._covered or 0)
+        self._covered = self._loader_batches() + (0 if self.sync_gradients else self._covered or 0)
         if self.sync_with_dataloader and self.end_of_dataloader:
             self.step, self.sync_gradients = 0, True
         else:
@@ -103,15 +132,16 @@ class AccumulationState:
         `stride` for a full update, fewer if its last batch is short.
         """
         if self._covered is None:  # the loop does not accumulate
-            return self._stands_for()
+            return self._loader_batches()
         return -(-self._covered // self.num_steps)
 
-    def _stands_for(self) -> int:
+    def _loader_batches(self) -> int:
         loader = self.active_dataloader
         whole = None if loader is None else loader.total_batch_size
-        if loader is None or not whole:
+        samples = None if loader is None else loader.samples_everywhere
+        if samples is None or not whole:
             return self.stride
-        return -(-loader.samples_everywhere * self.stride // whole)
+        return -(-samples * self.stride // whole)
 
     def reset(self) -> None:
         """Return to the initial state."""

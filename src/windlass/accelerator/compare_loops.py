@@ -16,15 +16,12 @@ from windlass.config.plan import DistPlan
 from windlass.dist.alike import check_alike, model_facts, optimizer_facts
 from windlass.dist.gang import Gang
 
+_OF_ACCUMULATION = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
+_OF_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed")
+
 
 def check_prepared_alike(objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, gang: Gang) -> None:
-    """Raise on all ranks if the settings of the loop, or what it prepares, differ between them.
-
-    Collective: one exchange of a hash for each `prepare`; none in a world of one.
-
-    Raises:
-        RankMismatchError: names what differs, with values and ranks.
-    """
+    """Raise `RankMismatchError` on all ranks if settings or prepared objects differ. Collective: exchanges one hash."""
     if gang.size > 1:
         check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, gang)
 
@@ -32,18 +29,12 @@ def check_prepared_alike(objects: Sequence[Any], settings: LoopSettings, dist: D
 def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
     accumulation, loader = settings.accumulation, settings.loader
     dist = dataclasses.asdict(plan)
-    del dist["timeout_seconds"]  # how long this process waits
+    del dist["timeout_seconds"]  # may differ
     return {
         "gradient_accumulation_steps": accumulation.num_steps,
-        "sync_with_dataloader": accumulation.sync_with_dataloader,
-        "sync_each_batch": accumulation.sync_each_batch,
-        "adjust_scheduler": accumulation.adjust_scheduler,
+        **{name: getattr(accumulation, name) for name in _OF_ACCUMULATION},
+        **{name: getattr(loader, name) for name in _OF_LOADER},
         "mixed_precision": settings.precision.compute,
-        "split_batches": loader.split_batches,
-        "dispatch_batches": loader.dispatch_batches,
-        "even_batches": loader.even_batches,
-        "use_seedable_sampler": loader.use_seedable_sampler,
-        "data_seed": loader.data_seed,
         "scheduler_unit": settings.schedule_unit,
         "compile": [settings.compile_backend, settings.compile_mode],
         "parallelism": dist,
@@ -59,7 +50,7 @@ def _described(objects: Sequence[Any], settings: LoopSettings) -> Iterator[tuple
             plain = item.optimizer if isinstance(item, PreparedOptimizer) else item
             yield f"{name}, optimizer", optimizer_facts(plain)
         elif isinstance(item, DataLoader):
-            # Of a loader that the main process reads for all, the other ranks need not have the data.
+            # If only the main process reads, the other ranks need not have the data.
             yield f"{name}, loader", {} if settings.loader.dispatch_batches else _loader(item)
         else:
             yield name, "a schedule" if hasattr(item, "step") else "another object"

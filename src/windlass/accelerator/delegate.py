@@ -1,4 +1,4 @@
-"""How `Accelerator` passes calls on to the objects that it consists of, signatures and docstrings included."""
+"""Delegate the methods and properties of `Accelerator` to its parts, with their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ def property_of(part: str, attribute: Callable[[Any], _R]) -> _R:
 
 
 def value_of(path: str, doc: str | None = None) -> Any:
-    """A read-only property of the facade: what lies at `path`, attributes with dots between them."""
+    """A read-only property of the facade: the value of the dotted attribute `path`."""
     return property(operator.attrgetter(path), doc=doc)
 
 
 def variable_of(path: str, doc: str | None = None) -> Any:
-    """As `value_of`, and scripts may set it."""
+    """As `value_of`, but writable."""
     owner, _, name = path.rpartition(".")
     find = operator.attrgetter(owner)
     return property(
         operator.attrgetter(path), lambda facade, value: setattr(find(facade), name, value), doc=doc
     )
+
+
+def constant(value: Any, doc: str) -> Any:
+    """A read-only property of the facade that is always `value`."""
+    return property(lambda facade: value, doc=doc)

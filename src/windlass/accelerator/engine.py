@@ -13,13 +13,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from windlass.accelerator.device_cache import clear_device_cache
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ModelError
 from windlass.data.dealt_loader import DealtLoader
 from windlass.transforms.strategy import Strategy
 
 
 class LoopEngine(Protocol):
-    """The owner of the updates: normalizes losses, and may have models of its own."""
+    """Normalizes losses and owns the updates; may have its own models.
+
+    Attributes:
+        strategies: the strategies of the engine's own models, which are not prepared ones.
+        saves_state: True if `save_state` saves the loop; False if the engine saves its own state.
+    """
+
+    strategies: Sequence[Strategy]
+    saves_state: bool
 
     @property
     def dist(self) -> DistPlan:
@@ -27,13 +35,8 @@ class LoopEngine(Protocol):
         ...
 
     @property
-    def strategies(self) -> Sequence[Strategy]:
-        """The strategies of the engine's own models, beside the prepared ones."""
-        ...
-
-    @property
     def step_was_skipped(self) -> bool:
-        """Whether the last update was skipped because fp16 gradients overflowed."""
+        """True if the last update was skipped because fp16 gradients overflowed."""
         ...
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
@@ -49,27 +52,14 @@ class LoopEngine(Protocol):
         ...
 
     def free_memory(self) -> None:
-        """Free cached device memory; a user's own loop forgets its prepared objects too."""
-        ...
-
-    @property
-    def saves_loaders(self) -> bool:
-        """Whether a saved state holds where prepared loaders are."""
-        ...
-
-    def check_may_save(self) -> None:
-        """Check that `save_state` may be called.
-
-        Raises:
-            ConfigError: the engine saves its state itself.
-        """
+        """Free cached device memory; a user's own loop releases its prepared objects too."""
         ...
 
 
 class TrainerEngine:
     """Implements `LoopEngine` for a Trainer, whose runs attach to it one after the other.
 
-    Models that a script prepares beside the trained one belong to the accelerator, and are not affected by runs.
+    Other models that a script prepares belong to the accelerator and are not affected by runs.
 
     Args:
         owned: the Trainer's own model, wrapper, optimizer and schedule at this moment.
@@ -80,7 +70,7 @@ class TrainerEngine:
         step_was_skipped: set by the run after each update.
     """
 
-    saves_loaders = False  # a run saves where its own loader is
+    saves_state = False
 
     def __init__(
         self,
@@ -91,28 +81,19 @@ class TrainerEngine:
         self.step_was_skipped = False
         self._owned, self._dist, self.autocast = owned, dist, autocast
         self._backward: Callable[[Any], None] = _outside
-        self._strategies: tuple[Strategy, ...] = ()
+        self.strategies: Sequence[Strategy] = ()
 
     def attach(self, backward: Callable[[Any], None], strategy: Strategy) -> None:
-        """A run starts.
-
-        Args:
-            backward: called for `accelerator.backward(loss)`.
-            strategy: strategy of the trained model; `get_state_dict` and others use it after the run, too.
-        """
-        self._backward, self._strategies = backward, (strategy,)
+        """Start a run; `accelerator.backward` calls `backward`. The strategy is used after the run, too."""
+        self._backward, self.strategies = backward, (strategy,)
 
     def detach(self) -> None:
-        """The run is over."""
+        """End the run."""
         self._backward = _outside
 
     @property
     def dist(self) -> DistPlan:
         return self._dist()
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        return self._strategies
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
         if isinstance(item, nn.Module):
@@ -121,19 +102,15 @@ class TrainerEngine:
             return not prepares(item)
         if isinstance(item, LRScheduler | PreparedSchedule):
             return self.keeps(item.optimizer, prepares)
-        # The Trainer has dealt these to the processes; a plain DataLoader of a script's is dealt like any other.
-        return isinstance(item, DealtLoader)
+        # The Trainer has distributed these; a plain DataLoader of a script is prepared like any other.
+        return isinstance(item, DealtLoader) and item.is_dealt
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         self._backward(loss)
 
     def free_memory(self) -> None:
-        # A run calls this between updates: collecting garbage would take longer than it is worth.
+        # Runs call this between updates, where a garbage collection would take too long.
         clear_device_cache()
-
-    def check_may_save(self) -> None:
-        fix = "the Trainer saves its run itself: save_strategy, save_steps, trainer.save_model()"
-        raise ConfigError(Problem("accelerator", "trainer.accelerator", fix))
 
 
 def _outside(loss: Any) -> None:

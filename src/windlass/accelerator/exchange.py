@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.shares import share_of
+from windlass.accelerator.accumulation import AccumulationState, ActiveLoader
 from windlass.core.trees import recursively_apply
-from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist import operations
 from windlass.dist.gang import Gang
 
@@ -21,7 +17,7 @@ class Exchange:
     """Gathers, reduces and pads tensors over processes.
 
     Args:
-        accumulation: knows the loader that is being iterated.
+        accumulation: has the loader that is being iterated.
 
     Attributes:
         flag: 1 if this process has set its trigger.
@@ -38,8 +34,8 @@ class Exchange:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` with exactly one row for each sample of the current batch. Rows of a filler batch are dropped.
 
-        If the last batch is short, a tensor that has as many rows as a full batch (a loss that was repeated for each
-        sample) is cut to the samples of the batch.
+        If the last batch is short, a tensor with the rows of a full batch (a loss repeated for each sample) is cut to
+        the samples of the batch.
 
         Args:
             input_data: a nest of tensors, or a list of plain values.
@@ -51,10 +47,15 @@ class Exchange:
             if self._gang.size == 1:
                 return own
             return [item for part in self._gang.gather_objects(own) for item in part]
-        # A stream may end earlier on one process than on another, which then has fillers before the last batch too.
+        # If a stream ends earlier on this process than on others, it has fillers before the last batch too.
         if loader is not None and (loader.end_of_dataloader or loader.is_filler):
             input_data = recursively_apply(lambda tensor: _of_samples(tensor, loader), input_data)
-        return self.gather(input_data)
+        gathered = self.gather(input_data)
+        if loader is None or loader.samples_here is not None or not loader.end_of_dataloader:
+            return gathered
+        # A script's own loader: only the number of samples over all processes is known.
+        kept = loader.remainder if loader.remainder > 0 else None
+        return recursively_apply(lambda tensor: tensor[:kept] if tensor.ndim else tensor, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce each tensor over all processes, and multiply the result by `scale`.
@@ -70,16 +71,7 @@ class Exchange:
         """Pad axis `dim` of each tensor to its largest size on any process."""
         return operations.pad_across_processes(tensor, dim, pad_index, pad_first, gang=self._gang)
 
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
-
-        Args:
-            apply_padding: repeat the last element, so that all processes get equally many.
-        """
-        yield share_of(inputs, self._gang, apply_padding)
-
-    # --- a flag that one process raises for all -----------------------------------------------------------------------
+    # --- triggers -----------------------------------------------------------------------------------------------------
 
     def set_trigger(self) -> None:
         """Set this process's trigger."""
@@ -102,10 +94,11 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _of_samples(tensor: Tensor, loader: PreparedLoader) -> Tensor:
+def _of_samples(tensor: Tensor, loader: ActiveLoader) -> Tensor:
     """The rows of `tensor` that belong to samples of this process."""
     if loader.is_filler:
         return tensor.reshape(1)[:0] if tensor.ndim == 0 else tensor[:0]
-    if tensor.ndim and tensor.shape[0] == loader.batch_size and loader.samples_here < tensor.shape[0]:
-        return tensor[: loader.samples_here]
+    here = loader.samples_here
+    if here is not None and tensor.ndim and tensor.shape[0] == loader.batch_size and here < tensor.shape[0]:
+        return tensor[:here]
     return tensor

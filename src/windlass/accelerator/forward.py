@@ -1,8 +1,9 @@
-"""Changes that preparing makes to a model's forward: mixed precision, and a check that the wrapper is called."""
+"""The forward of a prepared model: mixed precision, a check that the wrapper is called, and unwrapping."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,7 +35,7 @@ def mix_precision(module: nn.Module, autocast: Callable[[], AbstractContextManag
             result = type(self).forward(self, *args, **kwargs) if own else original(*args, **kwargs)
         return convert_to_fp32(result)
 
-    # Of a method the copy of a module must call its own; a function put on the object belongs to that object alone.
+    # A copy of the module must call its own method; a function on the instance belongs to that instance only.
     own = getattr(original, "__func__", None) is type(module).forward
     setattr(module, _ORIGINAL, original)
     module.forward = MethodType(forward, module)
@@ -46,22 +47,16 @@ def restore_forward(module: nn.Module) -> None:
         module.forward = getattr(module, _ORIGINAL)
         delattr(module, _ORIGINAL)
         if getattr(module.forward, "__func__", None) is type(module).forward:
-            del module.forward  # the class's own again
+            del module.forward  # use that of the class again
 
 
 def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], None]:
-    """Refuse forwards of `module` in training that do not come through `wrapper`: their gradients would not be reduced.
-
-    Evaluation, and whatever runs without gradients, may use the bare module.
-
-    Returns:
-        A function that removes the check.
-    """
+    """Refuse training forwards of `module` outside `wrapper`, which reduces gradients. Return the undo function."""
     seen, guarded = wrapper.forwards, weakref.ref(module)
 
     def check(bare: nn.Module, args: Any) -> None:
         nonlocal seen
-        if bare is not guarded():  # a copy of the module, which has its own way
+        if bare is not guarded():  # a copy of the module, which is not prepared
             return
         if wrapper.forwards == seen and bare.training and torch.is_grad_enabled():
             name = type(bare).__name__
@@ -72,3 +67,40 @@ def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], N
         seen = wrapper.forwards
 
     return module.register_forward_pre_hook(check).remove
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return True if `module` is a wrapper made by `torch.compile`."""
+    # Importing the compiler takes seconds; if it is not imported, nothing is compiled.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Remove the wrappers of data parallelism. They remain usable.
+
+    Args:
+        keep_fp32_wrapper: False removes mixed precision from its forward.
+        keep_torch_compile: False removes the wrapper of the compiler too.
+        recursive: unwrap submodules too.
+    """
+    compiled: Any = model if is_compiled_module(model) else None
+    module: Any = model if compiled is None else compiled._orig_mod
+    while isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        module = module.module
+    if recursive:
+        for name, child in module.named_children():
+            setattr(module, name, extract_model_from_parallel(child, recursive=True))
+    if not keep_fp32_wrapper:
+        # Either the module was prepared, or the wrapper of the compiler, which forwards attribute access.
+        restore_forward(module if compiled is None or "forward" in vars(module) else compiled)
+    if compiled is None or not keep_torch_compile:
+        return module  # type: ignore[no-any-return]
+    # A new wrapper, because the given one contains the replicas that reduce gradients.
+    same = module is compiled._orig_mod
+    return compiled if same else type(compiled)(module, compiled.dynamo_ctx)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The places a user's own loop saves to: local folders or URLs, on one disk or on several."""
+"""The folders of a loop's checkpoints: local paths or URLs, on one disk or on several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from windlass.checkpoint.foreign import explain_unread
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_on_all, open_store
@@ -14,7 +15,7 @@ from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.config.plugins import ProjectConfiguration
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.dist.gang import Gang
 
@@ -25,7 +26,7 @@ class StatePlace:
 
     Attributes:
         parent: a path or a URL.
-        name: the name of a checkpoint; contains `{step}` if they are numbered.
+        name: the name of the checkpoints; contains `{step}` if they are numbered.
     """
 
     parent: str
@@ -38,22 +39,14 @@ class StatePlace:
 
 
 class StatePlaces:
-    """Finds and opens the folders of a loop's checkpoints."""
+    """Resolves and opens the folders of a loop's checkpoints."""
 
     def __init__(self, gang: Gang, project: ProjectConfiguration) -> None:
         self._gang, self._project = gang, project
         self._disks: dict[Path, Disks] = {}
 
     def find(self, folder: str | os.PathLike[str] | None, argument: str) -> StatePlace:
-        """The place of a checkpoint.
-
-        Args:
-            folder: path or URL of the checkpoint; None for the project's numbered ones.
-            argument: name of the script's argument, for errors.
-
-        Raises:
-            ConfigError: no folder is known.
-        """
+        """The place of the checkpoint `folder`; None means a numbered one of the project. `argument` is for errors."""
         if folder is None:
             return self._of_project(argument)
         if not is_url(folder):
@@ -77,44 +70,36 @@ class StatePlaces:
         return StatePlace(f"{root.rstrip('/')}/checkpoints", "checkpoint_{step}")
 
     def to_write(self, place: StatePlace) -> CheckpointManager:
-        """The manager for writing to `place`. Collective: the first call finds out which ranks share the disk.
-
-        Raises:
-            ConfigError: a machine cannot write there.
-        """
-        return self._manager(place, self._disks_of(local_folder(place.parent)))
+        """The manager for writing to `place`. Collective: the first call detects which ranks share the disk."""
+        root = local_folder(place.parent)
+        if root not in self._disks:
+            self._disks[root] = find_disks(self._gang, root)
+        return self._manager(place, self._disks[root])
 
     def _manager(self, place: StatePlace, disks: Disks) -> CheckpointManager:
         store = open_store(place.parent, self._gang, disks, place.name)
         return CheckpointManager(store, Retention(self._project.total_limit))
 
-    def _disks_of(self, root: Path) -> Disks:
-        if root not in self._disks:
-            self._disks[root] = find_disks(self._gang, root)
-        return self._disks[root]
-
     def open(self, place: StatePlace, folder: str | os.PathLike[str] | None) -> Checkpoint:
-        """Open and verify the checkpoint `folder`, or the newest one that verifies if it is None. Collective.
-
-        The main process verifies for all, so that nothing is hashed twice. If machines have disks of their own, one
-        process of each does.
-
-        Raises:
-            CheckpointError: there is no valid checkpoint.
-        """
+        """Open and verify the checkpoint `folder`, or the newest valid one if it is None. Collective."""
+        # Files are hashed once: by the main process, or by one process per machine if machines share no disk.
         manager = self._manager(place, Disks.shared(self._gang.size))
         which: Literal[True] | str = True if folder is None else str(manager.store.path_for(0))
         divided = self._gang.rank == 0 and _is_divided(manager.store, newest=folder is None)
         if self._gang.broadcast_object(divided or is_url(place.parent)):
             manager = self.to_write(place)
-        return open_on_all(manager, which, self._gang)
+        try:
+            return open_on_all(manager, which, self._gang)
+        except CheckpointError as error:
+            explained = explain_unread(Path(which)) if isinstance(which, str) else None
+            if explained is None:
+                raise
+            raise CheckpointError(explained) from error
 
 
 def _is_divided(store: Store, newest: bool) -> bool:
-    """Return True if this folder has a part of a checkpoint whose other parts are on other machines.
-
-    Only then the ranks must find out who shares the disk, which writes to it: other folders may be read-only.
-    """
+    """Return True if this folder has a part of a checkpoint whose other parts are on other machines."""
+    # Only then ranks detect who shares the disk, because that needs a writable folder.
     try:
         here = store.list()
     except OSError:
@@ -131,11 +116,7 @@ class SaveLock:
         self._lock = RunLock(store.root, f".windlass-{store.path_for(step).name}.lock")
 
     def take(self) -> None:
-        """Take the lock. Collective.
-
-        Raises:
-            FolderInUse: another loop is saving there, and does not end within a few seconds.
-        """
+        """Take the lock, or raise `FolderInUse` after a few seconds. Collective."""
 
         def take() -> None:
             if self._store.is_writer:

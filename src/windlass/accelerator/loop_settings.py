@@ -1,10 +1,10 @@
-"""The arguments of `Accelerator`, checked as a whole and resolved into plans before anything is prepared."""
+"""Check the arguments of `Accelerator` as a whole, and resolve them into plans."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]
-_PARTS: dict[str, type] = {
+_TYPES: dict[str, type] = {
     "dataloader_config": DataLoaderConfiguration,
     "fsdp_plugin": FullyShardedDataParallelPlugin,
     "torch_tp_plugin": TorchTensorParallelPlugin,
@@ -48,35 +48,8 @@ _RNG_TYPES = ("torch", "cuda", "xpu", "generator")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The arguments of `Accelerator`, as they were given; None means not given."""
-
-    device_placement: bool = True
-    split_batches: bool | None = None
-    mixed_precision: Any = None
-    gradient_accumulation_steps: int = 1
-    cpu: bool = False
-    dataloader_config: DataLoaderConfiguration | None = None
-    deepspeed_plugin: Any = None
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
-    torch_tp_plugin: TorchTensorParallelPlugin | None = None
-    megatron_lm_plugin: Any = None
-    rng_types: list[Any] | None = None
-    project_dir: Any = None
-    project_config: ProjectConfiguration | None = None
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
-    step_scheduler_with_optimizer: bool = True
-    kwargs_handlers: list[KwargsHandler] | None = None
-    dynamo_backend: Any = None
-    dynamo_plugin: TorchDynamoPlugin | None = None
-    deepspeed_plugins: Any = None
-    parallelism_config: ParallelismConfig | None = None
-    scheduler_unit: Any = "loader_batch"
-
-
-@dataclass(frozen=True, slots=True)
 class Handlers:
-    """One object of each kind that `kwargs_handlers` may hold, or its default."""
+    """One object of each type that `kwargs_handlers` may contain, or its default."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
@@ -85,7 +58,7 @@ class Handlers:
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
 
-_KINDS: dict[type[KwargsHandler], str] = {
+_HANDLERS: dict[type[KwargsHandler], str] = {
     DistributedDataParallelKwargs: "ddp",
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
@@ -99,9 +72,9 @@ class LoopSettings:
     """The resolved settings of a loop.
 
     Attributes:
-        compile_backend, compile_mode: how models are compiled; without a backend they are not.
+        compile_backend, compile_mode: options of `torch.compile`; None does not compile models.
         debug: compare shapes over processes before each collective.
-        schedule_unit: what prepared schedules count; None if each call of `step` advances them.
+        schedule_unit: the unit that prepared schedules count; None if each call of `step` advances them.
     """
 
     dist: DistPlan
@@ -119,57 +92,56 @@ class LoopSettings:
     dynamo: TorchDynamoPlugin | None = None
     parallelism: ParallelismConfig | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
-    rng_types: tuple[str, ...] = ("generator",)
+    rng_types: list[str] = field(default_factory=lambda: ["generator"])
 
 
-def resolve_settings(request: Request, world: World) -> LoopSettings:
-    """Resolve the arguments and the launcher's settings.
-
-    Raises:
-        ConfigError: everything that is wrong or cannot be honoured, all at once.
-    """
-    if wrong := list(_wrong_kinds(request)):
+def resolve_settings(given: Any, world: World) -> LoopSettings:
+    """Resolve the arguments of `Accelerator`, which are attributes of `given`, and the settings of the launcher."""
+    if wrong := list(_wrong_types(given)):
         raise ConfigError(wrong)
-    handlers, problems = _handlers(request.kwargs_handlers or [])
-    loader, project = _loader(request), _project(request)
-    problems += [*_contradictions(request), *_unknown_words(request), *_project_problems(project)]
-    parts: Iterable[Any] = (
-        loader,
-        project,
-        request.gradient_accumulation_plugin,
-        request.dynamo_plugin,
-        request.fsdp_plugin,
-        request.torch_tp_plugin,
-    )
+    handlers, problems = _handlers(given.kwargs_handlers or [])
+    loader = given.dataloader_config or DataLoaderConfiguration()
+    if given.split_batches is not None:
+        loader = dataclasses.replace(loader, split_batches=given.split_batches)
+    project = given.project_config or ProjectConfiguration()
+    if given.project_dir is not None and project.project_dir is None:
+        project.set_directories(str(given.project_dir))
+    plugin = given.gradient_accumulation_plugin
+    parts = (loader, project, plugin, given.dynamo_plugin, given.fsdp_plugin, given.torch_tp_plugin)
+    problems += _problems(given, project)
     problems += [problem for part in parts if part is not None for problem in part.objections()]
-    parallel, others = _parallel(request, handlers, world)
-    problems += others
-    if problems or parallel is None:
+    try:
+        parallel = _plan(given, handlers, world)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
         raise ConfigError(problems)
     return LoopSettings(
         dist=parallel.dist,
         precision=parallel.precision,
-        accumulation=_accumulation(request, parallel),
+        accumulation=dataclasses.replace(
+            plugin or GradientAccumulationPlugin(), num_steps=parallel.accumulation or 1
+        ),
         loader=loader,
         project=project,
         handlers=handlers,
         cpu=parallel.use_cpu,
-        device_placement=request.device_placement,
+        device_placement=given.device_placement,
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
         debug=parallel.debug,
-        schedule_unit=request.scheduler_unit if request.step_scheduler_with_optimizer else None,
-        dynamo=request.dynamo_plugin,
-        parallelism=request.parallelism_config,
-        fsdp=request.fsdp_plugin,
-        rng_types=tuple(str(kind) for kind in request.rng_types or ("generator",)),
+        schedule_unit=given.scheduler_unit if given.step_scheduler_with_optimizer else None,
+        dynamo=given.dynamo_plugin,
+        parallelism=given.parallelism_config,
+        fsdp=given.fsdp_plugin,
+        rng_types=[str(kind) for kind in given.rng_types or ("generator",)],
     )
 
 
-def _wrong_kinds(request: Request) -> Iterator[Problem]:
+def _wrong_types(given: Any) -> Iterator[Problem]:
     """Arguments of a wrong type."""
-    for name, kind in _PARTS.items():
-        value = getattr(request, name)
+    for name, kind in _TYPES.items():
+        value = getattr(given, name)
         listed = kind is list and isinstance(value, tuple)
         if value is not None and not isinstance(value, kind) and not listed:
             known = "True or False" if kind is bool else f"a {kind.__name__}"
@@ -178,42 +150,35 @@ def _wrong_kinds(request: Request) -> Iterator[Problem]:
             yield Problem(f"Accelerator({name}=)", value, fix)
 
 
-def _parallel(request: Request, handlers: Handlers, world: World) -> tuple[Parallel | None, list[Problem]]:
-    """The resolved plan of all sources, or the problems with it."""
-    plugin = request.gradient_accumulation_plugin
-    steps = request.gradient_accumulation_steps if plugin is None else plugin.num_steps
-    given = {
-        "mixed_precision": None if request.mixed_precision is None else str(request.mixed_precision),
-        "gradient_accumulation_steps": steps,
-        "cpu": request.cpu,
-        "fsdp_plugin": None if request.fsdp_plugin is None else request.fsdp_plugin.settings(),
-        "dynamo_backend": None if request.dynamo_backend is None else str(request.dynamo_backend),
-        "dynamo_plugin": request.dynamo_plugin,
-        "parallelism_config": request.parallelism_config,
+def _plan(given: Any, handlers: Handlers, world: World) -> Parallel:
+    """The plan that the arguments and the launcher's settings result in."""
+    plugin = given.gradient_accumulation_plugin
+    sources = {
+        "mixed_precision": None if given.mixed_precision is None else str(given.mixed_precision),
+        "gradient_accumulation_steps": (
+            given.gradient_accumulation_steps if plugin is None else plugin.num_steps
+        ),
+        "cpu": given.cpu,
+        "fsdp_plugin": None if given.fsdp_plugin is None else given.fsdp_plugin.settings(),
+        "dynamo_backend": None if given.dynamo_backend is None else str(given.dynamo_backend),
+        "dynamo_plugin": given.dynamo_plugin,
+        "parallelism_config": given.parallelism_config,
         "ddp_kwargs": handlers.ddp,
-        "deepspeed_plugin": request.deepspeed_plugin,
-        "deepspeed_plugins": request.deepspeed_plugins,
-        "megatron_lm_plugin": request.megatron_lm_plugin,
+        "deepspeed_plugin": given.deepspeed_plugin,
+        "deepspeed_plugins": given.deepspeed_plugins,
+        "megatron_lm_plugin": given.megatron_lm_plugin,
     }
-    try:
-        return plan_parallel(merge(from_plugins(given), from_environment(os.environ)), world), []
-    except ConfigError as error:
-        return None, error.problems
-
-
-def _accumulation(request: Request, parallel: Parallel) -> GradientAccumulationPlugin:
-    plugin = request.gradient_accumulation_plugin or GradientAccumulationPlugin()
-    return dataclasses.replace(plugin, num_steps=parallel.accumulation or 1)
+    return plan_parallel(merge(from_plugins(sources), from_environment(os.environ)), world)
 
 
 def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:
     found: dict[str, Any] = {}
     problems: list[Problem] = []
     for handler in given:
-        kind = _KINDS.get(type(handler))
+        kind = _HANDLERS.get(type(handler))
         name = type(handler).__name__
         if kind is None:
-            known = ", ".join(known.__name__ for known in _KINDS)
+            known = ", ".join(known.__name__ for known in _HANDLERS)
             problems.append(Problem("kwargs_handlers", name, f"is not one of {known}"))
         elif kind in found:
             problems.append(Problem("kwargs_handlers", name, "is given twice; leave one out"))
@@ -223,38 +188,18 @@ def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:
     return Handlers(**found), problems
 
 
-def _loader(request: Request) -> DataLoaderConfiguration:
-    config = request.dataloader_config or DataLoaderConfiguration()
-    if request.split_batches is None:
-        return config
-    return dataclasses.replace(config, split_batches=request.split_batches)
-
-
-def _project(request: Request) -> ProjectConfiguration:
-    project = request.project_config or ProjectConfiguration()
-    if request.project_dir is not None and project.project_dir is None:
-        project.set_directories(str(request.project_dir))
-    return project
-
-
-def _project_problems(project: ProjectConfiguration) -> Iterator[Problem]:
+def _problems(given: Any, project: ProjectConfiguration) -> Iterator[Problem]:
     if project.save_on_each_node:
-        fix = "is not needed: save_state finds out which machines share a folder, and each disk gets its own files"
+        fix = "is not needed: save_state detects which machines share a folder, and writes to each disk"
         yield Problem("ProjectConfiguration.save_on_each_node", True, fix)
-
-
-def _contradictions(request: Request) -> Iterator[Problem]:
-    if request.gradient_accumulation_plugin is not None and request.gradient_accumulation_steps != 1:
-        fix = "gradient_accumulation_plugin is given too; say the number in one of them"
-        yield Problem("gradient_accumulation_steps", request.gradient_accumulation_steps, fix)
-    if request.dynamo_plugin is not None and request.dynamo_backend is not None:
-        fix = "dynamo_plugin is given too; say the backend in one of them"
-        yield Problem("dynamo_backend", str(request.dynamo_backend), fix)
-
-
-def _unknown_words(request: Request) -> Iterator[Problem]:
-    if request.scheduler_unit not in _UNITS:
-        yield Problem("scheduler_unit", request.scheduler_unit, f"must be one of {', '.join(_UNITS)}")
-    for kind in request.rng_types or ():
+    if given.gradient_accumulation_plugin is not None and given.gradient_accumulation_steps != 1:
+        fix = "gradient_accumulation_plugin is given too; set the number in one of them"
+        yield Problem("gradient_accumulation_steps", given.gradient_accumulation_steps, fix)
+    if given.dynamo_plugin is not None and given.dynamo_backend is not None:
+        fix = "dynamo_plugin is given too; set the backend in one of them"
+        yield Problem("dynamo_backend", str(given.dynamo_backend), fix)
+    if given.scheduler_unit not in _UNITS:
+        yield Problem("scheduler_unit", given.scheduler_unit, f"must be one of {', '.join(_UNITS)}")
+    for kind in given.rng_types or ():
         if str(kind) not in _RNG_TYPES:
-            yield Problem("rng_types", str(kind), f"must be of {', '.join(_RNG_TYPES)}")
+            yield Problem("rng_types", str(kind), f"must be one of {', '.join(_RNG_TYPES)}")

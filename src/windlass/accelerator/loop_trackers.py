@@ -1,4 +1,4 @@
-"""The experiment trackers of a user's own loop: `init_trackers`, `log`, `get_tracker`."""
+"""The experiment trackers of a user's own loop."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class Trackers:
-    """What an accelerator does with `log_with`.
+    """Opens trackers, and sends values to them.
 
     Args:
-        log_with: names and trackers, as `filter_trackers` gives them.
+        log_with: names and trackers, as returned by `filter_trackers`.
         logging_dir: the folder for trackers that write files.
 
     Attributes:
@@ -32,16 +32,16 @@ class Trackers:
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Options | None = None
     ) -> None:
-        """Open a run with every tracker of `log_with`; on all processes, though trackers act on the main one.
+        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs.
 
         Args:
-            project_name: what the runs belong to.
-            config: hyperparameters to keep with the run.
+            project_name: the project of the runs.
+            config: hyperparameters to store with the run.
             init_kwargs: name of a tracker -> keywords for it, such as `{"wandb": {"tags": ["a"]}}`; those of trackers
-                that `log_with` does not ask for wait for the day that it does.
+                that are not in `log_with` are ignored.
 
         Raises:
-            ConfigError: `init_kwargs` names no tracker that there is.
+            ConfigError: `init_kwargs` has the name of an unknown tracker.
         """
         options = init_kwargs or {}
         _check_names("init_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.log_with)])
@@ -65,9 +65,9 @@ class Trackers:
         return tracker
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or (`unwrap`) the package's own run; before `init_trackers` a blank one.
+        """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
 
-        Off the main process there is no run to unwrap: None.
+        Before `init_trackers` it is a blank tracker.
 
         Raises:
             ConfigError: no tracker of this name was opened.
@@ -82,12 +82,12 @@ class Trackers:
         """Send values to every tracker.
 
         Args:
-            values: names to numbers or text; tensors of one element count as numbers.
-            step: the update that they belong to.
+            values: name -> number, text, or tensor of one element.
+            step: the update of these values.
             log_kwargs: name of a tracker -> keywords for its `log`.
 
         Raises:
-            ConfigError: `log_kwargs` names no tracker that there is.
+            ConfigError: `log_kwargs` has the name of an unknown tracker.
         """
         options = log_kwargs or {}
         _check_names("log_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.trackers)])
@@ -107,8 +107,7 @@ def _name(item: str | GeneralTracker) -> str:
 
 
 def _check_names(field: str, given: Any, known: list[str]) -> None:
-    present = ", ".join(known) or "none"
-    fix = f"is no tracker here; known names: {present}"
+    fix = f"is not a tracker of this loop; known names: {', '.join(known) or 'none'}"
     problems = [Problem(field, name, fix) for name in given if name not in known]
     if problems:
         raise ConfigError(problems)

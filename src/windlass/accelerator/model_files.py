@@ -1,27 +1,35 @@
-"""Files that a script writes beside checkpoints: a model's weights, tensors and plain values."""
+"""Files that a script writes outside of checkpoints: a model's weights, tensors and plain values."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from windlass.accelerator.own_files import save_tensors, save_values
-from windlass.accelerator.prepared import Prepared
-from windlass.checkpoint.split import save_split
-from windlass.core.errors import ConfigError, Problem
-from windlass.core.locations import is_url
-from windlass.core.module_state import state_of
-from windlass.dist.gang import Gang
-from windlass.transforms.module_sizes import convert_file_size_to_int
-from windlass.transforms.offload import (
+from windlass.accelerator.offloaded_weights import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
     load_offloaded_parameter,
 )
+from windlass.accelerator.prepared import Prepared
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.codec import encode
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.replacing import replacing
+from windlass.checkpoint.split import save_split
+from windlass.checkpoint.tensor_file import write_tensors
+from windlass.config.quantities import convert_file_size_to_int
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.locations import is_url
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.module_state import state_of
+from windlass.dist.gang import Gang
+
+_log = get_logger(__name__)
 
 
 class ModelFiles:
@@ -33,8 +41,8 @@ class ModelFiles:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict with whole tensors. Collective.
 
-        If the model is sharded, the main process gets it in host memory, and others get an empty one. Offloaded
-        weights are read from where they are.
+        If the model is sharded, the main process gets the state dict in host memory and the others an empty one.
+        Offloaded weights are read from their storage.
         """
         if any(map(has_offloaded_params, model.modules())):
             return dict(get_state_dict_offloaded_model(model))
@@ -54,10 +62,9 @@ class ModelFiles:
 
         Args:
             max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
-            safe_serialization: must be True: pickle is never written.
+            safe_serialization: False is mapped to True with one warning: pickle is never written.
         """
-        if not safe_serialization:
-            raise ConfigError(Problem("safe_serialization", False, "pickle is never written; leave it True"))
+        warn_if_unsafe(safe_serialization)
         folder = _local(save_directory)
         limit = convert_file_size_to_int(max_shard_size)
         away = any(map(has_offloaded_params, model.modules()))
@@ -73,13 +80,13 @@ class ModelFiles:
         """Write tensors and plain values, on the main process.
 
         Args:
-            obj: a dict of tensors, which becomes one safetensors file; or, where `f` ends in ".json", a nest of tensors
-                and plain values (its tensors go into a safetensors file of the same name).
-            f: a name that ends in ".safetensors" or ".json".
-            safe_serialization: either way pickle is not written.
+            obj: for ".safetensors", a dict of tensors; for ".json", a nest of tensors and plain values, whose tensors
+                go to a safetensors file of the same name.
+            f: a file name that ends in ".safetensors" or ".json".
+            safe_serialization: no effect, because pickle is never written.
 
         Raises:
-            ConfigError: another ending. CheckpointError: values that cannot be saved, named.
+            ConfigError: another file name extension. CheckpointError: values that cannot be saved; they are named.
         """
         path = _local(f)
         if path.suffix not in (".safetensors", ".json"):
@@ -89,18 +96,43 @@ class ModelFiles:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
-            save_values(path, obj)
+            _save_values(path, obj)
         else:
             save_tensors(path, obj)
 
 
-def _local(folder: str | os.PathLike[str]) -> Path:
-    """A folder of this machine.
+def warn_if_unsafe(safe_serialization: bool) -> None:
+    """Warn once that `safe_serialization=False` is mapped to True."""
+    if not safe_serialization:
+        warn_once(_log, "safe_serialization=False has no effect: safetensors are written, never pickle")
 
-    Raises:
-        ConfigError: it is a URL.
-    """
+
+def _local(folder: str | os.PathLike[str]) -> Path:
     if is_url(folder):
-        fix = "is remote, where checkpoints alone can be written; give a folder of this machine"
+        fix = "is remote, where checkpoints alone can be written; use a folder of this machine"
         raise ConfigError(Problem("folder", os.fspath(folder), fix))
     return Path(folder).expanduser().absolute()
+
+
+def save_tensors(path: Path, tensors: Any) -> None:
+    """Write a dict of tensors as a safetensors file; tensors that share memory are written once for each name.
+
+    Raises:
+        CheckpointError: it is not a dict of tensors.
+    """
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
+    files = Files()
+    with replacing(path, files) as new:
+        write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
+
+
+def _save_values(path: Path, values: Any) -> None:
+    """Write a nest of plain values as JSON, and its tensors, if any, as the safetensors file of the same name."""
+    files = Files()
+    tree, found = encode(values)
+    if found:
+        with replacing(path.with_suffix(".safetensors"), files) as new:
+            write_tensors(new, found, files=files)
+    with replacing(path, files) as new:
+        files.write(new, [strict_json.dump(tree, path.name)])

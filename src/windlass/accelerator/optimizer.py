@@ -1,30 +1,19 @@
-"""A thin wrapper of a user's optimizer, for loops with accumulation and loss scaling."""
+"""A wrapper of a user's optimizer, for loops with accumulation and loss scaling."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from windlass.accelerator.accumulation import AccumulationState
+from windlass.accelerator.delegate import variable_of
 from windlass.core.errors import ModelError
 from windlass.dist.beacon import AFTER, beacon
 
-
-class Stepper(Protocol):
-    """The part of an accelerator that a prepared optimizer calls."""
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch is the last one of its update."""
-        ...
-
-    def apply_update(
-        self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None
-    ) -> tuple[bool, Any]:
-        """Update with `optimizer.optimizer`. Return whether the update was applied, and the result of the closure."""
-        ...
+Update = Callable[["PreparedOptimizer", Callable[[], Any] | None], tuple[bool, Any]]
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -33,25 +22,51 @@ class PreparedOptimizer(torch.optim.Optimizer):
     It is an `Optimizer`, so schedules can be built on it. Groups, state and defaults are those of the wrapped
     `optimizer`. Calling that object's `step` directly would bypass accumulation and loss scaling, and is refused.
 
+    Args:
+        accumulation: shows if the current micro-batch completes an update.
+        update: applies an update with a closure or None. Return if it was applied, and the closure's result.
+
     Attributes:
-        optimizer: the user's own.
-        step_was_skipped: whether the last update was skipped because fp16 gradients overflowed.
-        updates: number of updates applied since it was prepared.
+        optimizer: the user's optimizer.
+        step_was_skipped: True if the last update was skipped because fp16 gradients overflowed.
+        updates: number of updates that were applied since it was prepared.
+
+    A copy (`copy`, `pickle`) belongs to no accelerator: its `step` is that of its own copy of the wrapped optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
+    _is_accelerate_prepared = True  # scripts look for it
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, accumulation: AccumulationState, update: Update
+    ) -> None:
         # The base class's constructor is not called: it would create groups and a state of its own.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self.updates = 0
-        self._stepper = stepper
+        self._accumulation, self._update = accumulation, update
         self._under_way = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_raw_step)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet while a copy is being made
+        if name == "optimizer":  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "accumulation": self._accumulation,  # copies of a loop's objects share one
+            "step_was_skipped": self.step_was_skipped,
+            "updates": self.updates,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        PreparedOptimizer.__init__(self, state["optimizer"], state["accumulation"], _step_alone)
+        self.step_was_skipped, self.updates = state["step_was_skipped"], state["updates"]
+
+    def __copy__(self) -> PreparedOptimizer:
+        inner = copy.copy(self.optimizer)  # the same groups and state, without the check of this one
+        return PreparedOptimizer(inner, copy.copy(self._accumulation), _step_alone)
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
@@ -60,39 +75,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not self._under_way:
             name = type(optimizer).__name__
             raise ModelError(
-                f"the {name} that was given to `accelerator.prepare` was stepped directly: that goes past gradient "
+                f"the {name} that was given to `accelerator.prepare` was stepped directly: that bypasses gradient "
                 "accumulation and loss scaling. Call `step` of the optimizer that `prepare` returned"
             )
 
-    # --- the user's own object ----------------------------------------------------------------------------------------
+    # --- the user's optimizer -----------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters of all groups."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    state: Any = variable_of("optimizer.state")
+    param_groups: Any = variable_of("optimizer.param_groups")
+    defaults: Any = variable_of("optimizer.defaults")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
@@ -105,31 +96,33 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch the mode of optimizers that have two (schedule-free ones)."""
-        if callable(switch := getattr(self.optimizer, "train", None)):
-            switch()
+        self._switch_to("train")
 
     def eval(self) -> None:
-        """For optimizers that have two modes (schedule-free ones)."""
-        if callable(switch := getattr(self.optimizer, "eval", None)):
+        """Switch the mode of optimizers that have two (schedule-free ones)."""
+        self._switch_to("eval")
+
+    def _switch_to(self, mode: str) -> None:
+        if callable(switch := getattr(self.optimizer, mode, None)):
             switch()
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the update if the current micro-batch completes one; else do nothing.
+        """Apply the update if the current micro-batch completes one; otherwise do nothing.
 
         Returns:
             The result of `closure`, or None.
 
         Raises:
-            ModelError: a closure together with fp16, whose overflows are known only after the gradients.
+            ModelError: a closure with fp16, whose overflows are known only after the gradients.
         """
-        if not self._stepper.sync_gradients:
+        if not self._accumulation.sync_gradients:
             return None
         self._under_way = True
         beacon().call("update")
         try:
-            applied, value = self._stepper.apply_update(self, closure)
+            applied, value = self._update(self, closure)
         finally:
             self._under_way = False
         self.step_was_skipped = not applied
@@ -139,10 +132,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients if the current micro-batch completes an update; else keep accumulating."""
-        if self._stepper.sync_gradients:
+        """Clear the gradients if the current micro-batch completes an update."""
+        if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Allow direct calls of the wrapped optimizer's `step` again."""
         self._guard.remove()
+
+
+def _step_alone(optimizer: PreparedOptimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+    """The update of an optimizer without an accelerator."""
+    return True, optimizer.optimizer.step(closure)

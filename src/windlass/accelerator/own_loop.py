@@ -1,4 +1,4 @@
-"""The engine of a user's own loop: it normalizes losses; the prepared optimizers make the updates."""
+"""The engine of a user's own loop: normalizes losses; prepared optimizers apply the updates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,14 @@ from windlass.transforms.strategy import Strategy
 class OwnLoop:
     """Implements `LoopEngine` for a script that calls forward, backward and step itself."""
 
+    strategies: Sequence[Strategy] = ()
+    saves_state = True
+
     def __init__(
         self, dist: DistPlan, gang: Gang, accumulation: AccumulationState, prepared: Prepared
     ) -> None:
-        self._dist, self._accumulation, self._prepared = dist, accumulation, prepared
+        self.dist, self._accumulation, self._prepared = dist, accumulation, prepared
         self._normaliser = LoopNormaliser(gang.size, gang.sum_on_device)
-
-    @property
-    def dist(self) -> DistPlan:
-        return self._dist
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        return ()
-
-    saves_loaders = True
 
     @property
     def step_was_skipped(self) -> bool:
@@ -71,9 +64,6 @@ class OwnLoop:
                 torch._foreach_mul_(local, factor.to(torch.promote_types(local[0].dtype, torch.float32)))
 
     def free_memory(self) -> None:
-        self._prepared.let_go()
+        self._prepared.release()
         self._accumulation.reset()
         clear_device_cache(garbage_collection=True)
-
-    def check_may_save(self) -> None:
-        """A user's own loop may always save."""

@@ -28,16 +28,16 @@ from windlass.transforms.strategy import Strategy
 class Prepared:
     """Models, optimizers, schedules and loaders of one loop.
 
-    Every optimizer has an executor of its own, over the models whose parameters it updates; all of them share one loss
-    scale, because one backward may reach the parameters of several.
+    Each optimizer has an executor over the models whose parameters it updates. They share one loss scale, because one
+    backward may reach the parameters of several.
 
     Args:
-        scaler: the loss scale of all optimizers.
-        elsewhere: strategies of models that are updated by someone else (a Trainer's run).
+        scaler: the loss scaler of all optimizers.
+        elsewhere: strategies of models that are updated elsewhere (by a Trainer's run).
 
     Attributes:
-        strategies: how each model is spread, in the order in which they were prepared.
-        custom: the objects given to `register_for_checkpointing`.
+        strategies: the strategy of each model, in the order in which they were prepared.
+        custom: the objects that were passed to `register_for_checkpointing`.
         guards: functions that remove the checks against calling a model without its wrapper.
     """
 
@@ -55,10 +55,10 @@ class Prepared:
         self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
         self._device, self._elsewhere, self._discards = device, elsewhere, False
-        self._restorable: list[Strategy] = []  # whose models were found to load what they save
-        # By optimizer: how many parameters it had, and the executor over them.
+        self._restorable: list[Strategy] = []  # their models load what they save
+        # By optimizer: the number of its parameters, and the executor over them.
         self._executors: dict[int, tuple[int, NativeExecutor]] = {}
-        # Parameters as they were before their model was sharded, for optimizers that were built on them.
+        # Parameters before their model was sharded, for optimizers that were built on them.
         self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
     # --- models -------------------------------------------------------------------------------------------------------
@@ -69,23 +69,24 @@ class Prepared:
         return [*self._elsewhere(), *self.strategies]
 
     @property
+    def models(self) -> list[nn.Module]:
+        """What `prepare` returned for each model, those that are updated elsewhere first."""
+        return [strategy.model for strategy in self.all_strategies]
+
+    @property
     def forwards_meet(self) -> bool:
-        """Return True if forwards of a prepared model are collective, so that all processes must make equally many."""
+        """True if forwards of a prepared model are collective, so all processes must make the same number of them."""
         return any(s.sharded or s.model is not s.module for s in self.strategies)
 
     def strategy_of(self, model: nn.Module) -> Strategy | None:
-        """The strategy of a known model, given as the user's module or as what `prepare` returned."""
+        """The strategy of the user's module, or of what `prepare` returned for it; None if it was not prepared."""
         for strategy in self.all_strategies:
             if model is strategy.model or model is strategy.module:
                 return strategy
         return None
 
     def check_restorable(self) -> None:
-        """Check, before its first save, that each model that customizes its state dict loads what it saves.
-
-        Raises:
-            CheckpointError: one does not; its parameters are named.
-        """
+        """Check, before its first save, that each model that customizes its state dict loads what it saves."""
         for strategy in self.strategies:
             if strategy not in self._restorable and customizes_state(strategy.module):
                 check_restorable(strategy.module)
@@ -97,7 +98,7 @@ class Prepared:
         return nn.ModuleList([strategy.module for strategy in self.strategies])
 
     def spread(self, modules: list[nn.Module], build: Callable[[nn.Module], Strategy]) -> None:
-        """Spread `modules`, and point all prepared optimizers to the parameters that they have afterwards."""
+        """Spread `modules`, and replace the parameters of all prepared optimizers by the resulting ones."""
         held = [strategy.module for strategy in self.strategies]
         before = nn.ModuleList([*held, *modules])
         parameters: dict[int, weakref.ref[Tensor]] = {id(p): weakref.ref(p) for p in before.parameters()}
@@ -109,17 +110,15 @@ class Prepared:
             self.follow(optimizer.optimizer)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace parameters in `optimizer` by the sharded ones that have taken their place."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        before = {id(p): self._before[id(p)][0] for p in held if self._was_replaced(p)}
+        """Replace the parameters of `optimizer` that were sharded by the resulting ones."""
+        before = {id(p): self._before[id(p)][0] for p in parameters_of(optimizer) if self._was_replaced(p)}
         if before:
             rebind(optimizer, before, self.everything)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
         """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
         known = {id(p) for module in (self.everything, *modules) for p in module.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        return any(id(p) in known or self._was_replaced(p) for p in held)
+        return any(id(p) in known or self._was_replaced(p) for p in parameters_of(optimizer))
 
     def _was_replaced(self, parameter: Tensor) -> bool:
         name, reference = self._before.get(id(parameter), ("", None))
@@ -127,7 +126,7 @@ class Prepared:
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds beside models, optimizers and positions in the data, by its name there."""
+        """The parts of a checkpoint besides models, optimizers and positions in the data, by name."""
         schedules = {f"scheduler_{index}": schedule for index, schedule in enumerate(self.schedules)}
         custom = {f"custom_checkpoint_{index}": item for index, item in enumerate(self.custom)}
         return {**schedules, **custom, "scaler": self.scaler}
@@ -135,15 +134,11 @@ class Prepared:
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def executor_of(self, optimizer: PreparedOptimizer) -> NativeExecutor:
-        """The executor of one optimizer and its models.
-
-        Raises:
-            ModelError: it updates no parameter of a prepared model, so its gradients would never be reduced.
-        """
+        """The executor of one optimizer and its models."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, executor = self._executors.get(id(optimizer), (0, None))
         if executor is None or known != count:
-            parameters: Any = optimizer.parameters()
+            parameters: Any = parameters_of(optimizer)
             strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
             executor = NativeExecutor(strategy, optimizer.optimizer, self._device, self.scaler, parameters)
             self._executors[id(optimizer)] = count, executor
@@ -163,7 +158,7 @@ class Prepared:
 
     def owner_of(self, optimizer: PreparedOptimizer) -> nn.Module:
         """The module whose parameter names a checkpoint uses for the optimizer: its model, or `everything`."""
-        wanted = {id(p) for p in optimizer.parameters()}
+        wanted = set(map(id, parameters_of(optimizer)))
         for strategy in self.strategies:
             if wanted <= {id(p) for p in strategy.module.parameters()}:
                 return strategy.module
@@ -175,7 +170,7 @@ class Prepared:
         return [
             self.executor_of(optimizer)
             for optimizer in self.optimizers
-            if any(id(p) in wanted for p in optimizer.parameters())
+            if any(id(p) in wanted for p in parameters_of(optimizer))
         ]
 
     @contextlib.contextmanager
@@ -192,8 +187,20 @@ class Prepared:
             for optimizer in self.optimizers:
                 optimizer.optimizer.zero_grad()
 
-    def step(self, optimizer: PreparedOptimizer) -> bool:
-        """Update with one optimizer, and rescale the gradients of the others if that changes the loss scale."""
+    def update(
+        self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Apply an update. Return if it was applied, and the result of the closure.
+
+        If that changes the loss scale, the gradients of the other optimizers are rescaled.
+        """
+        if closure is None:
+            return self._step(optimizer), None
+        if self.scaler.active:
+            raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
+        return True, optimizer.optimizer.step(closure)
+
+    def _step(self, optimizer: PreparedOptimizer) -> bool:
         if self._discards:
             return False
         executor = self.executor_of(optimizer)
@@ -209,16 +216,19 @@ class Prepared:
                 self.executor_of(other).follow_scale(factor)
         return applied
 
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def let_go(self) -> None:
-        """Forget everything, and make the user's objects usable without the accelerator again."""
-        for lift in self.guards:
-            lift()
+    def release(self) -> None:
+        """Remove all objects, and make the user's objects usable without the accelerator."""
+        for remove in self.guards:
+            remove()
         for optimizer in self.optimizers:
-            optimizer.let_go()
+            optimizer.release()
         for strategy in self.strategies:
             strategy.release()
         self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []
         self.guards = []
         self._executors, self._before = {}, {}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""A thin wrapper of a user's learning-rate schedule, for loops with accumulation, skipped updates and processes."""
+"""A wrapper of a user's learning-rate schedule, for loops with accumulation, skipped updates and several processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ class PreparedSchedule:
     """A schedule that advances with the updates of its optimizers.
 
     Args:
-        scheduler: the user's own; it keeps its identity.
-        optimizers: those whose updates it follows.
-        unit: what it counts. "loader_batch": batches of the unprepared loader, so every update advances it by the
-            number of those that it covers. "optimizer_step": updates that were applied, whatever the number
-            of processes and however often `step` is called. "call": every call of `step`.
-        adjust: keep the schedule's own count of calls in micro-batches, which only its warnings read.
+        scheduler: the user's schedule.
+        optimizers: the optimizers whose updates it follows.
+        unit: what it counts. "loader_batch": batches of the unprepared loader; each update advances it by the number of
+            batches that the update covers. "optimizer_step": updates that were applied, for any number of processes
+            and calls of `step`. "call": calls of `step`.
+        adjust: count micro-batches in the schedule's `_step_count`, which only its warnings read.
     """
+
+    _is_accelerate_prepared = True  # scripts look for it
 
     def __init__(
         self,
@@ -37,13 +39,13 @@ class PreparedSchedule:
         self.optimizers = list(optimizers)
         self.unit: Unit = unit
         self._accumulation = accumulation
-        # It follows a metric, not data.
+        # It depends on a metric, not on data.
         self._counts_batches = not isinstance(scheduler, ReduceLROnPlateau)
         self._adjust = adjust
         self._followed = self._updates()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not there yet while a copy is being made
+        if name == "scheduler":  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -55,7 +57,9 @@ class PreparedSchedule:
         if self.unit == "call":
             self.scheduler.step(*args, **kwargs)
         elif self.unit == "optimizer_step":
-            self._follow(*args, **kwargs)
+            done, self._followed = self._followed, self._updates()
+            for _ in range(done, self._followed):
+                self.scheduler.step(*args, **kwargs)
         elif not self._accumulation.sync_gradients:
             if self._adjust:
                 self.scheduler._step_count += 1
@@ -63,27 +67,21 @@ class PreparedSchedule:
             for _ in range(self._accumulation.batches_of_update() if self._counts_batches else 1):
                 self._advance(*args, **kwargs)
 
-    def _follow(self, *args: Any, **kwargs: Any) -> None:
-        done, self._followed = self._followed, self._updates()
-        for _ in range(done, self._followed):
-            self.scheduler.step(*args, **kwargs)
-
     def _advance(self, *args: Any, **kwargs: Any) -> None:
-        # Data of the script's own may hold more than its schedule was built for, which must not run past its end.
+        # The data may have more batches than the schedule was built for; it must not run past its end.
         end = getattr(self.scheduler, "total_steps", None)
         if end is None or self.scheduler._step_count <= end:
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates of the next update, one for each group."""
+        """The learning rates of the next update, one per group."""
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> Any:
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
+        return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state_dict)

@@ -15,24 +15,22 @@ from torch.utils.data import DataLoader
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.compare_loops import check_prepared_alike
 from windlass.accelerator.engine import LoopEngine
-from windlass.accelerator.forward import mix_precision, refuse_raw_forward
-from windlass.accelerator.optimizer import PreparedOptimizer, Stepper
+from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
+from windlass.accelerator.offloaded_weights import has_offloaded_params
+from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
-from windlass.accelerator.unwrapping import extract_model_from_parallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
-from windlass.dist.gang import Gang
 from windlass.precision.check import check_precision
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
-from windlass.transforms.offload import has_offloaded_params
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
 
@@ -40,33 +38,22 @@ _log = get_logger(__name__)
 
 
 class Preparer:
-    """Prepares a script's objects.
-
-    Args:
-        stepper: called by prepared optimizers.
-    """
+    """Prepares a script's objects."""
 
     def __init__(
-        self,
-        setup: Setup,
-        gang: Gang,
-        accumulation: AccumulationState,
-        prepared: Prepared,
-        engine: LoopEngine,
-        stepper: Stepper,
+        self, setup: Setup, accumulation: AccumulationState, prepared: Prepared, engine: LoopEngine
     ) -> None:
-        self._setup, self._gang, self._accumulation = setup, gang, accumulation
-        self._prepared, self._engine, self._stepper = prepared, engine, stepper
-        self._settings = setup.settings
-        self._unit_was_said = False
+        self._setup, self._settings, self._gang = setup, setup.settings, setup.gang
+        self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
+        self._unit_was_logged = False
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Return the objects to use in the place of `args`, in the same order. Collective.
+        """Return the objects to use instead of `args`, in the same order. Collective.
 
         Args:
             args: models, optimizers, `DataLoader`s and learning-rate schedules, in any number and order; anything else
                 is returned unchanged.
-            device_placement: for each of them, whether to move it to this process's device.
+            device_placement: for each of them, True to move it to this process's device.
 
         Returns:
             The prepared object for a single argument, else a tuple of them.
@@ -116,11 +103,11 @@ class Preparer:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Return the model to call in the place of `model`. Collective.
+        """Return the model to call instead of `model`. Collective.
 
         Args:
-            device_placement: whether to move it to this process's device; None: the accelerator's setting.
-            evaluation_mode: the model is never trained: every process keeps all of it, and nothing is reduced.
+            device_placement: True to move it to this process's device; None: the accelerator's setting.
+            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced.
 
         Raises:
             ConfigError, ModelError: the model does not support the settings.
@@ -148,12 +135,15 @@ class Preparer:
             for optimizer in self._prepared.optimizers:
                 bring_state_along(optimizer.optimizer)
         found = [self._prepared.strategy_of(model) for model in models]
-        return [strategy.model for strategy in found if strategy is not None]
+        prepared: list[Any] = [strategy.model for strategy in found if strategy is not None]
+        for model in prepared:
+            model._is_accelerate_prepared = True
+        return prepared
 
     def _check_model(self, model: nn.Module) -> None:
         if self.verify_device_map(model) and (self._gang.size > 1 or self._setup.is_fsdp2):
             raise ModelError(
-                "a model that was spread over devices with a device_map cannot be spread over processes too: load it "
+                "a model that is spread over devices by a device_map cannot be spread over processes too: load it "
                 "without device_map, or run one process"
             )
         check_precision(self._settings.precision, self._setup.device, model)
@@ -177,7 +167,7 @@ class Preparer:
         return strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
-        """The plan with the names of the modules that the plugin excludes from sharding by object."""
+        """The plan, with the names of the modules that the plugin excludes from sharding as objects."""
         plan, plugin = self._setup.dist, self._settings.fsdp
         names = () if plugin is None else plugin.ignored_names(model.named_modules())
         if not names or plan.shard is None:
@@ -185,7 +175,7 @@ class Preparer:
         return dataclasses.replace(plan, shard=dataclasses.replace(plan.shard, ignored=names))
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if the model, or a part of it, was spread over several devices with a `device_map`."""
+        """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     def unwrap_model(
@@ -198,11 +188,10 @@ class Preparer:
             keep_torch_compile: False removes compilation, including wrappers made by `torch.compile(model)`.
         """
         strategy = self._prepared.strategy_of(model)
-        module: Any = extract_model_from_parallel(
-            model if strategy is None else strategy.module, keep_fp32_wrapper, keep_torch_compile
-        )
+        inner = model if strategy is None else strategy.module
+        module: Any = extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
         if not keep_torch_compile:
-            module._compiled_call_impl = None  # `module.compile()` leaves no wrapper
+            module._compiled_call_impl = None  # set by `module.compile()`, which makes no wrapper
         return module  # type: ignore[no-any-return]
 
     # --- optimizers and schedules -------------------------------------------------------------------------------------
@@ -224,23 +213,23 @@ class Preparer:
             )
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)
-        prepared = PreparedOptimizer(optimizer, self._stepper)
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._prepared.update)
         self._prepared.optimizers.append(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
-        """Return a schedule that advances with the updates of its optimizer, or of all if that was not prepared."""
+        """Return a schedule that advances with the updates of its optimizer, or of all if it was not prepared."""
         for known in self._prepared.schedules:
             if scheduler is known or scheduler is known.scheduler:
                 return known
         followed = getattr(scheduler, "optimizer", None)
-        everyone = self._prepared.optimizers
-        own = [o for o in everyone if followed is o or followed is o.optimizer]
+        optimizers = self._prepared.optimizers
+        own = [o for o in optimizers if followed is o or followed is o.optimizer]
         unit = self._settings.schedule_unit
-        self._say_unit(self._accumulation.stride)
+        self._log_unit(unit)
         prepared = PreparedSchedule(
             scheduler,
-            own or everyone,
+            own or optimizers,
             self._accumulation,
             unit or "call",
             self._settings.accumulation.adjust_scheduler,
@@ -248,23 +237,22 @@ class Preparer:
         self._prepared.schedules.append(prepared)
         return prepared
 
-    def _say_unit(self, stride: int) -> None:
-        if self._unit_was_said or self._gang.rank != 0:
+    def _log_unit(self, unit: str | None) -> None:
+        if self._unit_was_logged or self._gang.rank != 0:
             return
-        self._unit_was_said = True
-        unit = self._settings.schedule_unit
-        if unit is None:
-            _log.info("Prepared schedules advance whenever their step() is called.")
-        elif unit == "optimizer_step":
-            _log.info("Prepared schedules count updates that were applied, on any number of processes.")
-        else:
-            # If an update is one batch, the count cannot surprise.
+        self._unit_was_logged = True
+        stride = self._accumulation.stride
+        if unit == "loader_batch":
             _log.log(
                 WARNING if stride > 1 else INFO,
-                "Prepared schedules count batches of the loader as it was before prepare(): every update advances "
-                "them by %d. scheduler_unit='optimizer_step' lets them count updates instead.",
+                "Prepared schedules count batches of the loader before prepare(): an update advances them by %d, a "
+                "shorter last one by fewer. "
+                "scheduler_unit='optimizer_step' counts updates instead.",
                 stride,
             )
+        else:
+            counted = "updates that were applied, on any number of processes" if unit else "calls of step()"
+            _log.info("Prepared schedules count %s.", counted)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -277,8 +265,8 @@ class Preparer:
         """Return a loader of this process's part of the data. Collective.
 
         Args:
-            device_placement: whether to move batches to this process's device; None: the accelerator's setting.
-            slice_fn_for_dispatch: function that cuts dispatched batches.
+            device_placement: True to move batches to this process's device; None: the accelerator's setting.
+            slice_fn_for_dispatch: splits dispatched batches.
 
         Raises:
             ConfigError, DataError: the loader does not support the settings.
@@ -305,13 +293,13 @@ class Preparer:
             gang=self._gang,
         )
         loader.follower = self._accumulation
-        if self._engine.saves_loaders and not any(loader is known for known in self._prepared.loaders):
+        if self._engine.saves_state and not any(loader is known for known in self._prepared.loaders):
             self._prepared.loaders.append(loader)
         return loader
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Refused: sequences are not split over processes."""
-        fix = "DeepSpeed's sequence parallelism is not built: prepare the loader, which deals whole sequences"
+        fix = "DeepSpeed's sequence parallelism is not supported: prepare the loader instead"
         raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""`accelerator.profile()`: torch's profiler around a part of a loop, as `ProfileKwargs` describes it."""
+"""`accelerator.profile()`: run torch's profiler with the options of `ProfileKwargs`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,18 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
-    """Profile the body; under a `schedule_option` the body calls the profiler's `step()` after each step of the loop.
+    """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
 
-    Where `output_trace_dir` is set, each process leaves `profile_<rank>.json` there, a Chrome trace; under a schedule
+    If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
     that repeats, the trace of its last whole cycle.
 
     Raises:
-        ConfigError: an activity that this machine does not have, or options that the schedule does not know.
+        ConfigError: an activity that this machine does not support, or unknown options of the schedule.
     """
-    problems = list(settings.objections())
-    if problems:
+    if problems := list(settings.objections()):
         raise ConfigError(problems)
-    with _profiler(settings) as profiler:
-        yield profiler
-    if settings.output_trace_dir is not None:
-        _export(profiler, Path(settings.output_trace_dir) / f"profile_{rank}.json")
-
-
-def _profiler(settings: ProfileKwargs) -> torch.profiler.profile:
     schedule = settings.schedule_option
-    return torch.profiler.profile(
+    with torch.profiler.profile(
         activities=_activities(settings.activities),
         schedule=None if schedule is None else torch.profiler.schedule(**schedule),
         on_trace_ready=settings.on_trace_ready,
@@ -46,7 +38,10 @@ def _profiler(settings: ProfileKwargs) -> torch.profiler.profile:
         with_stack=settings.with_stack,
         with_flops=settings.with_flops,
         with_modules=settings.with_modules,
-    )
+    ) as profiler:
+        yield profiler
+    if settings.output_trace_dir is not None:
+        _export(profiler, Path(settings.output_trace_dir) / f"profile_{rank}.json")
 
 
 def _activities(names: Sequence[str] | None) -> list[ProfilerActivity] | None:
@@ -56,14 +51,16 @@ def _activities(names: Sequence[str] | None) -> list[ProfilerActivity] | None:
     present = {activity.name.lower(): activity for activity in supported}
     missing = [name for name in names if name not in present]
     if missing:
-        fix = f"this machine has {', '.join(sorted(present))}; name those, or leave activities out"
+        fix = f"this machine supports {', '.join(sorted(present))}; name those, or leave activities out"
         raise ConfigError([Problem("ProfileKwargs.activities", name, fix) for name in missing])
     return [present[name] for name in names]
 
 
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
     if profiler.profiler is None:
-        logger.warning("%s is not written: profiler.step() was never called, so nothing was recorded", path)
+        logger.warning(
+            "%s is not written: nothing was recorded, because profiler.step() was never called", path
+        )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))

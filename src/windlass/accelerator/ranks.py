@@ -1,4 +1,4 @@
-"""This process's place among the others, and decorators that select processes."""
+"""The rank and the device of this process, and decorators that select processes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from windlass.accelerator.delegate import value_of
+from windlass.accelerator.shares import share_of
+from windlass.core.device import choose_device
 from windlass.core.output import STDOUT
+from windlass.core.world import World
 from windlass.dist.gang import Gang
 
 Function = Callable[..., Any]
 
 
+def select_device(use_cpu: bool, world: World) -> torch.device:
+    """Choose this process's device, and make it the current one."""
+    device = choose_device(use_cpu, world.local_rank)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index or 0)
+    return device
+
+
 class Ranks:
-    """This process's place among the others: the base of `Accelerator` and of the state singletons."""
+    """The rank of this process: the base of `Accelerator` and of the state singletons."""
 
     _gang: Gang
 
-    @property
-    def num_processes(self) -> int:
-        return self._gang.size
-
-    @property
-    def process_index(self) -> int:
-        return self._gang.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return self._gang.world.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on the first process of the job."""
-        return self._gang.world.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on the first process of each machine."""
-        return self._gang.world.is_local_main
+    num_processes: int = value_of("_gang.size", "The number of processes.")
+    process_index: int = value_of("_gang.rank", "The rank of this process.")
+    local_process_index: int = value_of("_gang.world.local_rank", "The rank of this process on its machine.")
+    is_main_process: bool = value_of("_gang.world.is_main", "True on the first process of the job.")
+    is_local_main_process: bool = value_of(
+        "_gang.world.is_local_main", "True on the first process of each machine."
+    )
+    should_save_model: bool = value_of(
+        "is_main_process", "True on the process that writes the files of `save_model`, which is collective."
+    )
 
     @property
     def is_last_process(self) -> bool:
@@ -49,22 +52,26 @@ class Ranks:
         """True if there is more than one process."""
         return self._gang.size > 1
 
-    @property
-    def should_save_model(self) -> bool:
-        """True on the process that writes the files of `save_model`. All of them take part in gathering the weights."""
-        return self.is_main_process
-
     def wait_for_everyone(self) -> None:
         """Return once every process has called this."""
         self._gang.barrier()
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Context: the main process runs the body first, then the others."""
+        """Context: the main process runs the body before the other processes."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Context: the main process of each machine runs the body first, then the others of that machine."""
+        """Context: the main process of each machine runs the body before the others on that machine."""
         return self._first(self.is_local_main_process)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
+
+        Args:
+            apply_padding: repeat the last element so that all processes get the same number.
+        """
+        yield share_of(inputs, self._gang, apply_padding)
 
     @contextlib.contextmanager
     def _first(self, mine: bool) -> Iterator[None]:

@@ -12,8 +12,13 @@ import torch
 from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
 from windlass.config.plan import DistPlan
-from windlass.config.plugin_words import DistributedType, FP8BackendType, distributed_type_of
-from windlass.config.plugins import AutocastKwargs, ParallelismConfig, ProfileKwargs
+from windlass.config.plugin_fsdp import fsdp_plugin_of
+from windlass.config.plugins import (
+    AutocastKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    ProfileKwargs,
+)
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
@@ -25,11 +30,8 @@ class Setup:
     """The settings, device and layout of one accelerator.
 
     Args:
-        dist: how models are spread over processes.
+        dist: returns how models are spread over processes.
         scaler: the loss scaler of the loop's updates.
-
-    Attributes:
-        device: the device of this process.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Setup:
         dist: Callable[[], DistPlan],
         scaler: Scaler,
     ) -> None:
-        self.settings, self.device, self._gang, self._dist = settings, device, gang, dist
+        self.settings, self.device, self.gang, self._dist = settings, device, gang, dist
         self._scaler = scaler
 
     @property
@@ -58,7 +60,7 @@ class Setup:
         """The mixed-precision context of this loop, for code outside a prepared model's forward.
 
         Args:
-            autocast_handler: other options than those that the accelerator was made with.
+            autocast_handler: replaces the options of the accelerator.
         """
         options = autocast_handler or self.settings.handlers.autocast
         dtype = COMPUTE_DTYPES.get(self.settings.precision.compute)
@@ -70,19 +72,12 @@ class Setup:
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
         """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
-        return profile(profile_handler or self.settings.handlers.profile, self._gang.rank)
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """NO for one process, else FSDP for sharded models, or the kind of replication by device."""
-        if self.dist.strategy == "fsdp":
-            return DistributedType.FSDP
-        return distributed_type_of(self.device.type, self._gang.size)
+        return profile(profile_handler or self.settings.handlers.profile, self.gang.rank)
 
     @property
     def multi_device(self) -> bool:
         """True if several processes have a device of their own, and models are not sharded."""
-        return self._gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
+        return self.gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
 
     @property
     def is_fsdp2(self) -> bool:
@@ -90,14 +85,10 @@ class Setup:
         return self.dist.strategy == "fsdp"
 
     @property
-    def fp8_backend(self) -> FP8BackendType:
-        """None: eight-bit training is not built."""
-        return FP8BackendType.NO
-
-    @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not built."""
-        return None
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """How models are sharded: the plugin of the script, or one that says the same; None if they are not."""
+        shard = self.dist.shard if self.is_fsdp2 else None
+        return self.settings.fsdp or (fsdp_plugin_of(shard) if shard else None)
 
     @property
     def native_amp(self) -> bool:
@@ -110,22 +101,15 @@ class Setup:
         return self._scaler if self._scaler.active else None
 
     @property
-    def rng_types(self) -> list[str]:
-        """The generators that all processes share at the start of a pass."""
-        return list(self.settings.rng_types)
-
-    @property
     def step_scheduler_with_optimizer(self) -> bool:
         """True if prepared schedules advance with updates instead of at every call."""
         return self.settings.schedule_unit is not None
-
-    # --- layout -------------------------------------------------------------------------------------------------------
 
     @property
     def torch_device_mesh(self) -> Any:
         """The mesh of processes over which models are sharded; None if they are not."""
         shard = self.dist.shard
-        return data_mesh(self.device, self._gang, shard.replicas) if self.is_fsdp2 and shard else None
+        return data_mesh(self.device, self.gang, shard.replicas) if self.is_fsdp2 and shard else None
 
     def _layout(self) -> ParallelismConfig:
         if self.settings.parallelism is None:
@@ -136,14 +120,13 @@ class Setup:
     @property
     def data_parallel_rank(self) -> int:
         """Index of the model replica that this process belongs to."""
-        return (
-            self._gang.rank // self._layout().size("dp_shard") if self._layout().dp_replicate_enabled else 0
-        )
+        layout = self._layout()
+        return self.gang.rank // layout.size("dp_shard") if layout.dp_replicate_enabled else 0
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this process's shard in its replica."""
-        return self._gang.rank % self._layout().size("dp_shard")
+        return self.gang.rank % self._layout().size("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Seeds and generators over the processes of a job."""
+"""Random generators in the same state on all processes."""
 
 from __future__ import annotations
 
@@ -8,57 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.accelerator.state import PartialState
 from windlass.config.plugin_words import RNGType
-from windlass.core import rng
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.gang import current
 from windlass.dist.operations import broadcast
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and PyTorch on every device.
-
-    Args:
-        device_specific: every process its own seed, `seed` plus its index.
-        deterministic: also ask for deterministic kernels.
-    """
-    rng.set_seed(seed + (PartialState().process_index if device_specific else 0), deterministic)
-
-
-def synchronize_rng_state(
-    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+def share_rng_states(
+    kinds: Iterable[RNGType | str], device: torch.device, generator: torch.Generator | None = None
 ) -> None:
-    """Give every process the main process's state of one generator. Collective.
-
-    Args:
-        rng_type: "torch" for the CPU's default generator, "generator" for the one handed in, or a kind of device.
-
-    Raises:
-        ConfigError: no generator handed in, or a kind of device that this process does not compute on.
-    """
-    state = PartialState()
-    read, write = _access(RNGType(str(rng_type)), generator, state.device)
-    if state.use_distributed:
-        write(broadcast(read().clone()))
-
-
-def synchronize_rng_states(
-    rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
-) -> None:
-    """Give every process the main process's state of several generators. Collective."""
-    for rng_type in rng_types:
-        synchronize_rng_state(rng_type, generator)
+    """Copy the states of the main process's generators to all processes: "torch", "generator" or a device type."""
+    for kind in kinds:
+        read, write = _access(RNGType(str(kind)), generator, device)
+        if current().size > 1:
+            write(broadcast(read().clone()))
 
 
 def _access(
     kind: RNGType, generator: torch.Generator | None, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """How the state of that generator is read and written; states are host tensors."""
+    """The functions that read and write the state of that generator, which is a host tensor."""
     if kind == RNGType.TORCH:
         return torch.get_rng_state, torch.set_rng_state
     if kind == RNGType.GENERATOR:
         if generator is None:
-            raise ConfigError(Problem("rng_types", str(kind), "needs the generator; hand it in"))
+            raise ConfigError(Problem("rng_types", str(kind), "needs the argument `generator`"))
         return generator.get_state, generator.set_state
     if kind != device.type:
         fix = f"this process computes on {device.type}; give torch, generator or {device.type}"

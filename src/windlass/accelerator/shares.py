@@ -13,15 +13,15 @@ from windlass.dist.gang import Gang
 
 
 def share_of(inputs: Any, gang: Gang, apply_padding: bool = False) -> Any:
-    """This process's part of `inputs`: consecutive items; the first processes get one more if it does not divide.
+    """This process's part of `inputs`, which are consecutive items. The first processes may get one item more.
 
     Args:
-        inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those, all of
-            one length.
-        apply_padding: repeat the last item until every process has as many, so that results can be gathered.
+        inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those with equal
+            lengths.
+        apply_padding: repeat the last item so that all processes get the same number, e.g. to gather the results.
 
     Raises:
-        DataError: a dict of several lengths, or something that cannot be shared out.
+        DataError: a dict with several lengths, or an unsupported type.
     """
     if gang.size == 1:
         return inputs
@@ -38,7 +38,9 @@ def _length(inputs: Any) -> int:
         return len(inputs)
     lengths = {key: _length(value) for key, value in inputs.items()}
     if len(set(lengths.values())) != 1:
-        raise DataError(f"the values of a dict must have one length to be shared out; they have {lengths}")
+        raise DataError(
+            f"the values of a dict must have one length to be split between processes; they have {lengths}"
+        )
     return next(iter(lengths.values()))
 
 
@@ -54,6 +56,6 @@ def _take(inputs: Any, places: range, missing: int) -> Any:
     if hasattr(inputs, "select"):
         return inputs.select([*places, *[len(inputs) - 1] * missing])
     raise DataError(
-        f"a {type(inputs).__name__} cannot be shared out over processes; give a list, a tuple, a tensor, a dataset or "
+        f"a {type(inputs).__name__} cannot be split between processes; pass a list, a tuple, a tensor, a dataset or "
         "a dict of those"
     )

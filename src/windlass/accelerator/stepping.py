@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
+from windlass.engine.native import NativeExecutor
 from windlass.transforms.ddp import Replicated
 
 _log = get_logger(__name__)
@@ -28,8 +29,7 @@ class Stepping:
     """Methods that a training loop calls in every step.
 
     Args:
-        accumulation: knows whether the current micro-batch completes an update.
-        loader: holds the default of `join_uneven_inputs`.
+        loader: has the default of `join_uneven_inputs`.
     """
 
     def __init__(
@@ -43,13 +43,6 @@ class Stepping:
         self._gang, self._accumulation, self._prepared, self._engine = gang, accumulation, prepared, engine
         self._loader = loader
 
-    # --- which micro-batch is the last of its update ------------------------------------------------------------------
-
-    @property
-    def sync_gradients(self) -> bool:
-        """True if the current micro-batch is the last one of its update."""
-        return self._accumulation.sync_gradients
-
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Context of one micro-batch.
@@ -58,7 +51,7 @@ class Stepping:
         prepared loader ends an update too.
         """
         self._accumulation.advance()
-        reduce = self.sync_gradients or self._accumulation.plugin.sync_each_batch
+        reduce = self._accumulation.sync_gradients or self._accumulation.plugin.sync_each_batch
         self._accumulation.models = models
         with contextlib.ExitStack() as stack:
             for model in models:
@@ -77,32 +70,27 @@ class Stepping:
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Context of a loop over unprepared data that may end earlier on some processes than on others.
 
-        Prepared loaders end together on all processes, and do not need it.
+        Prepared loaders end at the same time on all processes and do not need it.
 
         Args:
             joinables: replicated models (and optimizers) that take part.
             even_batches: False if the data may end unevenly. None: the value of the loader configuration.
         """
         even = self._loader.even_batches if even_batches is None else even_batches
-        replicated = self._gang.size > 1 and all(not s.sharded for s in self._prepared.all_strategies)
-        if even or not replicated:
-            if not even and self._gang.size > 1:
-                warn_once(
-                    _log, "join_uneven_inputs has no effect on sharded models: their data must end evenly."
-                )
+        if even or self._gang.size == 1:
+            yield
+            return
+        if any(s.sharded for s in self._prepared.all_strategies):
+            warn_once(_log, "join_uneven_inputs has no effect on sharded models: their data must end evenly.")
             yield
             return
         with Join(joinables, enable=True, throw_on_early_termination=False):
             yield
 
-    # --- backward -----------------------------------------------------------------------------------------------------
-
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refused: optimizers that update inside the backward are not built."""
         fix = "LOMO is not built: prepare another optimizer and call backward(loss)"
         raise ConfigError(Problem("lomo_backward", learning_rate, fix))
-
-    # --- gradients ----------------------------------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients by the fp16 loss scale, once per update. Clipping and stepping call it.
@@ -127,9 +115,7 @@ class Stepping:
             The norm before clipping: a scalar tensor, the same on every process.
         """
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        executors = self._prepared.executors_over(chosen)
-        for executor in executors:
-            executor.unscale()
+        executors = self._unscaled_executors(chosen)
         if executors and norm_type == 2:
             return executors[0].clip(max_norm, parameters=chosen)
         norm = torch.nn.utils.get_total_norm(
@@ -139,30 +125,20 @@ class Stepping:
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, whole)
         return whole
 
+    def _unscaled_executors(self, parameters: list[Any]) -> list[NativeExecutor]:
+        executors = self._prepared.executors_over(parameters)
+        for executor in executors:
+            executor.unscale()
+        return executors
+
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        executors = self._prepared.executors_over(chosen)
-        for executor in executors:
-            executor.unscale()
+        executors = self._unscaled_executors(chosen)
         gradients = [p.grad for p in chosen if p.grad is not None]
         local = executors[0].strategy.local(gradients) if executors else gradients
         for gradient in local:
             gradient.clamp_(-clip_value, clip_value)
-
-    # --- updates ------------------------------------------------------------------------------------------------------
-
-    def apply_update(
-        self, optimizer: PreparedOptimizer, closure: Callable[[], Any] | None
-    ) -> tuple[bool, Any]:
-        """Make one update; called by `PreparedOptimizer.step`."""
-        if closure is None:
-            return self._prepared.step(optimizer), None
-        if self._prepared.scaler.active:
-            raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
-        return True, optimizer.optimizer.step(closure)
-
-    # --- the rest -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def maybe_context_parallel(

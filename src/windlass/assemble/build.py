@@ -1,4 +1,4 @@
-"""The composition root: makes the wrapped model, the optimizer, the schedule and the executor of a plan."""
+"""Make the wrapped model, the optimizer, the schedule and the executor of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OptimizerFactory = Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a run trains with. `executor.model` is what forwards run through."""
+    """What a run trains with. Forwards run through `executor.model`."""
 
     executor: Executor
     schedule: Schedule
@@ -40,15 +40,15 @@ def build(
     gang: Gang,
     early: torch.optim.Optimizer | None = None,
 ) -> Built:
-    """Model, transforms, optimizer, executor: in this order. Loading a checkpoint comes after.
+    """Apply the transforms to the model, then make the optimizer and the executor. Load a checkpoint afterwards.
 
     Args:
         model: the bare module, on its device; changed in place.
-        create: number of updates -> optimizer and scheduler; a user's own objects keep their identity.
-        early: an optimizer that was made before: it stays the same object, with what sharding makes of its parameters.
+        create: number of updates -> optimizer and scheduler; objects of the user stay the same objects.
+        early: an optimizer that was made before; it stays the same object, and gets the sharded parameters.
 
     Raises:
-        ConfigError: the plan asks for what this model or device cannot do, or `create` made no optimizer.
+        ConfigError: this model or device cannot do what the plan requires, or `create` made no optimizer.
     """
     check_precision(plan.precision, device, model)
     apply_tf32(plan.precision)
@@ -62,5 +62,18 @@ def build(
         name = "optimizer" if optimizer is None else "lr_scheduler"
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
+    _check_parameters(optimizer, strategy.module)
     executor = NativeExecutor(strategy, optimizer, device, build_scaler(plan.precision, device))
     return Built(executor, as_schedule(scheduler, optimizer))
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that the optimizer updates a parameter of the model.
+
+    Raises:
+        ConfigError: it was made for another model, so training would change nothing.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        fix = "it holds no parameter of this model: make it from `model.parameters()` of the model that is trained"
+        raise ConfigError(Problem("optimizers", type(optimizer).__name__, fix))

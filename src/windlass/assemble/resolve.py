@@ -1,4 +1,4 @@
-"""All rules that concern several options, in one table, and the frozen plan of a configuration that meets them."""
+"""The rules that need the data or the process, and the frozen plan of a configuration that meets them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts
+from windlass.config import accelerator_config
 from windlass.config.parallel import Parallel, from_arguments, from_environment, merge, plan_parallel
 from windlass.config.plan import (
     BatchPlan,
@@ -32,7 +33,7 @@ from windlass.config.validate import check
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World, world_from_environment
 
-# Overriding these in other trainers replaces parts of their loop, which here is the engine's and never calls them.
+# Methods of other trainers that are parts of their loop; the loop of Windlass never calls an override of them.
 _CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
 _COLUMNS = "override `_set_signature_columns_if_needed`, or set remove_unused_columns=False"
 _CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
@@ -50,8 +51,8 @@ NEVER_CALLED = {
     "_get_num_items_in_batch": "override `count_targets`",
     "set_initial_training_values": "set max_steps or num_train_epochs",
     "_evaluate": "override `evaluate`",
+    "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
     "prediction_loop": "override `evaluation_loop`",
-    "_get_dataloader": "override `get_train_dataloader` and its siblings",
     "_remove_unused_columns": _COLUMNS,
     "_get_collator_with_removed_columns": _COLUMNS,
     "_clip_grad_norm": _CLIPPING,
@@ -64,7 +65,6 @@ NEVER_CALLED = {
     "_save_optimizer_and_scheduler": _CHECKPOINTS,
     "_save_scaler": _CHECKPOINTS,
     "_load_rng_state": _CHECKPOINTS,
-    "_load_optimizer_and_scheduler": _CHECKPOINTS,
     "_load_scaler": _CHECKPOINTS,
     "_load_callback_state": _CHECKPOINTS,
     "_rotate_checkpoints": "set save_total_limit",
@@ -78,8 +78,8 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     Raises:
         ConfigError: with every problem found, each naming field, value and fix.
     """
-    check(args)  # scripts assign to arguments after they were made
-    problems = [problem for rule in RULES for problem in rule(args, facts)]
+    check(args)  # scripts may have assigned to arguments
+    problems = list(_problems(args, facts))
     try:
         parallel = resolve_parallel(args, facts.world)
     except ConfigError as error:
@@ -89,7 +89,7 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     duration = resolve_duration(args, facts)
     return RunPlan(
         seed=args.seed,
-        batch=resolve_batch(args, facts),
+        batch=facts.size or update_size(args, facts.world.size)[0],
         duration=duration,
         optimizer=resolve_optimizer(args, duration.steps),
         precision=_precision(args, parallel),
@@ -112,130 +112,101 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
 
 # --- the table of rules ---------------------------------------------------------------------------------------------
 
-Rule = Callable[[Any, Facts], Iterator[Problem]]
-
-
-def _needs_training_data(args: Any, facts: Facts) -> Iterator[Problem]:
-    if not facts.has_training_data:
-        yield Problem(
-            "train_dataset",
-            None,
-            "training needs one: pass `train_dataset=` or override `get_train_dataloader`",
-        )
-
-
-def _needs_evaluation_data(args: Any, facts: Facts) -> Iterator[Problem]:
-    if facts.has_evaluation_data:
-        return
-    if _text(args.eval_strategy) != "no":
-        yield Problem(
-            "eval_strategy", _text(args.eval_strategy), "pass `eval_dataset=`, or set eval_strategy='no'"
-        )
-    if _text(args.save_strategy) == "best":
-        yield Problem(
-            "save_strategy", "best", "pass `eval_dataset=`: the best checkpoint is found by evaluating"
-        )
-
-
-def _needs_a_length(args: Any, facts: Facts) -> Iterator[Problem]:
-    if facts.groups_per_epoch is None and args.max_steps <= 0:
-        fix = "the training data is a stream without a length: set max_steps to the number of updates to make"
-        yield Problem("max_steps", args.max_steps, fix)
-
-
-def _has_a_sane_duration(args: Any, facts: Facts) -> Iterator[Problem]:
-    if args.max_steps > _MAX_STEPS:
-        yield Problem(
-            "max_steps", args.max_steps, f"no run makes more than {_MAX_STEPS:,} updates; is a unit wrong?"
-        )
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        yield Problem("num_train_epochs", args.num_train_epochs, "set it above 0, or give max_steps")
-    per_epoch = facts.groups_per_epoch
-    if args.max_steps <= 0 and per_epoch and args.num_train_epochs * per_epoch > _MAX_STEPS:
-        fix = f"that is {args.num_train_epochs * per_epoch:.3g} updates; set it to how often the data should be seen"
-        yield Problem("num_train_epochs", args.num_train_epochs, fix)
-
-
-def _keeps_the_loop(args: Any, facts: Facts) -> Iterator[Problem]:
-    for name, instead in NEVER_CALLED.items():
-        if name in facts.overridden:
-            yield Problem(
-                name, "overridden", f"Windlass runs its own loop and would never call it; {instead}"
-            )
-
-
-def _keeps_the_weights(args: Any, facts: Facts) -> Iterator[Problem]:
-    for name in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, name) and _text(args.eval_strategy) != "no":
-            fix = "it casts the weights being trained; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
-            yield Problem(name, True, fix)
-
-
-def _uses_one_graph(args: Any, facts: Facts) -> Iterator[Problem]:
-    if args.ddp_find_unused_parameters and args.ddp_static_graph:
-        fix = "a static graph uses the same parameters in every step: leave one of the two out"
-        yield Problem("ddp_find_unused_parameters", True, fix)
-
-
-def _divides_the_update(args: Any, facts: Facts) -> Iterator[Problem]:
-    yield from batch.objections(args, facts.world.size)
-
-
-def _can_cut_smaller(args: Any, facts: Facts) -> Iterator[Problem]:
-    if not args.auto_find_batch_size:
-        return
-    if "get_train_dataloader" in facts.overridden:
-        fix = "a loader of your own cuts its batches itself, so no smaller ones can be made: give a train_dataset"
-        yield Problem("auto_find_batch_size", True, fix)
-    if args.dataloader_drop_last:
-        fix = "which samples are dropped would depend on the size found: set dataloader_drop_last=False"
-        yield Problem("auto_find_batch_size", True, fix)
-
-
-RULES: tuple[Rule, ...] = (
-    _needs_training_data,
-    _needs_evaluation_data,
-    _needs_a_length,
-    _has_a_sane_duration,
-    _keeps_the_loop,
-    _keeps_the_weights,
-    _uses_one_graph,
-    _divides_the_update,
-    _can_cut_smaller,
+Condition = Callable[[Any, Facts], Any]
+_LOST_WEIGHTS = (
+    "it casts the trained weights; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
+)
+# (option, the rule is broken if, fix): `name` is the option of each row.
+RULES: tuple[tuple[str, Condition, str], ...] = (
+    (
+        "train_dataset",
+        lambda args, facts: not facts.has_training_data,
+        "training needs one: pass `train_dataset=` or override `get_train_dataloader`",
+    ),
+    (
+        "eval_strategy",
+        lambda args, facts: not facts.has_evaluation_data and args.eval_strategy != "no",
+        "pass `eval_dataset=`, or set eval_strategy='no'",
+    ),
+    (
+        "save_strategy",
+        lambda args, facts: not facts.has_evaluation_data and args.save_strategy == "best",
+        "pass `eval_dataset=`: the best checkpoint is found by evaluating",
+    ),
+    (
+        "max_steps",
+        lambda args, facts: facts.groups_per_epoch is None and args.max_steps <= 0,
+        "the training data is a stream without a length: set max_steps to the number of updates to make",
+    ),
+    (
+        "max_steps",
+        lambda args, facts: args.max_steps > _MAX_STEPS,
+        f"a run makes at most {_MAX_STEPS:,} updates; is a unit wrong?",
+    ),
+    (
+        "num_train_epochs",
+        lambda args, facts: (
+            args.max_steps <= 0 and args.num_train_epochs * (facts.groups_per_epoch or 0) > _MAX_STEPS
+        ),
+        f"with this data that is more than {_MAX_STEPS:,} updates; is a unit wrong?",
+    ),
+    ("bf16_full_eval", lambda args, facts: args.bf16_full_eval and args.eval_strategy != "no", _LOST_WEIGHTS),
+    ("fp16_full_eval", lambda args, facts: args.fp16_full_eval and args.eval_strategy != "no", _LOST_WEIGHTS),
+    (
+        "ddp_find_unused_parameters",
+        lambda args, facts: args.ddp_find_unused_parameters and args.ddp_static_graph,
+        "a static graph uses the same parameters in every step: leave one of the two out",
+    ),
+    (
+        "auto_find_batch_size",
+        lambda args, facts: args.auto_find_batch_size and "get_train_dataloader" in facts.overridden,
+        "a loader of your own makes its batches itself, so they cannot be made smaller: give a train_dataset",
+    ),
+    (
+        "auto_find_batch_size",
+        lambda args, facts: args.auto_find_batch_size and args.dataloader_drop_last,
+        "which samples are dropped would depend on the size found: set dataloader_drop_last=False",
+    ),
 )
 
 
+def _problems(args: Any, facts: Facts) -> Iterator[Problem]:
+    for name, broken, fix in RULES:
+        if broken(args, facts):
+            value = getattr(args, name, None)
+            yield Problem(name, _text(value) if isinstance(value, str) else value, fix)
+    for name, instead in NEVER_CALLED.items():
+        if name in facts.overridden:
+            fix = f"Windlass runs its own loop and would never call it; {instead}"
+            yield Problem(name, "overridden", fix)
+    yield from batch.objections(args, facts.world.size)
+    yield from accelerator_config.objections_before_training(args.accelerator_config)
+
+
 # --- sections of the plan -------------------------------------------------------------------------------------------
-# Each is a function of the arguments and facts alone and costs microseconds; those that a method of the Trainer needs
-# which scripts call or override before there is a plan are public. What costs more (`resolve_parallel` reads the
-# environment, checks every setting and reports what changes nothing) is done once in `resolve`.
+# Each is a function of the arguments and facts alone and takes microseconds. Those are public that a method of the
+# Trainer needs before there is a plan. What costs more (`resolve_parallel` reads the environment and checks every
+# setting) is called once in `resolve`.
 
 
-def resolve_batch(args: Any, facts: Facts) -> BatchPlan:
-    """The sizes of batches; `facts.groups_per_epoch` may be unknown."""
-    size = update_size(args, facts.world.size, facts.saved_size, facts.fits)[0]
-    return BatchPlan(
-        micro=size.micro,
-        accumulation=size.accumulation,
-        world=facts.world.size,
-        rank=facts.world.rank,
-        eval=args.per_device_eval_batch_size,
-    )
+def resolve_batch(args: Any, world: World) -> BatchPlan:
+    """The batches of a loader, by the arguments alone."""
+    size, _ = update_size(args, world.size)
+    return BatchPlan(size.micro, size.accumulation, world.size, world.rank, args.per_device_eval_batch_size)
 
 
 def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
-    """Updates and epochs: `max_steps` wins; else `num_train_epochs` passes, the last one possibly in part.
+    """Return updates and epochs: from `max_steps`, else from `num_train_epochs`, whose last pass may be partial.
 
-    Epochs are passes over the data whatever the size of updates: where that changed in between, the updates made so
-    far and those that the rest of the data makes add up.
+    If the size of updates changed, the updates made so far and those of the remaining data are added up.
     """
     per_epoch = facts.groups_per_epoch
-    # How many more updates were made than the data behind them makes now.
+    # How many more updates were made than the consumed data would make now.
     surplus = 0 if facts.resumed is None else facts.resumed.steps - facts.resumed.amounts_to
     if args.max_steps > 0:
         epochs = math.ceil((args.max_steps - surplus) / per_epoch) if per_epoch else _MAX_STEPS
         return DurationPlan(args.max_steps, epochs, per_epoch)
-    assert per_epoch is not None, "a stream without max_steps is refused above"
+    assert per_epoch is not None, "a stream without max_steps is refused by the rules"
     made = 0 if facts.resumed is None else facts.resumed.steps
     steps = max(math.ceil(args.num_train_epochs * per_epoch) + surplus, made)
     return DurationPlan(steps, math.ceil(args.num_train_epochs), per_epoch)
@@ -266,7 +237,7 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:
-    """The precision of this process before there is a run: a trainer may only evaluate."""
+    """The precision of this process without a run: a trainer may only evaluate."""
     return _precision(args, resolve_parallel(args, world_from_environment()))
 
 
@@ -277,10 +248,10 @@ def _precision(args: Any, parallel: Parallel) -> PrecisionPlan:
 
 
 def resolve_data(args: Any) -> DataPlan:
-    """How training data are read."""
+    """How training data is read."""
     return DataPlan(
         workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory,
+        pin_memory=args.dataloader_pin_memory and not args.use_cpu,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
@@ -322,6 +293,13 @@ def resolve_preemption(args: Any) -> PreemptionPlan:
 
 
 def resolve_evaluation(args: Any) -> EvaluationPlan:
+    """The plan of an evaluation, also of one without training.
+
+    Raises:
+        ConfigError: a request about loaders that cannot be honoured.
+    """
+    if problems := list(accelerator_config.objections_before_training(args.accelerator_config)):
+        raise ConfigError(problems)
     return EvaluationPlan(
         loss_only=bool(args.prediction_loss_only),
         batch_metrics=bool(args.batch_eval_metrics),
@@ -343,7 +321,7 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
 
 
 def resolve_cadence(strategy: Any, steps: float, total: int) -> CadencePlan:
-    """When something happens in a run of `total` updates; `steps` below 1 is a share of them."""
+    """Return when something happens in a run of `total` updates; `steps` below 1 is a share of them."""
     stride = math.ceil(total * steps) if 0 < steps < 1 else int(steps)
     return CadencePlan(_text(strategy), max(stride, 1))  # type: ignore[arg-type]
 
@@ -356,10 +334,10 @@ def _schedule_options(args: Any) -> dict[str, Any]:
 
 
 def _options(given: Any) -> dict[str, Any]:
-    """`optim_args`: a mapping, or text of `key=value` pairs, which validation has read before."""
+    """Read `optim_args`: a mapping, or text of `key=value` pairs that was validated before."""
     return dict(given) if isinstance(given, dict) else options_from(given or "")
 
 
 def _text(value: Any) -> str:
-    """The plain string behind an enum member or a string."""
+    """Return the plain string of an enum member or a string."""
     return str(getattr(value, "value", value))

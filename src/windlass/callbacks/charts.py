@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: no script, no network, readable in light and dark."""
+"""Line charts as inline SVG, without scripts or network, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 34
-# More points than this cannot be told apart at the chart's width, and would only make the page heavy.
+# More points cannot be distinguished at the width of the chart, and only make the page larger.
 _MAX_POINTS = 400
 _DOTS_UP_TO = 40
 _LARGEST = 1e300  # beyond it the span of an axis could overflow
@@ -20,19 +20,14 @@ _LARGEST = 1e300  # beyond it the span of an axis could overflow
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: `(step, value)` pairs in order of step. Non-finite values leave a gap."""
+    """One curve: `(step, value)` pairs in order of step. Non-finite values are gaps."""
 
     name: str
     points: Sequence[Point]
 
 
 def line_chart(title: str, series: Sequence[Series]) -> str:
-    """A titled figure with one line per series over the step, a legend where there are several, and hover
-    texts.
-
-    Returns:
-        HTML of a `<figure>`; empty where no series has a finite point.
-    """
+    """Return a `<figure>` with one line per series over the step; empty if no series has a finite point."""
     drawn = [(index, s) for index, s in enumerate(series) if any(map(_is_finite, s.points))]
     if not drawn:
         return ""
@@ -51,7 +46,7 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that cover `[low, high]`."""
+    """Return about `count` round numbers (1, 2 or 5 times a power of ten apart) that cover `[low, high]`."""
     span = high - low
     raw = span / max(count - 1, 1)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -61,7 +56,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """The values as text, with as many digits as it takes to tell them apart."""
+    """Return the values as text, with as many digits as needed to distinguish them."""
     texts: list[str] = []
     for digits in range(4, 16):
         texts = [short(value, digits) for value in values]
@@ -71,9 +66,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def thinned(points: Sequence[Point], limit: int = _MAX_POINTS) -> Sequence[Point]:
-    """At most about `limit` points; the lowest and the highest of each stretch stay, so that no spike is
-    lost.
-    """
+    """Return at most about `limit` points: the lowest and the highest of each stretch, so that spikes stay."""
     if len(points) <= limit:
         return points
     size = math.ceil(len(points) / (limit // 2))
@@ -88,7 +81,7 @@ def thinned(points: Sequence[Point], limit: int = _MAX_POINTS) -> Sequence[Point
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The mapping from data to the drawing, and the axes."""
+    """The axes, and the mapping from data to the drawing."""
 
     x_ticks: list[float]
     y_ticks: list[float]
@@ -98,7 +91,7 @@ class _Frame:
     def around(cls, points: Sequence[Point]) -> _Frame:
         xs, ys = [p[0] for p in points], [p[1] for p in points]
         low, high = min(ys), max(ys)
-        # A constant still needs an axis around it.
+        # A constant needs an axis too.
         if high - low <= max(1e-9 * max(abs(low), abs(high)), 1 / _LARGEST):
             room = abs(low) * 0.1 or 1.0
             low, high = low - room, high + room
@@ -117,22 +110,18 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     def axes(self) -> str:
-        bottom = _HEIGHT - _BOTTOM
+        bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
         parts = []
         for value, label in zip(self.y_ticks, labels(self.y_ticks), strict=True):
             y = self.y(value)
-            parts.append(
-                f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            )
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
         parts += (
             f'<text x="{self.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>'
             for value, label in zip(self.x_ticks, labels(self.x_ticks), strict=True)
         )
-        parts.append(
-            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end" class="muted">step</text>'
-        )
+        parts.append(f'<text x="{right}" y="{_HEIGHT - 3}" text-anchor="end" class="muted">step</text>')
         return "".join(parts)
 
 
@@ -143,9 +132,8 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
         for run in _unbroken(points)
     )
     finite = [p for p in points if _is_finite(p)]
-    radius = 3.5 if len(finite) <= _DOTS_UP_TO else 6
     # Spots are invisible and only carry the hover text.
-    kind = "dot" if len(finite) <= _DOTS_UP_TO else "spot"
+    kind, radius = ("dot", 3.5) if len(finite) <= _DOTS_UP_TO else ("spot", 6)
     dots = "".join(
         f'<circle class="{kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}">'
         f"<title>{in_html(series.name)}: {short(y, 6)} at step {x:g}</title></circle>"
@@ -169,7 +157,7 @@ def _is_finite(point: Point) -> bool:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A number for people: `2,000`, `0.125`, `3e-5`."""
+    """Return a short number: `2,000`, `0.125`, `3e-5`."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{value}"
     if value == int(value) and abs(value) < 1e6:

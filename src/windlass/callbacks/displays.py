@@ -1,4 +1,4 @@
-"""Where progress is shown: a rich bar, a plain bar, or lines of text. Each has the same verbs."""
+"""Displays of progress: a rich bar, a plain bar, or lines of text, all with the same methods."""
 
 from __future__ import annotations
 
@@ -6,54 +6,37 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from windlass.core.optional import is_available, require
 from windlass.core.output import STDOUT, TolerantStream, shown
 
-# A terminal is redrawn at most this often: drawing costs about a millisecond, a step may cost less.
+# A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
 _REDRAW_SECONDS = 0.2
-# A log file hears of progress at least this often, when nothing else is written.
+# A log file receives a line at least this often.
 _HEARTBEAT_SECONDS = 60.0
+_CLEAR_LINE = "\r\x1b[2K"
 Clock = Callable[[], float]
 
 
-class Display(Protocol):
-    """One run of steps, shown while it goes on. An evaluation inside it is counted on its own."""
-
-    def advance(self, step: int) -> None: ...
-
-    def begin_inner(self, label: str, total: int) -> None: ...
-
-    def advance_inner(self, done: int) -> None: ...
-
-    def end_inner(self) -> None: ...
-
-    def write(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def open_display(total: int, label: str, *, start: int = 0, file: TextIO | None = None) -> Display:
-    """The best display that `file` (default: standard output) can show.
+    """Return the best display for `file` (default: standard output).
 
-    A terminal gets a bar (rich's where rich is installed); anything else gets whole lines without carriage
-    returns.
+    A terminal gets a bar, rich's if rich is installed; anything else gets whole lines without carriage returns.
 
     Args:
         total: steps of the run.
         start: steps already done, when resumed.
     """
     stream = TolerantStream(file) if file else STDOUT
-    if not stream.isatty():
-        return LineDisplay(total, label, start=start, file=stream)
-    if is_available("rich"):
-        return RichDisplay(total, label, start=start, file=stream)
-    return BarDisplay(total, label, start=start, file=stream)
+    kind: type[Display] = LineDisplay
+    if stream.isatty():
+        kind = RichDisplay if is_available("rich") else BarDisplay
+    return kind(total, label, start=start, file=stream)
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as `m:ss` or `h:mm:ss`; a dash pair where the time is not known."""
+    """Return seconds as `m:ss` or `h:mm:ss`; dashes if the time is not known."""
     if not 0 <= seconds < float("inf"):
         return "-:--"
     minutes, rest = divmod(int(seconds), 60)
@@ -62,7 +45,7 @@ def clock_text(seconds: float) -> str:
 
 
 class _Pace:
-    """How far a run is, how long it took, and how long it will take."""
+    """The progress of a run, its duration, and an estimate of the time left."""
 
     def __init__(self, total: int, label: str, start: int, clock: Clock) -> None:
         self.total = total
@@ -72,7 +55,7 @@ class _Pace:
         self._began = clock()
 
     def text(self) -> str:
-        """For example `train 40/100 40% 0:12<0:18`: done, share, elapsed, left."""
+        """Return for example `train 40/100 40% 0:12<0:18`: done, share, elapsed, left."""
         elapsed = self._clock() - self._began
         done = self.step - self._first
         left = elapsed / done * (self.total - self.step) if done > 0 else float("inf")
@@ -80,8 +63,8 @@ class _Pace:
         return f"{self.label} {self.step}/{self.total}{share} {clock_text(elapsed)}<{clock_text(left)}"
 
 
-class _PacedDisplay:
-    """What lines and bars have in common: the pace of the run, and of an evaluation within it."""
+class Display:
+    """The progress of a run of steps, and of an evaluation within it, which has a count of its own."""
 
     def __init__(
         self,
@@ -110,22 +93,26 @@ class _PacedDisplay:
             self._inner.step = done
             self._moved(self._inner)
 
-    def _moved(self, pace: _Pace) -> None:
-        """Show that `pace` went on, where it is time to."""
-        raise NotImplementedError
-
-
-class LineDisplay(_PacedDisplay):
-    """Plain lines for files and pipes: one for each message, and a sign of life each minute without one."""
-
     def end_inner(self) -> None:
         self._inner = None
 
     def write(self, text: str) -> None:
-        self._print(f"[{self._pace.text()}] {shown(text)}")
+        """Print a line."""
+        raise NotImplementedError
 
     def close(self) -> None:
         self._inner = None
+
+    def _moved(self, pace: _Pace) -> None:
+        """Display the progress of `pace`, if it is time to."""
+        raise NotImplementedError
+
+
+class LineDisplay(Display):
+    """Plain lines for files and pipes: one for each message, and one each minute without a message."""
+
+    def write(self, text: str) -> None:
+        self._print(f"[{self._pace.text()}] {shown(text)}")
 
     def _moved(self, pace: _Pace) -> None:
         if self._clock() - self._last >= _HEARTBEAT_SECONDS:
@@ -137,8 +124,8 @@ class LineDisplay(_PacedDisplay):
         self._file.flush()
 
 
-class BarDisplay(_PacedDisplay):
-    """A one-line bar for terminals, drawn with nothing but a carriage return."""
+class BarDisplay(Display):
+    """A one-line bar for terminals, drawn with carriage returns."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -146,11 +133,11 @@ class BarDisplay(_PacedDisplay):
         self._draw()
 
     def end_inner(self) -> None:
-        self._inner = None
+        super().end_inner()
         self._draw()
 
     def write(self, text: str) -> None:
-        self._file.write(f"{self._cleared()}{shown(text)}\n")
+        self._file.write(f"{_CLEAR_LINE}{shown(text)}\n")
         self._draw()
 
     def close(self) -> None:
@@ -169,21 +156,17 @@ class BarDisplay(_PacedDisplay):
         room = shutil.get_terminal_size().columns - len(text) - 4
         filled = int(room * pace.step / pace.total) if pace.total > 0 and room > 0 else 0
         bar = f" |{'#' * filled}{'.' * (room - filled)}|" if room > 0 else ""
-        self._file.write(f"{self._cleared()}{text}{bar}")
+        self._file.write(f"{_CLEAR_LINE}{text}{bar}")
         self._file.flush()
 
-    def _cleared(self) -> str:
-        return "\r\x1b[2K"
 
-
-class RichDisplay:
-    """rich's bar. Redrawn from the training thread, not from a thread of its own: fewer surprises when
-    processes fork.
-    """
+class RichDisplay(Display):
+    """rich's bar, redrawn from the training thread: a thread of its own would not survive a fork."""
 
     def __init__(self, total: int, label: str, *, start: int = 0, file: TolerantStream | None = None) -> None:
+        super().__init__(total, label, start=start, file=file)
         progress, console = require("rich.progress", "draw a bar"), require("rich.console", "draw a bar")
-        self._console: Any = console.Console(file=file or STDOUT)
+        self._console: Any = console.Console(file=self._file)
         self._bar: Any = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(bar_width=None),
@@ -194,31 +177,22 @@ class RichDisplay:
             auto_refresh=False,
             expand=True,
         )
-        self._main = self._bar.add_task(label, total=total or None, completed=start)
-        self._inner: Any = None
-        self._pending: tuple[Any, int] | None = None  # counted, and not drawn yet
-        # A run that ends in an exception closes nothing: the terminal must get its cursor back all the same.
+        self._task = self._bar.add_task(label, total=total or None, completed=start)
+        self._inner_task: Any = None
+        # A run that ends in an exception does not call `close`, and the terminal must get its cursor back.
         self._rescue = weakref.finalize(self, self._bar.stop)
-        self._last = time.monotonic()
         self._bar.start()
         self._bar.refresh()
 
-    def advance(self, step: int) -> None:
-        self._show(self._main, step)
-
     def begin_inner(self, label: str, total: int) -> None:
         self._redraw()
-        self._inner = self._bar.add_task(label, total=total)
-
-    def advance_inner(self, done: int) -> None:
-        if self._inner is not None:
-            self._show(self._inner, done)
+        super().begin_inner(label, total)
+        self._inner_task = self._bar.add_task(label, total=total)
 
     def end_inner(self) -> None:
         if self._inner is not None:
-            self._pending = None
-            self._bar.remove_task(self._inner)
-            self._inner = None
+            super().end_inner()
+            self._bar.remove_task(self._inner_task)
             self._redraw()
 
     def write(self, text: str) -> None:
@@ -228,15 +202,13 @@ class RichDisplay:
         self._redraw()
         self._rescue()
 
-    def _show(self, task: Any, completed: int) -> None:
-        self._pending = (task, completed)
-        if time.monotonic() - self._last >= _REDRAW_SECONDS:
+    def _moved(self, pace: _Pace) -> None:
+        if self._clock() - self._last >= _REDRAW_SECONDS:
             self._redraw()
 
     def _redraw(self) -> None:
-        self._last = time.monotonic()
-        if self._pending is not None:
-            task, completed = self._pending
-            self._bar.update(task, completed=completed)
-            self._pending = None
+        self._last = self._clock()
+        self._bar.update(self._task, completed=self._pace.step)
+        if self._inner is not None:
+            self._bar.update(self._inner_task, completed=self._inner.step)
         self._bar.refresh()

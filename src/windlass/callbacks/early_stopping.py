@@ -1,27 +1,26 @@
-"""Stop when the watched metric no longer improves."""
+"""Stop training when a metric no longer improves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from windlass.callbacks.rows import Logs
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import ExportableState, TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import number_in
 
 logger = get_logger(__name__)
 
 
-class EarlyStoppingCallback(TrainerCallback):
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training after `early_stopping_patience` evaluations in a row without improvement.
 
-    An evaluation improves when `metric_for_best_model` is better than `state.best_metric` (the best of the
-    evaluations before it) by more than the threshold. Better means greater or less as `greater_is_better`
-    says.
+    An evaluation improves if `metric_for_best_model` is better than `state.best_metric`, the best of the evaluations
+    before it, by more than the threshold. `greater_is_better` sets the direction.
 
     Args:
-        early_stopping_patience: evaluations without improvement that are allowed, at least 1.
+        early_stopping_patience: evaluations without improvement, at least 1.
         early_stopping_threshold: the least improvement that counts, in units of the metric, at least 0.
 
     Raises:
@@ -35,13 +34,8 @@ class EarlyStoppingCallback(TrainerCallback):
         self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0
     ) -> None:
         if early_stopping_patience < 1:
-            raise ConfigError(
-                Problem(
-                    "early_stopping_patience",
-                    early_stopping_patience,
-                    "give the number of evaluations, 1 or more",
-                )
-            )
+            fix = "give the number of evaluations, 1 or more"
+            raise ConfigError(Problem("early_stopping_patience", early_stopping_patience, fix))
         threshold = early_stopping_threshold or 0.0
         if not threshold >= 0.0:
             raise ConfigError(Problem("early_stopping_threshold", threshold, "give 0 or a positive number"))
@@ -52,9 +46,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         problems = []
         if args.metric_for_best_model is None:
-            fix = (
-                "EarlyStoppingCallback requires metric_for_best_model to be defined; give one, such as 'loss'"
-            )
+            fix = "EarlyStoppingCallback requires metric_for_best_model to be defined; set it, for example to 'loss'"
             problems.append(Problem("metric_for_best_model", None, fix))
         if args.eval_strategy == "no":
             fix = "EarlyStoppingCallback requires an evaluation strategy of 'steps' or 'epoch'"
@@ -62,36 +54,28 @@ class EarlyStoppingCallback(TrainerCallback):
         if problems:
             raise ConfigError(problems)
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
-            # Restored from a checkpoint that was saved after the decision: the run was cut off before it could end.
+            # Restored from a checkpoint saved after the decision, of a run that was interrupted before it could end.
             logger.warning(
-                "EarlyStoppingCallback had stopped this run already (%d evaluations without improvement). To train "
-                "on, give it more patience.",
+                "EarlyStoppingCallback has stopped this run already (%d evaluations without improvement). To continue, "
+                "increase early_stopping_patience.",
                 self.early_stopping_patience_counter,
             )
             control.should_training_stop = True
         if not args.load_best_model_at_end:
             logger.warning(
-                "EarlyStoppingCallback without load_best_model_at_end=True: when training stops, the model is "
-                "the last one, not the best one."
+                "EarlyStoppingCallback without load_best_model_at_end=True: the model after training is the last one, "
+                "not the best one."
             )
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Logs = None, **kwargs: Any
     ) -> None:
         name = args.metric_for_best_model
         if not name.startswith("eval_"):
             name = f"eval_{name}"
         if not metrics or name not in metrics:
-            # With several named evaluation sets only one of them has the metric, so this is no error.
-            logger.warning(
-                "EarlyStoppingCallback: this evaluation has no %s, so it does not count for early stopping.",
-                name,
-            )
+            # Not an error: with several named evaluation sets only one of them has the metric.
+            logger.warning("EarlyStoppingCallback: this evaluation has no %s and is ignored.", name)
             return
         value = number_in(metrics, name, "metric_for_best_model", args.metric_for_best_model)
         self.check_metric_value(args, state, control, value)
@@ -101,19 +85,16 @@ class EarlyStoppingCallback(TrainerCallback):
     def check_metric_value(
         self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
-        """Count this evaluation for or against the run. A NaN never counts as an improvement on a number."""
+        """Reset the counter after an improvement, else increment it. A NaN is never an improvement on a number."""
         best = state.best_metric
-        if best is None or self._improves(metric_value, best, bool(args.greater_is_better)):
+        gain = 0.0 if best is None else metric_value - best if args.greater_is_better else best - metric_value
+        if best is None or (gain > 0.0 and gain > self.early_stopping_threshold):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
 
-    def _improves(self, value: float, best: float, greater: bool) -> bool:
-        gain = value - best if greater else best - value
-        return gain > 0.0 and gain > self.early_stopping_threshold
-
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs: the constructor's arguments, and the count so far."""
+        """Return the constructor's arguments and the counter, for a resumed run."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,

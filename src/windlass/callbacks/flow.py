@@ -1,4 +1,4 @@
-"""When a run logs, evaluates, saves and ends: the cadence that the arguments ask for."""
+"""When a run logs, evaluates, saves and ends, as the arguments configure it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Turns the strategies of the arguments into control flags.
+    """Sets the control flags by the strategies of the arguments.
 
-    `state.logging_steps`, `state.eval_steps` and `state.save_steps` are absolute numbers of updates here:
-    ratios of the run were resolved before. The last step of a run is always saved when saving by steps, and
-    always evaluated when evaluating by steps and `eval_delay` has passed, so that no work is left without a
-    checkpoint or a score.
+    `state.logging_steps`, `state.eval_steps` and `state.save_steps` are absolute numbers of updates. With a strategy of
+    "steps" the last step of a run is always saved, and always evaluated once `eval_delay` has passed.
     """
 
     def on_step_end(

@@ -1,4 +1,4 @@
-"""Who is told of what: the list of callbacks, and the dispatch of the sixteen events to them."""
+"""The list of callbacks, and the dispatch of the sixteen events to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windlass.core.types import State
 
 logger = get_logger(__name__)
 
-# Requests that an event answers, or that end where it begins: cleared before its listeners run.
+# The requests that an event fulfils or ends, cleared before its listeners run.
 _CLEARED: dict[str, tuple[str, ...]] = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
@@ -24,61 +24,49 @@ _CLEARED: dict[str, tuple[str, ...]] = {
     "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
-_FIX = (
-    "give subclasses or instances of TrainerCallback, or objects with methods such as "
-    "on_log(args, state, control, **kwargs)"
-)
+_FIX = "give a TrainerCallback, its class, or an object with methods such as on_log(args, state, control, **kwargs)"
 _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 Listener = Callable[..., Any]
 
 
-def _defined_in(listener: Listener) -> str:
-    """The module of the class whose instance listens."""
+def _module_of(listener: Listener) -> str:
+    """Return the module of the class of the callback."""
     owner = getattr(listener, "__self__", None)
     return str(getattr(listener if owner is None else type(owner), "__module__", ""))
 
 
-def _decides(listener: Listener) -> bool:
-    """Whether a listener decides about the run by what the run itself evaluates, and by nothing else."""
+def _follows_run_only(listener: Listener) -> bool:
+    """Return True if the callback is only to receive evaluations of the run itself."""
     return bool(getattr(getattr(listener, "__self__", None), "follows_run_only", False))
 
 
-def _event(name: str, payload: str | None = None) -> Callable[..., TrainerControl]:
-    """The method `on_*` of the handler; `payload` is the argument that may follow `control` by position."""
-    if payload is None:
+def _event(name: str, *payload: str) -> Callable[..., TrainerControl]:
+    """Return the method `on_*` of the handler; `payload` names the arguments after `control`."""
 
-        def fire(
-            self: CallbackHandler, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-        ) -> TrainerControl:
-            return self.fire(name, args, state, control, **kwargs)
-
-        return fire
-
-    def fire_with(
+    def fire(
         self: CallbackHandler,
         args: Any,
         state: TrainerState,
         control: TrainerControl,
-        value: Any = None,
+        *values: Any,
         **kwargs: Any,
     ) -> TrainerControl:
-        return self.fire(name, args, state, control, **{payload: value, **kwargs})
+        given = dict.fromkeys(payload) | dict(zip(payload, values, strict=bool(values)))
+        return self.fire(name, args, state, control, **{**given, **kwargs})
 
-    return fire_with
+    return fire
 
 
 class CallbackHandler:
-    """Holds the callbacks in order and fires events at those that listen.
+    """Holds the callbacks in order and calls those that listen to an event.
 
-    What each event has to call is worked out when the set of callbacks changes, not when the event is fired:
-    methods that a callback merely inherits from a base class named `TrainerCallback` (this package's or
-    transformers') do nothing and are left out, so that an event nobody listens to costs a dictionary look-up.
-
-    Callbacks need not be subclasses: any object with at least one of the event methods will do.
+    A callback is any object with at least one of the event methods. The listeners of each event are collected when the
+    set of callbacks changes: methods inherited from a base class named `TrainerCallback` (Windlass's or transformers')
+    do nothing and are left out, so that an event without listeners costs a dictionary look-up.
 
     Attributes:
-        model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, processing_class: given to every
-            event by name; assign them whenever they change.
+        model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, processing_class: passed to every event by
+            name; assign them whenever they change.
         callbacks: the instances, in the order in which they are called.
     """
 
@@ -94,29 +82,28 @@ class CallbackHandler:
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self._listeners: dict[str, tuple[Listener, ...]] = {}
-        self._under_way: list[str] = []
+        self._active: list[str] = []
         self._known = -1
         for callback in callbacks:
             self.add_callback(callback)
         if not any(_is_flow(callback) for callback in self.callbacks):
             logger.warning(
-                "There is no DefaultFlowCallback among the callbacks, so nothing asks for logs, evaluations, "
-                "saves or the end of training. Add one with trainer.add_callback(DefaultFlowCallback). "
-                "The callbacks are:\n%s",
+                "There is no DefaultFlowCallback among the callbacks, so nothing requests logs, evaluations, saves or "
+                "the end of training. Add one with trainer.add_callback(DefaultFlowCallback). The callbacks are:\n%s",
                 self.callback_list,
             )
         self.refresh()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keep what every event is given as one dict: collecting it anew would cost more than most events do."""
+        """Keep the arguments of every event in one dict: collecting them costs more than most events."""
         super().__setattr__(name, value)
         if name in _SHARED:
             self._shared[name] = value
 
-    # --- who is there ---------------------------------------------------------------------------------------
+    # --- the callbacks
 
     def add_callback(self, callback: Any) -> None:
-        """Append a callback, given as an instance or as a class that needs no arguments.
+        """Append a callback: an instance, or a class that can be built without arguments.
 
         Raises:
             ConfigError: it has none of the event methods, or its class cannot be built without arguments.
@@ -125,18 +112,13 @@ class CallbackHandler:
         _check(instance)
         name = type(instance).__name__
         if any(type(present).__name__ == name for present in self.callbacks):
-            logger.warning(
-                "Adding a second %s: both will be called. The callbacks before it are:\n%s",
-                name,
-                self.callback_list,
-            )
+            message = "Added a second %s; both are called. The callbacks before it are:\n%s"
+            logger.warning(message, name, self.callback_list)
         self.callbacks.append(instance)
         self.refresh()
 
     def pop_callback(self, callback: Any) -> Any | None:
-        """Take a callback out and return it: this instance, or the first of this class. None where there is
-        none.
-        """
+        """Remove and return this instance, or the first of this class; None if there is none."""
         for position, present in enumerate(self.callbacks):
             if _matches(present, callback):
                 del self.callbacks[position]
@@ -145,11 +127,10 @@ class CallbackHandler:
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Take a callback out.
+        """Remove a callback.
 
         Raises:
-            ValueError: an *instance* that is not there. An absent class is no error: removing it is often a
-                precaution.
+            ValueError: an *instance* that is not among the callbacks. An absent class is ignored.
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             present = ", ".join(self.callback_list.split())
@@ -160,48 +141,46 @@ class CallbackHandler:
         """The class names, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
-    # --- who listens ----------------------------------------------------------------------------------------
+    # --- the listeners
 
     def refresh(self) -> None:
-        """Work out the listeners anew. Needed only after a method was assigned to a callback from outside."""
+        """Collect the listeners. Needed only after a method of a callback was assigned."""
         self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
         self._known = len(self.callbacks)
 
     def listens(self, event: str) -> bool:
-        """Whether any callback does something at this event.
+        """Return True if a callback listens to this event.
 
-        A caller that skips `fire` where nobody listens must clear the control flags itself
-        (`control.new_step()`).
+        A caller that skips `fire` without listeners must clear the control flags itself (`control.new_step()`).
         """
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
         return bool(self._listeners[event])
 
     def listens_outside(self, event: str) -> bool:
-        """Whether a callback that is not Windlass's own does something at this event."""
+        """Return True if a callback that is not one of Windlass listens to this event."""
         return self.listens(event) and any(
-            not _defined_in(listener).startswith("windlass.") for listener in self._listeners[event]
+            not _module_of(listener).startswith("windlass.") for listener in self._listeners[event]
         )
 
-    # --- events ---------------------------------------------------------------------------------------------
+    # --- the events
 
     def fire(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call every listener of `event`, in order, and merge what each returns into `control`.
 
-        An event that a listener fires (it calls `evaluate` or `log`) clears no request, and is not told to callbacks
-        whose `follows_run_only` is true: the run's own reports and evaluations stay due.
+        An event that a listener fires by calling `evaluate` or `log` clears no request and skips callbacks whose
+        `follows_run_only` is true: the run's own reports and evaluations stay due.
 
-        A listener may return None, a dict of control flags, or a control object (ours, a new one, or
-        transformers').
+        A listener may return None, a dict of control flags, or a control object of Windlass or transformers.
 
         Returns:
             `control`, the same object, changed in place.
 
         Raises:
             ValueError: `event` is not one of the sixteen.
-            Exception: whatever a listener raises, with a note that names it.
+            Exception: raised by a listener; a note with its name is added.
         """
         if len(self.callbacks) != self._known or event == "on_train_begin":
             self.refresh()
@@ -209,16 +188,16 @@ class CallbackHandler:
             listeners = self._listeners[event]
         except KeyError:
             raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}") from None
-        if self._under_way:  # a listener evaluates or logs by itself, which answers no request of the run's
-            listeners = tuple(listener for listener in listeners if not _decides(listener))
+        if self._active:  # fired by a listener
+            listeners = tuple(listener for listener in listeners if not _follows_run_only(listener))
         else:
             for flag in _CLEARED.get(event, ()):
                 setattr(control, flag, False)
-        self._under_way.append(event)
+        self._active.append(event)
         try:
             self._call(listeners, args, state, control, kwargs)
         finally:
-            self._under_way.pop()
+            self._active.pop()
         return control
 
     def _call(
@@ -234,6 +213,8 @@ class CallbackHandler:
                 error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
                 raise
 
+    call_event = fire  # the name that scripts know
+
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")
     on_train_end = _event("on_train_end")
@@ -244,26 +225,21 @@ class CallbackHandler:
     on_pre_optimizer_step = _event("on_pre_optimizer_step")
     on_optimizer_step = _event("on_optimizer_step")
     on_step_end = _event("on_step_end")
-    on_evaluate = _event("on_evaluate", payload="metrics")
-    on_predict = _event("on_predict", payload="metrics")
+    on_evaluate = _event("on_evaluate", "metrics")
+    on_predict = _event("on_predict", "metrics")
     on_prediction_step = _event("on_prediction_step")
     on_save = _event("on_save")
-    on_log = _event("on_log", payload="logs")
+    on_log = _event("on_log", "logs")
     on_push_begin = _event("on_push_begin")
 
-    # --- state ----------------------------------------------------------------------------------------------
+    # --- the state
 
     def state_dict(self) -> State:
-        """Class name -> state (a list of states for several instances of one class); see `saved_state`."""
+        """Return the states by class name, as `export_states` does."""
         return export_states(self.callbacks)
 
     def load_state_dict(self, state: State, *, restore_args: bool = False) -> None:
-        """Give the callbacks their states back, in place; what does not match is warned of by name.
-
-        Args:
-            restore_args: constructor arguments too are taken from the checkpoint
-                (`restore_callback_states_from_checkpoint`); otherwise those of this run stay.
-        """
+        """Restore the states in place, as `import_states` does."""
         import_states(self.callbacks, state, restore_args=restore_args)
 
 
@@ -280,7 +256,7 @@ def _build(callback: type) -> Any:
 
 
 def _check(callback: Any) -> None:
-    """Refuse what no event would ever reach, and warn of methods that look like a misspelt event."""
+    """Refuse an object without event methods, and warn of methods that look like a misspelt event."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     wrong = [name for name in EVENTS if name in methods and not callable(getattr(callback, name))]
     if wrong:
@@ -290,12 +266,8 @@ def _check(callback: Any) -> None:
     for name in methods:
         near = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.88)
         if name not in EVENTS and near:
-            logger.warning(
-                "%s.%s is no event and is never called; did you mean %s?",
-                type(callback).__name__,
-                name,
-                near[0],
-            )
+            message = "%s.%s is not an event and is never called; did you mean %s?"
+            logger.warning(message, type(callback).__name__, name, near[0])
 
 
 def _matches(present: Any, wanted: Any) -> bool:
@@ -303,7 +275,7 @@ def _matches(present: Any, wanted: Any) -> bool:
         return present is wanted or bool(present == wanted)
     if isinstance(present, wanted):
         return True
-    # A script written for transformers names the built-in callbacks by transformers' own classes.
+    # Scripts for transformers pass its classes of the built-in callbacks.
     foreign = wanted.__module__.split(".")[0] == "transformers"
     own = type(present).__module__.split(".")[0] == "windlass"
     return foreign and own and type(present).__name__ == wanted.__name__
@@ -322,7 +294,7 @@ def _is_inherited_no_op(callback: Any, event: str) -> bool:
     owner = next((cls for cls in type(callback).__mro__ if event in cls.__dict__), None)
     if owner is None or owner.__name__ != TrainerCallback.__name__:
         return False
-    # A user's class may bear the name too.
+    # A user's class may have this name too.
     return owner.__module__.split(".")[0] in ("windlass", "transformers")
 
 
@@ -333,6 +305,6 @@ def _merge(control: TrainerControl, result: Any) -> None:
         control.update({flag: getattr(result, flag) for flag in CONTROL_FLAGS})
     else:
         raise TypeError(
-            f"a callback returned {type(result).__name__}; it may return nothing, the control object, or a dict "
-            f"of control flags ({', '.join(CONTROL_FLAGS)})"
+            f"a callback returned {type(result).__name__}; return None, the control object, or a dict of control flags "
+            f"({', '.join(CONTROL_FLAGS)})"
         )

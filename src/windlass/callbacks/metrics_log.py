@@ -1,9 +1,8 @@
-"""`metrics.jsonl`: everything a run measured, one JSON object per line, always written.
+"""`metrics.jsonl`: all metrics of a run, one JSON object per line, always written.
 
-A row holds `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last
-`timing`: whatever depends on the clock or the machine, so that all the rest repeats to the bit. Floats are
-written so that they read back as the same bits; those that JSON has no word for are the strings "NaN",
-"Infinity" and "-Infinity".
+A row has `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last `timing`: the values
+that depend on the clock or the machine, so that everything else is bitwise reproducible. Floats are read back with the
+same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _MAX_LINE = 1 << 24
 class MetricsLogCallback(RowCallback):
     """Writes `metrics.jsonl` into the output folder, on the main process only.
 
-    A run that starts at step 0 never mixes with an earlier one: an older file is kept under the next free
-    name, `metrics-1.jsonl` and so on. A resumed run cuts the file back to what its checkpoint knew, so that
-    the file of an interrupted run ends as that of an uninterrupted one. A failed write (full disk) is warned
-    of and does not stop training; its row is kept in memory and written when that works again.
+    A run that starts at step 0 renames an older file to the next free name, `metrics-1.jsonl` and so on. A resumed run
+    truncates the file to the step of its checkpoint, so that the file of an interrupted run equals that of an
+    uninterrupted one. A failed write (full disk) is warned of and does not stop training; its row is kept in memory and
+    written with the next one that succeeds.
 
     Args:
-        output_dir: the run's folder; made when the first row is written.
+        output_dir: the run's folder; created when the first row is written.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
         self._folder: OutputFolder | None = None
-        self._waiting: list[Row] = []  # that could not be written yet
+        self._waiting: list[Row] = []  # not written yet
         self._tail_checked = False
-        self._rows_before_training = False  # of this run: an evaluation that preceded `train()`
+        self._rows_before_training = False  # of this run: an evaluation before `train()`
         self._kept_at_cut: list[Row] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -59,7 +58,7 @@ class MetricsLogCallback(RowCallback):
         self._tail_checked = True
 
     def roll_back(self, state: TrainerState) -> None:
-        """Forget what was logged behind the step that a run went back to."""
+        """Remove what was logged after the step that a run rolled back to."""
         if not state.is_world_process_zero:
             return
         self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
@@ -80,7 +79,7 @@ class MetricsLogCallback(RowCallback):
         self._kept_at_cut = []
 
     def take(self, row: Row, args: Any, state: TrainerState) -> None:
-        if repeatable(row) in self._kept_at_cut:  # a resumed run says again what the file already holds
+        if repeatable(row) in self._kept_at_cut:  # a resumed run may log it again
             self._kept_at_cut.remove(repeatable(row))
             return
         self._waiting.append(row)
@@ -90,10 +89,8 @@ class MetricsLogCallback(RowCallback):
             self._write_waiting()
         except OSError as error:
             if len(self._waiting) == 1:
-                logger.warning(
-                    "%s could not be written, and training goes on: %s. Its rows are kept in memory until it can",
-                    self.path, error,
-                )  # fmt: skip
+                message = "%s could not be written; training continues: %s. Its rows are kept in memory until it can"
+                logger.warning(message, self.path, error)
 
     def _write_waiting(self) -> None:
         self._folder = self._folder or OutputFolder(self.path.parent)
@@ -109,34 +106,33 @@ class MetricsLogCallback(RowCallback):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a `metrics.jsonl`, with NaN and the infinities as floats again.
+    """Return the rows of a `metrics.jsonl`, with NaN and the infinities as floats.
 
-    A last line that was cut short (the process died while writing) is left out. A metric that is itself the
-    string "NaN" comes back as the float.
+    An incomplete last line (the process died while writing) is left out. A metric that is the string "NaN" is read as
+    the float.
 
     Raises:
         DataError: a line that is not a JSON object, naming file and line.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is empty, or torn
+    for number, line in enumerate(lines[:-1], start=1):  # after the last line break: empty, or torn
         try:
             row = parse_json(line)
         except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not a JSON object ({error.msg}): {line[:80]!r}"
-            ) from error
+            message = f"{path}, line {number}: not a JSON object ({error.msg}): {line[:80]!r}"
+            raise DataError(message) from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
         rows.append(revived(row))
     return rows
 
 
-# --- the file -----------------------------------------------------------------------------------------------
+# --- the file
 
 
 def _append(path: Path, row: Row) -> None:
-    """One whole line or nothing: a write that fails half way is taken back."""
+    """Append one whole line or nothing: an incomplete write is truncated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a plain file")  # opening a pipe would wait for a reader
@@ -163,7 +159,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _end_of_lines(path: Path) -> int:
-    """Where the last whole line ends; looked for from the end, for such a file may be long."""
+    """Return the end of the last whole line, searched from the end of the file, which may be long."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -183,15 +179,14 @@ def _set_aside(path: Path) -> None:
     while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     os.rename(path, older)
-    logger.warning("%s held the metrics of an earlier run; they are now in %s", path, older.name)
+    logger.warning("%s has the metrics of an earlier run; renamed to %s", path, older.name)
 
 
 def _cut_back(path: Path, step: int) -> list[Row]:
-    """Keep the rows up to `step`, replacing the file in one move; summaries go, for the run they closed goes
-    on.
+    """Replace the file by its rows up to `step`, without summaries, since the run continues.
 
     Returns:
-        The kept rows of `step` itself, without timing: a resumed run may produce them once more.
+        The rows of `step` itself, without timing: a resumed run may log them again.
     """
     if not path.exists():
         return []
@@ -212,10 +207,10 @@ def _cut_back(path: Path, step: int) -> list[Row]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines that have their ends.
+    """Yield the complete lines.
 
     Raises:
-        ValueError: it is no plain file, or a line is too long for one of ours.
+        ValueError: it is not a plain file, or a line is too long to be a row.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a plain file")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from windlass.callbacks.charts import short
 from windlass.callbacks.displays import clock_text
-from windlass.callbacks.rows import is_timing
+from windlass.callbacks.rows import Logs, Metrics, Row, is_timing
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
@@ -16,13 +16,12 @@ from windlass.core.output import in_html
 
 logger = get_logger(__name__)
 _REDRAW_SECONDS = 0.5
-Row = dict[str, Any]
 
 
 class NotebookProgressCallback(TrainerCallback):
-    """Shows training in a notebook cell: one row per evaluation, or per log where the run has no evaluation.
+    """Displays training in a notebook cell: one row per evaluation, or per log if the run has no evaluation.
 
-    Needs IPython, which every notebook has.
+    Requires IPython, which every notebook has.
     """
 
     def __init__(self) -> None:
@@ -42,12 +41,7 @@ class NotebookProgressCallback(TrainerCallback):
             self._show(state)
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: Any
     ) -> None:
         if logs is None or "loss" not in logs:
             return
@@ -57,12 +51,7 @@ class NotebookProgressCallback(TrainerCallback):
             self._show(state)
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Logs = None, **kwargs: Any
     ) -> None:
         where = {"Epoch": state.epoch} if args.eval_strategy == "epoch" else {"Step": state.global_step}
         row = {**where, "Training Loss": self._training_loss, **_titled(metrics or {})}
@@ -88,13 +77,12 @@ class NotebookProgressCallback(TrainerCallback):
                 self._handle = display.display(page, display_id=True)
             else:
                 self._handle.update(page)
-        except Exception as error:  # a notebook that has gone: no table is worth a trained model
-            warn_once(logger, f"the notebook shows no progress, and training goes on: {error!r}")
+        except Exception as error:  # a closed notebook must not end training
+            warn_once(logger, f"the notebook displays no progress; training continues: {error!r}")
 
 
 def progress_html(step: int, total: int, elapsed: float, rows: Sequence[Row]) -> str:
-    """A bar over `total` updates (none outside training, where `total` is 0) and a table with a column per
-    name.
+    """Return a bar over `total` updates (none if `total` is 0, outside training) and a table with a column per name.
 
     Args:
         elapsed: seconds since training began.
@@ -118,15 +106,13 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "No log"
     if isinstance(value, int | float):
         return short(value, 6)
-    return in_html(str(value))
+    return "No log" if value is None else in_html(str(value))
 
 
-def _titled(metrics: Mapping[str, Any]) -> Row:
-    """`eval_loss` as "Validation Loss", `eval_f1_macro` as "F1 Macro"; the clock and the position left out."""
+def _titled(metrics: Metrics) -> Row:
+    """Return `eval_loss` as "Validation Loss", `eval_f1_macro` as "F1 Macro", without timing and position."""
     titled = {}
     for name, value in metrics.items():
         if name in ("epoch", "step", "total_flos") or is_timing(name):

@@ -1,4 +1,4 @@
-"""`training.png`: the curves of a run as one picture, drawn by matplotlib where it is installed."""
+"""`training.png`: the curves of a run as one picture, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _COLOURS = ("#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
 
 
 def draw_training(history: History, path: Path, title: str) -> None:
-    """Write loss, learning rate and gradient norm over the step to `path` (PNG), in one move.
+    """Write loss, learning rate and gradient norm over the step to `path` (PNG), atomically.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    # The object-oriented interface: pyplot would pick a window backend and keep figures alive.
-    figure = require("matplotlib.figure", "draw training.png").Figure(
-        figsize=(9, 6), dpi=120, layout="constrained"
-    )
+    # Not pyplot, which selects a window backend and keeps figures alive.
+    module = require("matplotlib.figure", "draw training.png")
+    figure = module.Figure(figsize=(9, 6), dpi=120, layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2))
     loss = figure.add_subplot(grid[0, :])
     _line(loss, "training", curve(history, "loss"), _BLUE)
@@ -49,15 +48,8 @@ def _line(axes: Any, name: str, points: list[Point], colour: str) -> None:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color=_INK)
     else:
         steps, values = zip(*points, strict=True)
-        axes.plot(
-            steps,
-            values,
-            color=colour,
-            linewidth=1.8,
-            label=name,
-            marker="o" if len(points) <= 40 else "",
-            ms=4,
-        )
+        marker = "o" if len(points) <= 40 else ""
+        axes.plot(steps, values, color=colour, linewidth=1.8, label=name, marker=marker, ms=4)
 
 
 def _finish(axes: Any, label: str, *, legend: bool) -> None:

@@ -1,21 +1,22 @@
-"""How far the run is: a bar on a terminal, plain lines anywhere else."""
+"""The progress of a run: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from typing import Any, TextIO
 
 from windlass.callbacks.displays import Display, open_display
 from windlass.callbacks.printer import readable
+from windlass.callbacks.rows import Logs
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows training, evaluation and prediction on the main process.
+    """Displays the progress of training, evaluation and prediction on the main process.
 
     Args:
         max_str_len: longer strings among the logged values are cut to this many characters.
-        file: where to show it; standard output as it is when training begins, by default.
+        file: by default standard output as it is when training begins.
     """
 
     def __init__(self, max_str_len: int = 100, file: TextIO | None = None) -> None:
@@ -35,12 +36,7 @@ class ProgressCallback(TrainerCallback):
             self._training.advance(state.global_step)
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: Any
     ) -> None:
         if self._training is not None and logs:
             self._training.advance(state.global_step)
@@ -48,14 +44,9 @@ class ProgressCallback(TrainerCallback):
             self._training.write("  ".join(f"{name} {value}" for name, value in shown.items()))
 
     def on_prediction_step(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        total = _length(eval_dataloader) if state.is_world_process_zero else None
+        total = _length(kwargs.get("eval_dataloader")) if state.is_world_process_zero else None
         if total is None:
             return
         self._batches += 1
@@ -90,7 +81,7 @@ class ProgressCallback(TrainerCallback):
             self._alone = None
 
     def close(self) -> None:
-        """Take the bars off the terminal; for a run that an exception ended, which has no `on_train_end`."""
+        """Remove the bars; also called after an exception, when there is no `on_train_end`."""
         self._end_inner()
         if self._training is not None:
             self._training.close()
@@ -98,7 +89,7 @@ class ProgressCallback(TrainerCallback):
 
 
 def _length(loader: Any) -> int | None:
-    """Batches of a loader; None where it has no length (streams)."""
+    """Return the number of batches; None if the loader has no length (streams)."""
     if not isinstance(loader, Sized):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The report of a run: `report.html` while it goes on, `training.png` when it ends."""
+"""The report of a run: `report.html` during the run, `training.png` at its end."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class ReportCallback(TrainerCallback):
 
     Args:
         output_dir: the run's folder.
-        facts: what the page tells beside the curves (see `report_page.render_report`), or a function that
-            gives it when the page is written. `title`, `status`, `arguments` and `environment` are found out
-            where they are not given.
+        facts: the contents of the page besides the curves (see `report_page.render_report`), or a function that returns
+            them when the page is written. `title`, `status`, `arguments` and `environment` have defaults.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], facts: Facts | None = None) -> None:
@@ -45,11 +44,10 @@ class ReportCallback(TrainerCallback):
         self._write(args, state, f"running, step {state.global_step:,} of {state.max_steps:,}", picture=False)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        early = state.global_step < state.max_steps
-        status = f"stopped at step {state.global_step:,} of {state.max_steps:,}"
-        self._write(
-            args, state, status if early else f"finished after {state.global_step:,} steps", picture=True
-        )
+        status = f"finished after {state.global_step:,} steps"
+        if state.global_step < state.max_steps:
+            status = f"stopped at step {state.global_step:,} of {state.max_steps:,}"
+        self._write(args, state, status, picture=True)
 
     def _write(self, args: Any, state: TrainerState, status: str, *, picture: bool) -> None:
         if not state.is_world_process_zero:
@@ -60,7 +58,7 @@ class ReportCallback(TrainerCallback):
             _replace(self.folder / "report.html", render_report(state.log_history, facts))
             if picture:
                 self._draw(state, str(facts["title"]))
-        except Exception as error:  # a full disk, a broken matplotlib: no picture is worth a trained model
+        except Exception as error:  # a full disk or a broken matplotlib must not end training
             logger.warning("the report in %s could not be written: %r", self.folder, error)
 
     def _collect(self, args: Any, status: str) -> dict[str, Any]:
@@ -74,15 +72,15 @@ class ReportCallback(TrainerCallback):
             draw_training(state.log_history, self.folder / "training.png", title)
         else:
             logger.info(
-                "No training.png, since matplotlib is not installed; report.html has the curves. To have it: "
-                'pip install "windlass[report]"'
+                "training.png is not written, since matplotlib is not installed; report.html has the curves. Install "
+                'it with: pip install "windlass[report]"'
             )
 
 
 def changed_arguments(args: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults, without tokens and passwords.
+    """Return the fields of a dataclass that differ from their defaults or have none, without secrets.
 
-    Fields that have no default are always listed; an object that is no dataclass gives nothing.
+    Empty for an object that is not a dataclass.
     """
     if not dataclasses.is_dataclass(args):
         return {}
@@ -96,7 +94,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices of this process."""
+    """Return versions and devices of this process."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -109,13 +107,8 @@ def environment() -> dict[str, str]:
         "system": platform.platform(terse=True),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         **_accelerator(),
-        "command": _command(),
+        "command": " ".join(redact_command(sys.argv)),
     }
-
-
-def _command() -> str:
-    """The command line of this process, without secrets."""
-    return " ".join(redact_command(sys.argv))
 
 
 def _accelerator() -> dict[str, str]:
@@ -136,7 +129,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Never leaves half a page behind."""
+    """Write atomically."""
     partial = path.with_name(path.name + ".tmp")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

@@ -15,25 +15,17 @@ from windlass.core.output import in_html
 History = Sequence[Mapping[str, Any]]
 
 _NOT_CURVES = {
-    "step",
-    "epoch",
-    "total_flos",
-    "train_loss",
-    "learning_rate",
-    "grad_norm",
-    "loss",
-    "num_input_tokens_seen",
-}
+    "step", "epoch", "total_flos", "train_loss", "learning_rate", "grad_norm", "loss", "num_input_tokens_seen",
+}  # fmt: skip
 
 
 def render_report(history: History, facts: Mapping[str, Any]) -> str:
-    """A self-contained HTML page that loads nothing, runs no script, and follows the reader's light or dark.
+    """Return a self-contained HTML page, light or dark, that loads nothing and runs no script.
 
     Args:
         history: the rows of `state.log_history`; each has `step`, most have `epoch`.
-        facts: any of `title`, `status` (one line under the title), `arguments`, `environment` and `final`
-            (name -> value), `events` (a list of strings or of `{"step": ..., "text": ...}`), `samples` (name
-            -> text).
+        facts: any of `title`, `status` (one line under the title), `arguments`, `environment` and `final` (name ->
+            value), `events` (a list of strings or of `{"step": ..., "text": ...}`), `samples` (name -> text).
     """
     title = str(facts.get("title") or "Training run")
     measured = [row for row in history if _event_of(row) is None]
@@ -44,7 +36,7 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
             _tiles(measured),
             _charts(measured),
             _evaluations(measured),
-            _tables(measured, {**facts, "events": [*happened(history), *facts.get("events", ())]}),
+            _tables(measured, {**facts, "events": [*events_of(history), *facts.get("events", ())]}),
         ]
     )
     return (
@@ -54,38 +46,39 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
     )
 
 
-def happened(history: History) -> list[dict[str, Any]]:
-    """What befell the run: rollbacks, skipped updates, micro-batches that memory did not hold."""
+def events_of(history: History) -> list[dict[str, Any]]:
+    """Return the events of a run: rollbacks, skipped updates, micro-batches too large for memory."""
     texts = [(row.get("step", "?"), _event_of(row)) for row in history]
     return [{"step": step, "text": text} for step, text in texts if text is not None]
 
 
 def _event_of(row: Mapping[str, Any]) -> str | None:
-    """What a row tells that is no measurement."""
+    """Return the text of a row that is an event; None for metrics."""
     if "rolled_back_to" in row:
         left_out = f" and {row['samples_left_out']} samples left out" if "samples_left_out" in row else ""
-        back = f"went back from update {row['rolled_back_from']} to the checkpoint of {row['rolled_back_to']}"
+        to = row["rolled_back_to"]
+        back = f"rolled back from update {row['rolled_back_from']} to the checkpoint of {to}"
         return f"{back}, {row.get('updates_undone')} updates undone{left_out}: {row.get('reason')}"
     if "skipped_update" in row:
         return f"update {row['skipped_update']} skipped: {row.get('reason')}"
     if "micro_batch_too_large" in row:
         size = f"{row['micro_batches']} x {row['micro_batch_size']} samples"
-        return f"memory did not hold a micro-batch of {row['micro_batch_too_large']}: {size} from here on"
+        return f"out of memory at micro-batch size {row['micro_batch_too_large']}; continued with {size}"
     return None
 
 
 def curve(history: History, name: str) -> list[Point]:
-    """`(step, value)` of every row that has the metric as a number."""
+    """Return `(step, value)` of every row that has the metric as a number."""
     return [(float(row.get("step", 0)), float(row[name])) for row in history if _is_number(row.get(name))]
 
 
 def evaluation_losses(history: History) -> list[str]:
-    """Names such as `eval_loss` and `eval_news_loss` that have values, in order of appearance."""
+    """Return names such as `eval_loss` and `eval_news_loss` with values, in order of appearance."""
     losses = [name for name in _names(history) if name.startswith("eval_") and name.endswith("_loss")]
     return [name for name in losses if curve(history, name)]
 
 
-# --- the parts of the page ----------------------------------------------------------------------------------
+# --- the parts of the page
 
 
 def _tiles(history: History) -> str:
@@ -114,21 +107,16 @@ def _tiles(history: History) -> str:
 
 
 def _charts(history: History) -> str:
-    losses = [Series("training", curve(history, "loss"))]
-    losses += [Series(name, curve(history, name)) for name in evaluation_losses(history)]
-    figures = [line_chart("Loss", losses)]
-    drawn = {*_NOT_CURVES, *evaluation_losses(history)}
-    others = [
-        name
-        for name in _names(history)
-        if name not in drawn and not is_timing(name) and len(curve(history, name)) > 1
-    ]
+    losses = evaluation_losses(history)
+    names = [name for name in _names(history) if not is_timing(name) and name not in {*_NOT_CURVES, *losses}]
+    others = [name for name in names if len(curve(history, name)) > 1]
     titles = {"learning_rate": "Learning rate", "grad_norm": "Gradient norm (before clipping)"}
-    figures += (
-        line_chart(titles.get(name, name), [Series(name, curve(history, name))])
-        for name in [*titles, *others]
+    charts = [("Loss", {"training": "loss"} | {name: name for name in losses})]
+    charts += [(title, {name: name}) for name, title in (titles | {name: name for name in others}).items()]
+    shown = "".join(
+        line_chart(title, [Series(label, curve(history, name)) for label, name in lines.items()])
+        for title, lines in charts
     )
-    shown = "".join(figures)
     if not shown:
         return '<p class="muted">Nothing has been logged yet.</p>\n'
     return f'<div class="grid-2">{shown}</div>\n'
@@ -139,21 +127,17 @@ def _evaluations(history: History) -> str:
     names = [name for name in _names(rows) if name.startswith("eval_") and not is_timing(name)]
     if not names:
         return ""
-    head = "".join(f"<th>{in_html(name)}</th>" for name in ("step", "epoch", *names))
-    lines = "".join(
-        "<tr>"
-        + "".join(f'<td class="num">{_cell(row.get(name, ""))}</td>' for name in ("step", "epoch", *names))
-        + "</tr>\n"
-        for row in rows
-    )
+    columns = ("step", "epoch", *names)
+    head = "".join(f"<th>{in_html(name)}</th>" for name in columns)
+    cells = [[f'<td class="num">{_cell(row.get(name, ""))}</td>' for name in columns] for row in rows]
+    lines = "".join(f"<tr>{''.join(line)}</tr>\n" for line in cells)
     table = f'<table class="wide"><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table>'
     return f'<h2>Evaluations</h2>\n<div class="card">{table}</div>\n'
 
 
 def _tables(history: History, facts: Mapping[str, Any]) -> str:
-    final = facts.get("final") or _final(history)
     cards = [
-        _pairs("Final metrics", final),
+        _pairs("Final metrics", facts.get("final") or _final(history)),
         _pairs("Arguments that differ from their defaults", facts.get("arguments")),
         _pairs("Environment", facts.get("environment")),
         _pairs("Events", _events(facts.get("events", ()))),
@@ -166,17 +150,16 @@ def _tables(history: History, facts: Mapping[str, Any]) -> str:
 def _pairs(title: str, values: Mapping[str, Any] | None) -> str:
     if not values:
         return ""
+    cells = [(in_html(str(name)), _cell(value)) for name, value in values.items()]
     rows = "".join(
-        f'<tr><th scope="row">{in_html(str(name))}</th><td class="num">{_cell(value)}</td></tr>\n'
-        for name, value in values.items()
+        f'<tr><th scope="row">{name}</th><td class="num">{value}</td></tr>\n' for name, value in cells
     )
-    return (
-        f'<div class="card"><table><caption>{in_html(title)}</caption><tbody>\n{rows}</tbody></table></div>\n'
-    )
+    table = f"<table><caption>{in_html(title)}</caption><tbody>\n{rows}</tbody></table>"
+    return f'<div class="card">{table}</div>\n'
 
 
 def _events(events: Iterable[Any]) -> dict[str, str]:
-    """Numbered, so that equal events stay apart."""
+    """Return the events with a number, which distinguishes equal ones."""
     shown = {}
     for number, event in enumerate(events, start=1):
         if isinstance(event, Mapping):
@@ -186,22 +169,19 @@ def _events(events: Iterable[Any]) -> dict[str, str]:
     return shown
 
 
-# --- values -------------------------------------------------------------------------------------------------
+# --- values
 
 
 def _names(history: History) -> list[str]:
-    """All metric names, each once, in order of appearance."""
+    """Return all names, each once, in order of appearance."""
     return list(dict.fromkeys(name for row in history for name in row))
 
 
 def _final(history: History) -> dict[str, Any]:
-    """The last value of everything but the position and the curves that are drawn anyway."""
+    """Return the last value of each metric without a curve."""
     latest = {name: value for row in history for name, value in row.items()}
-    return {
-        name: value
-        for name, value in latest.items()
-        if name not in ("step", "loss", "grad_norm", "learning_rate")
-    }
+    drawn = ("step", "loss", "grad_norm", "learning_rate")
+    return {name: value for name, value in latest.items() if name not in drawn}
 
 
 def _last(history: History, name: str) -> float | None:

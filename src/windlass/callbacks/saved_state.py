@@ -10,17 +10,16 @@ from windlass.core.types import State
 
 logger = get_logger(__name__)
 
-# Stored beside the callbacks by checkpoints of transformers; the control flags are not a callback's.
-_NOT_CALLBACKS = ("TrainerControl",)
+# Stored with the callbacks in checkpoints of transformers.
+_NOT_A_CALLBACK = "TrainerControl"
 
 
 def export_states(callbacks: Iterable[Any]) -> State:
-    """The states of all callbacks that have one.
+    """Return the states of all callbacks that have one.
 
     Returns:
-        class name -> state, or -> list of states where several instances of a class are present. A state is
-        `{"args": ..., "attributes": ...}` from a callback's `state()`, or `{"state_dict": ...}` from its
-        `state_dict()`.
+        class name -> state, or a list of states for several instances of a class. A state is
+        `{"args": ..., "attributes": ...}` from `state()`, or `{"state_dict": ...}` from `state_dict()`.
     """
     found: dict[str, list[State]] = {}
     for callback in callbacks:
@@ -31,14 +30,13 @@ def export_states(callbacks: Iterable[Any]) -> State:
 
 
 def import_states(callbacks: Iterable[Any], stored: Mapping[str, Any], *, restore_args: bool) -> None:
-    """Give stored states back, in place: matched by class name, and by order within a class.
+    """Restore states in place, matched by class name, and by order within a class.
 
-    States without a callback, and callbacks without a state, are named in one warning each; neither is an
-    error, because the set of callbacks may change between runs.
+    States without a callback, and callbacks without a state, are warned of; the callbacks may differ between runs.
 
     Args:
-        restore_args: also build the callback anew with the constructor arguments of the checkpoint. Otherwise
-            the arguments of this run stay, and each that differs is named.
+        restore_args: also call the constructor with the arguments of the checkpoint. Otherwise the arguments of this
+            run stay, and differences are warned of.
     """
     present: dict[str, list[Any]] = {}
     for callback in callbacks:
@@ -47,22 +45,18 @@ def import_states(callbacks: Iterable[Any], stored: Mapping[str, Any], *, restor
     saved = {
         name: states if isinstance(states, (list, tuple)) else [states]
         for name, states in stored.items()
-        if name not in _NOT_CALLBACKS
+        if name != _NOT_A_CALLBACK
     }
     for name, states in saved.items():
         for callback, state in zip(present.get(name, []), states, strict=False):
             _import(callback, state, restore_args)
-    _warn_of_leftovers(present, saved)
-
-
-def _warn_of_leftovers(present: Mapping[str, list[Any]], saved: Mapping[str, Any]) -> None:
     lost = {name: len(states) - len(present.get(name, [])) for name, states in saved.items()}
     fresh = {name: len(callbacks) - len(saved.get(name, [])) for name, callbacks in present.items()}
     if names := _listed(lost):
         logger.warning("The checkpoint holds the state of callbacks that this run does not have: %s", names)
     if names := _listed(fresh):
         logger.warning(
-            "Callbacks that start fresh, because the checkpoint holds no state for them: %s", names
+            "Callbacks without a state in the checkpoint, which start from their defaults: %s", names
         )
 
 
@@ -77,21 +71,22 @@ def _is_stateful(callback: Any) -> bool:
 
 
 def _has_state(callback: Any) -> bool:
-    return _is_stateful(callback) or callable(getattr(callback, "state", None))
+    return _is_stateful(callback) or _has_attributes(callback)
+
+
+def _has_attributes(callback: Any) -> bool:
+    return callable(getattr(callback, "state", None))
 
 
 def _export(callback: Any) -> State | None:
     if _is_stateful(callback):
         return {"state_dict": callback.state_dict()}
-    if not _has_state(callback):
+    if not _has_attributes(callback):
         return None
     state = callback.state()
     if not isinstance(state, Mapping) or not {"args", "attributes"} >= set(state):
-        logger.warning(
-            "%s.state() returned %s, not {'args': {...}, 'attributes': {...}}: its state is not saved.",
-            type(callback).__name__,
-            type(state).__name__,
-        )
+        message = "%s.state() returned %s, not {'args': {...}, 'attributes': {...}}: its state is not saved."
+        logger.warning(message, type(callback).__name__, type(state).__name__)
         return None
     return {"args": dict(state.get("args", {})), "attributes": dict(state.get("attributes", {}))}
 
@@ -102,23 +97,11 @@ def _import(callback: Any, state: Mapping[str, Any], restore_args: bool) -> None
         return
     args = state.get("args", {})
     if restore_args:
-        # In place, not a new object: the script may hold this instance.
-        callback.__init__(**args)
-    else:
-        _name_changed_args(callback, args)
+        callback.__init__(**args)  # in place, since the script may hold this instance
+    elif _has_attributes(callback):
+        for name, now in dict(callback.state().get("args", {})).items():
+            if name in args and args[name] != now:
+                message = "%s: %s=%r differs from %r in the checkpoint; the value of this run is used."
+                logger.warning(message, type(callback).__name__, name, now, args[name])
     for name, value in state.get("attributes", {}).items():
         setattr(callback, name, value)
-
-
-def _name_changed_args(callback: Any, stored: Mapping[str, Any]) -> None:
-    if not callable(getattr(callback, "state", None)):
-        return
-    for name, now in dict(callback.state().get("args", {})).items():
-        if name in stored and stored[name] != now:
-            logger.warning(
-                "%s: %s: %r (now) != %r (in the checkpoint); the value of this run counts.",
-                type(callback).__name__,
-                name,
-                now,
-                stored[name],
-            )

@@ -1,9 +1,10 @@
-"""What an experiment tracker is: the base class that the built-in ones and users' own have in common."""
+"""Base classes of experiment trackers, built in or of a script."""
 
 from __future__ import annotations
 
 import functools
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.optional import require
 from windlass.core.world import world_from_environment
 
 logger = get_logger(__name__)
@@ -21,14 +23,14 @@ _NEEDED = ("name", "requires_logging_directory", "tracker")
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the Trainer knows of its run when a tracker starts.
+    """A run of the Trainer, for the tracker that is to be started.
 
     Attributes:
         project: the group of runs that this one belongs to.
-        name: the run's own name; None leaves it to the tracker.
-        folder: the run's output folder, where trackers that write files put them.
-        step: updates that a resumed run has done already; 0 for a fresh one.
-        run_id: what `GeneralTracker.run_id` was when the checkpoint of a resumed run was written.
+        name: the run's own name; None for one that the tracker chooses.
+        folder: the run's output folder, for trackers that write files.
+        step: updates that a resumed run has done already; 0 for a new one.
+        run_id: `GeneralTracker.run_id` when the checkpoint of a resumed run was written.
         options: options of single trackers, by the names of the training arguments (`trackio_space_id`, ...).
     """
 
@@ -41,9 +43,9 @@ class RunFacts:
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorator for the methods of a tracker: they run on the main process alone, and give None elsewhere.
+    """Decorator for the methods of a tracker: they run on the main process only, and return None elsewhere.
 
-    Where the class sets `main_process_only = False` they run everywhere.
+    If the class sets `main_process_only = False`, they run on every process.
     """
 
     @functools.wraps(method)
@@ -57,16 +59,16 @@ def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
 
 class GeneralTracker:
-    """Sends what a run measures to one experiment tracker. Subclass it for a tracker of your own.
+    """Sends the metrics of a run to one experiment tracker. Subclass it for a tracker of your own.
 
-    A subclass says `name`, `requires_logging_directory` and the property `tracker`, and fills `start`,
-    `store_init_configuration`, `log` and `finish` as far as its tracker knows them. Decorate them with
-    `on_main_process`, so that one process of a job speaks for all.
+    A subclass defines `name`, `requires_logging_directory` and the property `tracker`, and those of `start`,
+    `store_init_configuration`, `log` and `finish` that its tracker supports. Decorate them with `on_main_process`, so
+    that one process reports for the whole job.
 
     Attributes:
-        name: by which `log_with` and `get_tracker` know it.
+        name: used by `log_with` and `get_tracker`.
         requires_logging_directory: whether the constructor takes a folder after the project's name.
-        main_process_only: what `on_main_process` goes by.
+        main_process_only: read by `on_main_process`.
 
     Raises:
         ConfigError: the class lacks one of the three.
@@ -84,31 +86,72 @@ class GeneralTracker:
         """Open the run. Called once, before anything is logged."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the hyperparameters of the run: names to truth values, numbers, text or None."""
+        """Store the hyperparameters of the run: names to bools, numbers, text or None."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep what was measured: names to numbers or text, at update `step` where it is given."""
+        """Store metrics, names to numbers or text, at update `step` if it is given."""
 
     def finish(self) -> None:
-        """Close the run; all that was logged is written when this returns."""
+        """Close the run; everything logged is written when this returns."""
 
     @property
     def run_id(self) -> str | None:
-        """Names the open run, so that a resumed training can continue it; None where the tracker cannot."""
+        """Id of the open run, with which a resumed training continues it; None if the tracker cannot."""
         return None
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """The tracker for a run of the Trainer; not yet started."""
+        """Return the tracker for a run of the Trainer; not yet started."""
         folder = (str(facts.folder),) if cls.requires_logging_directory else ()
         return cls(facts.project, *folder)  # type: ignore[arg-type]
 
 
+class PackageTracker(GeneralTracker):
+    """A tracker whose package has one object for the open run.
+
+    Args:
+        run_name: name of the *project*, as scripts know this argument.
+        **kwargs: for the function of the package that opens a run.
+    """
+
+    requires_logging_directory = False
+    # The attribute with the package's object, and the variable whose project precedes that of the arguments.
+    handle: ClassVar[str] = "run"
+    project_variable: ClassVar[str] = ""
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @property
+    def package(self) -> Any:
+        """The package of the tracker. Raises MissingDependencyError if it is not installed."""
+        return require(self.name, f"report to {self.name}")
+
+    @property
+    def tracker(self) -> Any:
+        """The package's object of the open run; None before the start."""
+        return getattr(self, self.handle)
+
+    @property
+    def run_id(self) -> str | None:
+        return None if self.tracker is None else str(self.tracker.id)
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """In the project of `$project_variable`, or of the arguments; a resumed run continues its own."""
+        project = os.environ.get(cls.project_variable) or facts.project
+        identity = {} if facts.run_id is None else {"id": facts.run_id, "resume": "allow"}
+        return cls(project, name=facts.name, **identity)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.tracker.finish()
+
+
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:
-    """
-    Raises:
-        ConfigError: a tracker class lacks attributes, all of which are named.
-    """
+    """Raise ConfigError with all attributes that a tracker class lacks."""
     fix = "define it in the class"
     missing = [Problem(f"{cls.__name__}.{name}", None, fix) for name in names if not hasattr(cls, name)]
     if missing:
@@ -116,15 +159,15 @@ def check_attributes(cls: type, names: tuple[str, ...]) -> None:
 
 
 def split_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The numbers (truth values among them), and all the rest."""
+    """Return the numbers (bools included), and all other values."""
     known = {name: value for name, value in values.items() if isinstance(value, numbers.Real)}
     return known, {name: value for name, value in values.items() if name not in known}
 
 
 def numbers_alone(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among the values, for a tracker that keeps nothing else; the others are warned of, once each."""
+    """Return the numbers, for a tracker that stores nothing else; warn of the other values, once each."""
     kept, dropped = split_numbers(values)
     for name, value in dropped.items():
         kind = type(value).__name__
-        warn_once(logger, f"{tracker} keeps numbers alone: {name!r}, of type {kind}, is not sent to it")
+        warn_once(logger, f"{tracker} stores numbers only: {name!r}, of type {kind}, is not sent to it")
     return kept

@@ -1,4 +1,4 @@
-"""The experiment trackers by name: one line for each, and those that a script adds."""
+"""The experiment trackers by name, built in and registered by scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.core.optional import is_available, require
 
 logger = get_logger(__name__)
 
-# Each built-in tracker is named as the package that it needs.
+# A built-in tracker has the name of its package.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     "aim": AimTracker,
     "clearml": ClearMLTracker,
@@ -38,19 +38,19 @@ BUILT_IN = tuple(LOGGER_TYPE_TO_CLASS)
 
 
 def get_available_trackers() -> list[str]:
-    """The built-in trackers whose packages are installed."""
+    """Return the built-in trackers whose packages are installed."""
     return [name for name in BUILT_IN if is_available(name)]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `log_with` name a tracker of your own, from now on in this process.
+    """Register a tracker of your own for `log_with` in this process.
 
     Args:
-        tracker_class: subclass of `GeneralTracker`. It is called with the project's name, then, where
-            `requires_logging_directory` is true, the logging folder, then the keywords of `init_kwargs`.
+        tracker_class: subclass of `GeneralTracker`. It is called with the project's name, the logging folder if
+            `requires_logging_directory` is true, and the keywords of `init_kwargs`.
 
     Raises:
-        ConfigError: it is no such class, or says neither `name` nor `requires_logging_directory`.
+        ConfigError: it is not such a class, or lacks `name` or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(Problem("tracker_class", tracker_class, "give a subclass of GeneralTracker"))
@@ -59,31 +59,32 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ConfigError(Problem(f"{tracker_class.__name__}.name", tracker_class.name, "give it a name"))
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         replaced = LOGGER_TYPE_TO_CLASS[tracker_class.name].__name__
-        logger.warning("%s takes the place of %s", tracker_class.__name__, replaced)
+        logger.warning("%s replaces %s", tracker_class.__name__, replaced)
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None, *, field: str = "log_with"
 ) -> list[str | GeneralTracker]:
-    """What `log_with` asks for: each name once, "all" as every built-in tracker that is installed.
+    """Return the trackers of `log_with`, each once, with "all" replaced by every built-in tracker that is installed.
 
     Args:
         log_with: a name or a tracker, or a list of them; None for none. Members of an enum count by their value.
         logging_dir: the folder for trackers that write files.
-        field: what an error calls `log_with`.
+        field: the name of `log_with` in errors.
 
     Raises:
-        ConfigError: unknown names, or names that need a folder where there is none; all of them at once.
+        ConfigError: unknown names, or trackers without the folder that they need; all of them at once.
         MissingDependencyError: a tracker's package is not installed.
     """
     wanted = list(dict.fromkeys(_expanded(log_with)))
-    problems = [problem for item in wanted for problem in _objections(item, logging_dir, field)]
+    names = [item for item in wanted if isinstance(item, str)]
+    problems = [Problem(field, name, fix) for name in names if (fix := _objection(name, logging_dir))]
     if problems:
         raise ConfigError(problems)
-    for item in wanted:
-        if item in BUILT_IN and not is_available(item):
-            require(item, f"report to {item}")  # says how to install it
+    for name in names:
+        if name in BUILT_IN and not is_available(name):
+            require(name, f"report to {name}")  # raises with the command that installs it
     return wanted
 
 
@@ -98,11 +99,9 @@ def _expanded(log_with: Any) -> Iterator[str | GeneralTracker]:
         yield from get_available_trackers() if name == "all" else [name]
 
 
-def _objections(item: str | GeneralTracker, logging_dir: Any, field: str) -> Iterator[Problem]:
-    if isinstance(item, GeneralTracker):
-        return
-    if item not in LOGGER_TYPE_TO_CLASS:
-        known = ", ".join(LOGGER_TYPE_TO_CLASS)
-        yield Problem(field, item, f"is not a tracker; known names: all, {known}")
-    elif LOGGER_TYPE_TO_CLASS[item].requires_logging_directory and logging_dir is None:
-        yield Problem(field, item, "writes files and needs a folder: give project_dir or logging_dir")
+def _objection(name: str, logging_dir: Any) -> str | None:
+    if name not in LOGGER_TYPE_TO_CLASS:
+        return f"is not a tracker; known names: all, {', '.join(LOGGER_TYPE_TO_CLASS)}"
+    if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
+        return "writes files and needs a folder: give project_dir or logging_dir"
+    return None

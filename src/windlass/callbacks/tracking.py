@@ -1,11 +1,11 @@
-"""`report_to`: the rows of `metrics.jsonl`, sent to experiment trackers."""
+"""`report_to`: send the rows of `metrics.jsonl` to experiment trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from windlass.callbacks.rows import Row, RowCallback, revived
+from windlass.callbacks.rows import Row, RowCallback, measured, revived
 from windlass.callbacks.tracker import GeneralTracker, RunFacts
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from windlass.core.events import TrainerControl, TrainerState
@@ -16,23 +16,23 @@ from windlass.core.types import State
 
 logger = get_logger(__name__)
 _OPTIONS = ("trackio_space_id", "trackio_bucket_id")
-# The packages hold one open run per process, so a run that begins ends the one that an earlier Trainer left open.
+# The packages have one open run per process, so a run that starts ends that of an earlier Trainer.
 _open: dict[str, GeneralTracker] = {}
 
 
 class TrackingCallback(RowCallback):
-    """Sends every row of `metrics.jsonl` to the trackers, on the main process: the same names, the same numbers.
+    """Sends every row of `metrics.jsonl` to the trackers on the main process, with the same names and numbers.
 
-    Runs are opened when training begins, or with the first metrics before it, and stay open behind it, so that later
-    evaluations and the script's own calls reach them; the packages close them when the process ends. A resumed run
-    continues the run of its checkpoint where the tracker can. A tracker that cannot be started is an error; one that
-    fails later is warned of, and does not stop training.
+    Runs are opened when training begins, or with the first metrics before it, and stay open afterwards for later
+    evaluations and calls of the script; the packages close them when the process ends. A resumed run continues the run
+    of its checkpoint if the tracker can. It is an error if a tracker cannot be started; later failures are warned of
+    and do not stop training.
 
     Args:
         trackers: names as in `report_to`, or trackers of your own; one or a list.
 
     Raises:
-        ConfigError: a name that is no tracker.
+        ConfigError: a name is not a tracker.
         MissingDependencyError: a tracker's package is not installed.
     """
 
@@ -45,15 +45,20 @@ class TrackingCallback(RowCallback):
         self._run_ids: dict[str, str] = {}
 
     @property
+    def names(self) -> list[str]:
+        """Those that were asked for."""
+        return [item if isinstance(item, str) else item.name for item in self._wanted]
+
+    @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those whose run is open, on the main process."""
+        """The trackers with an open run, on the main process."""
         return list(self._running)
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         if self._has_trained:
-            self._running = []  # a second training is a run of its own; opening it ends the first one
+            self._running = []  # a second training is another run; opening it ends the first one
         self._has_trained = True
         if state.is_world_process_zero:
             self._ensure_running(args, state)
@@ -65,8 +70,8 @@ class TrackingCallback(RowCallback):
         for tracker in self._running:
             try:
                 tracker.log(values, step=row["step"])
-            except Exception as error:  # a lost connection or a full disk: no curve is worth a trained model
-                warn_once(logger, f"{tracker.name} took no metrics, and training goes on: {error!r}")
+            except Exception as error:  # a lost connection must not end training
+                warn_once(logger, f"{tracker.name} received no metrics; training continues: {error!r}")
 
     def _ensure_running(self, args: Any, state: TrainerState) -> None:
         if self._running:
@@ -94,7 +99,7 @@ class TrackingCallback(RowCallback):
         return LOGGER_TYPE_TO_CLASS[name].of_run(facts)
 
     def _describe(self, args: Any, model: Any) -> None:
-        """Arguments and, for a model of transformers, its configuration under `model/`."""
+        """Store the arguments and, for a model of transformers, its configuration under `model/`."""
         as_dict = getattr(getattr(model, "config", None), "to_dict", dict)
         simple = {
             f"model/{name}": value
@@ -104,21 +109,18 @@ class TrackingCallback(RowCallback):
         for tracker in self._running:
             tracker.store_init_configuration(redact_value("config", {**simple, **args.to_sanitized_dict()}))
 
-    # --- resuming -----------------------------------------------------------------------------------------------
+    # --- resuming
 
     def state_dict(self) -> State:
-        """Name of a tracker -> what continues its run."""
+        """Return the run id of each tracker by name."""
         found = {tracker.name: tracker.run_id for tracker in self._running}
         return {name: run_id for name, run_id in found.items() if run_id is not None}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue these runs when training begins. A run that is open already stays the one it is."""
+        """Continue these runs when training begins; a run that is open already is kept."""
         self._run_ids = dict(state)
 
 
 def sent_values(row: Row) -> dict[str, Any]:
-    """A row as trackers take it: flat but for metrics that are themselves dicts, and without kind, step and clock."""
-    timing = {name: value for name, value in row["timing"].items() if name != "wall"}
-    values = {name: value for name, value in row.items() if name not in ("event", "step", "timing")}
-    found: dict[str, Any] = revived({**values, **timing})
-    return found
+    """Return a row for trackers: without kind, step and clock, and flat except for metrics that are dicts."""
+    return {name: revived(value) for name, value in measured(row).items() if name != "step"}

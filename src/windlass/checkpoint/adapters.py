@@ -1,9 +1,8 @@
-"""Adapters alone: of a peft model that trains nothing else, a checkpoint holds `adapter_model.safetensors` under peft's
-names and `adapter_config.json`, which `PeftModel.from_pretrained` reads, and a fingerprint of the weights beneath them.
+"""Checkpoints of a peft model that trains one adapter: `adapter_model.safetensors` and `adapter_config.json`, which
+`PeftModel.from_pretrained` reads.
 
-The frozen weights are not written: they are where they came from. A fingerprint of each (dtype, shape, checksum of its
-bits) lies in the checkpoint, so that adapters are never put on other weights than those they were trained on. Buffers
-outside of the adapter (running statistics) change in training and are saved beside the fingerprint.
+The frozen weights of the base are not written. A fingerprint of each (dtype, shape, checksum) is in the checkpoint, so
+that an adapter is never loaded onto another base. Buffers outside of the adapter (running statistics) are saved too.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.names import canonical_names, shorten
-from windlass.checkpoint.tensor_file import TensorFile, open_tensors
+from windlass.checkpoint.names import canonical_names, counted
+from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
 from windlass.core.optional import require
@@ -28,13 +27,13 @@ from windlass.dist.sharded import local, part, whole
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-BASE_STATE = "adapter_base"  # the shared part that holds the fingerprint and the buffers
+BASE_STATE = "adapter_base"  # the shared part with the fingerprint and the buffers
 _CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def base_part(name: str) -> str:
-    """The shared part that holds the fingerprint of the model `name`, and its buffers."""
+    """The shared part with the fingerprint and the buffers of the model `name`."""
     return BASE_STATE if name == "model" else f"{BASE_STATE}_{name}"
 
 
@@ -55,8 +54,8 @@ class Adapter:
     buffers: frozenset[str]
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `adapter_model.safetensors` holds, from a state dict of the model. Tied tensors are written in full,
-        for peft reads no map of ties.
+        """The content of `adapter_model.safetensors`, from a state dict of the model. Tied tensors are copied, because
+        peft does not read the map of ties.
         """
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -67,15 +66,15 @@ class Adapter:
         return found
 
     def gathered(self) -> dict[str, Tensor]:
-        """The adapter's tensors and the buffers, whole and on the host, by their names in the model. Collective where
-        ranks hold parts; every rank gets them.
+        """The adapter's tensors and the buffers by their names in the model, whole and on the host of every rank.
+        Collective if they are sharded.
         """
         state = self.model.state_dict(keep_vars=True)
         return {name: whole(state[name].detach()).cpu() for name in (*self.names, *sorted(self.buffers))}
 
     def fingerprint(self) -> dict[str, list[Any]]:
-        """Dtype, shape and checksum of every frozen weight, by canonical name. Collective where ranks hold parts: one
-        weight at a time is whole then.
+        """Dtype, shape and checksum of every frozen weight, by canonical name. Collective if they are sharded; one at a
+        time is gathered.
         """
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         frozen = {
@@ -111,8 +110,8 @@ class Adapter:
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
-    """The adapter that `model` trains; None if it is not a peft model, trains other weights too, or keeps what is saved
-    in another form than it is trained in (prompts): whole weights are saved then.
+    """The adapter that `model` trains; None if it is not a peft model, trains other weights too, or peft saves other
+    tensors than are trained (prompts). Whole weights are saved then.
     """
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return None
@@ -128,10 +127,7 @@ def find_adapter(model: nn.Module) -> Adapter | None:
 
 
 class KnownAdapter:
-    """The adapter of one model, and the fingerprint of the weights beneath it.
-
-    Both take a while to find, so they are looked for again only after they may have changed.
-    """
+    """The adapter of one model and the fingerprint of its base, computed again only after they may have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -149,9 +145,9 @@ class KnownAdapter:
         return self._adapter
 
     def fingerprint(self) -> dict[str, list[Any]]:
-        """See `Adapter.fingerprint`. Ranks whose weights were changed in different places must not call it."""
+        """See `Adapter.fingerprint`. All ranks must have changed the same weights since the last call."""
         assert self._adapter is not None
-        # What changes a weight in place raises its version; another weight has another address.
+        # A change in place increases the version of a weight; another weight has another address.
         frozen = [
             (id(p), local(p).data_ptr(), p._version) for p in self._model.parameters() if not p.requires_grad
         ]
@@ -161,7 +157,7 @@ class KnownAdapter:
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name in the model -> name that peft gives it; empty where peft would save other than the model's own tensors."""
+    """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own."""
     peft = require("peft", "save a model's adapters")
     picked = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
     inside = {id(tensor): name for name, tensor in state.items()}
@@ -171,8 +167,8 @@ def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) 
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits of `tensor` in their order: a sum of 64-bit integers, the same on every device and layout. One host
-    sync. Weights on the meta device have 0. Collective for a sharded tensor.
+    """A sum of 64-bit integers over the bits of `tensor` in order, equal on all devices and layouts; 0 on the meta
+    device. One host sync. Collective for a sharded tensor.
     """
     flat = whole(tensor.detach())
     if flat.is_meta or flat.element_size() not in _BITS:
@@ -182,23 +178,18 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, flat.numel(), _CHUNK):
         bits = flat[start : start + _CHUNK].contiguous().view(_BITS[flat.element_size()]).to(torch.int64)
         place = torch.arange(start, start + bits.numel(), device=flat.device)
-        # Products that overflow wrap alike everywhere; odd factors lose no bit.
+        # Overflows wrap alike on all devices; odd factors lose no bit.
         mixed = (bits + place) * 0x5851F42D4C957F2D
         total += (mixed.bitwise_xor(mixed >> 29) * (2 * place + 1)).sum()
     return int(total)
 
 
 def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: Files | None = None) -> None:
-    """Copy `folder/adapter_model.safetensors` into the adapter of `model`, in place. Of a sharded parameter every rank
-    takes its part. Collective where ranks hold parts and `base` is given.
+    """Copy `folder/adapter_model.safetensors` into the adapter of `model`, in place, once everything is checked. Of a
+    sharded parameter every rank reads its part. Collective if parameters are sharded and `base` is given.
 
     Args:
-        base: the part `BASE_STATE` of the checkpoint; None if there is none, and nothing is known of the weights
-            beneath.
-
-    Raises:
-        CheckpointError: the model has no such adapter, its tensors differ in name or shape, or the weights beneath are
-            others than those it was trained on; what differs is named, and nothing was written.
+        base: the part `BASE_STATE` of the checkpoint; None does not check the base.
     """
     path = folder / ADAPTER_WEIGHTS
     adapter = find_adapter(model)
@@ -209,7 +200,9 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
         )
     state = model.state_dict(keep_vars=True)
     with open_tensors(path, files or Files()) as file:
-        _check_adapter(path, file, adapter, state)
+        wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
+        if problems := misfits(file, wanted, {name: name for name in wanted}, "adapter"):
+            raise CheckpointError(f"{path} does not fit this model's adapter: {problems}")
         if base is not None:
             _check_base(folder, base, adapter)
         with torch.no_grad():
@@ -220,13 +213,6 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             state[name].copy_(value)
 
 
-def _check_adapter(path: Path, file: TensorFile, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
-    wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
-    problems = misfits(file, wanted, {name: name for name in wanted}, "adapter")
-    if problems:
-        raise CheckpointError(f"{path} does not fit this model's adapter: {problems}")
-
-
 def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
     try:
         saved, buffers = dict(base["weights"]), dict(base["buffers"])
@@ -235,18 +221,16 @@ def _check_base(folder: Path, base: State, adapter: Adapter) -> None:
             f"{folder / BASE_STATE}.json is not what was saved: it names no weights"
         ) from None
     here = adapter.fingerprint()
-    problems = []
-    for what, names in (
-        ("are not in the model", [name for name in saved if name not in here]),
-        ("were not there when it was saved", [name for name in here if name not in saved]),
-        ("have another shape or dtype", [n for n in here if n in saved and here[n][:2] != saved[n][:2]]),
-        ("have other values", [n for n in here if n in saved and here[n][:2] == saved[n][:2] and here[n] != saved[n]]),
-        ("are saved buffers that the model lacks", [name for name in buffers if name not in adapter.buffers]),
-    ):  # fmt: skip
-        if names:
-            problems.append(f"{len(names)} {what}: {shorten(names)}")
+    differing = [name for name in here if name in saved and here[name] != saved[name]]
+    problems = counted(
+        ((name for name in saved if name not in here), "are not in the model"),
+        ((name for name in here if name not in saved), "were not there when it was saved"),
+        ((name for name in differing if here[name][:2] != saved[name][:2]), "have another shape or dtype"),
+        ((name for name in differing if here[name][:2] == saved[name][:2]), "have other values"),
+        ((name for name in buffers if name not in adapter.buffers), "are saved buffers that the model lacks"),
+    )
     if problems:
         raise CheckpointError(
-            f"{folder} holds adapters that were trained on another base model than this one ({'; '.join(problems)}). "
+            f"{folder} holds adapters that were trained on another base model than this one ({problems}). "
             "Load the base that the run began with"
         )

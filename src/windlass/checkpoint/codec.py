@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,22 +46,18 @@ class Encoded:
 
 
 def encoded(state: State | Encoded) -> Encoded:
-    """A state as `encode` splits it; one that is split already stays as it is."""
+    """A state split by `encode`, unless it is already."""
     return state if isinstance(state, Encoded) else Encoded(*encode(state))
 
 
 def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a state into a JSON tree and named tensors. The tensors are the state's own, not copies.
-
-    Raises:
-        CheckpointError: a value of a type that cannot be saved; its path and type are named.
-    """
+    """Split a state into a JSON tree and named tensors. The tensors are the state's own, not copies."""
     encoder = _Encoder()
     return encoder.value(state, ()), encoder.tensors
 
 
 def state_bytes(state: Any, depth: int = 0) -> int:
-    """How many bytes the tensors and arrays of a state take on disk. Checks nothing: `encode` does that."""
+    """Bytes of the tensors and arrays of a state, unchecked."""
     if isinstance(state, Tensor):
         return nbytes(state)
     if isinstance(state, np.ndarray):
@@ -85,7 +81,12 @@ class _Encoder:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return self._int(value, path)
+            if value.bit_length() > MAX_INT_BITS:
+                bits = value.bit_length()
+                raise CheckpointError(
+                    f"state {_show(path)} is a whole number of {bits} bits; too long to save"
+                )
+            return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if kind is list:
@@ -100,19 +101,15 @@ class _Encoder:
             return self._tensor("$bytes", torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy()), path)
         if isinstance(value, np.ndarray | np.generic):
             return self._array(value, path)
-        raise _unsupported(path, kind)
+        raise CheckpointError(
+            f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; tensors, numpy "
+            "arrays, numbers, strings, bytes, booleans, None, lists, tuples and maps with str or int keys can"
+        )
 
     def _items(self, values: list[Any] | tuple[Any, ...], path: tuple[str, ...]) -> list[Any]:
         return [
             item if _is_plain(item) else self.value(item, (*path, str(i))) for i, item in enumerate(values)
         ]
-
-    def _int(self, value: int, path: tuple[str, ...]) -> int:
-        if value.bit_length() > MAX_INT_BITS:
-            raise CheckpointError(
-                f"state {_show(path)} is a whole number of {value.bit_length()} bits; too long to save"
-            )
-        return value
 
     def _map(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
         for key in value:
@@ -159,7 +156,7 @@ class _Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """Recognise values that JSON has early: a state may hold 100,000 numbers, and building a path costs time."""
+    """Return True for values that JSON has: a state may have 100,000 numbers, and building a path costs time."""
     kind = type(value)
     if kind is float:
         return math.isfinite(value)
@@ -167,11 +164,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def decode(tree: Any, tensors: TensorFile | dict[str, Tensor]) -> Any:
-    """Rebuild what `encode` split. Each tensor is read once, when its place in the tree is reached.
-
-    Raises:
-        CheckpointError: the tree holds something `encode` never writes.
-    """
+    """Rebuild what `encode` split. Each tensor is read once, when its place in the tree is reached."""
     return _Decoder(tensors).value(tree, ())
 
 
@@ -251,15 +244,13 @@ class _Decoder:
 
 
 def state_files(name: str, state: State | Encoded) -> set[str]:
-    """The files that `save_state` writes under this name: of a state that is not split yet, those that are certain."""
+    """The files that `save_state` writes; of a state that is not split yet, those that are certain."""
     tree, tensors = _pair(Path(name))
     return {tree.name, tensors.name} if isinstance(state, Encoded) and state.tensors else {tree.name}
 
 
 def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -> dict[str, FileEntry]:
-    """Write `STEM.json` and, if there are tensors, `STEM.safetensors`. Returns size and hash by file
-    name.
-    """
+    """Write `STEM.json` and, if there are tensors, `STEM.safetensors`; return size and hash by file name."""
     files = files or Files()
     split = encoded(state)
     tree, tensors = split.tree, split.tensors
@@ -272,11 +263,7 @@ def save_state(stem: Path, state: State | Encoded, files: Files | None = None) -
 
 
 def load_state(stem: Path, files: Files | None = None) -> State:
-    """Read what `save_state` wrote; tensors come on the host, each in memory of its own.
-
-    Raises:
-        CheckpointError: a file is missing, no plain file, too large, or not what `save_state` writes; it is named.
-    """
+    """Read what `save_state` wrote; tensors come on the host, each in memory of its own."""
     with _opened(stem, files or Files(), deferred=False) as state:
         return state
 
@@ -291,8 +278,11 @@ def open_state(stem: Path, files: Files | None = None) -> Iterator[State]:
 @contextmanager
 def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
     tree_path, tensor_path = _pair(stem)
-    tree = strict_json.parse(files.read(tree_path, strict_json.MAX_JSON_BYTES), str(tree_path))
-    with _tensors_of(tree, tensor_path, files) as tensors:
+    tree = strict_json.read(tree_path, files)
+    source: AbstractContextManager[TensorFile | dict[str, Tensor]] = nullcontext({})
+    if _mentions_tensors(tree):
+        source = open_tensors(tensor_path, files)
+    with source as tensors:
         try:
             state = _Decoder(tensors, deferred).value(tree, ())
         except CheckpointError as error:
@@ -300,15 +290,6 @@ def _opened(stem: Path, files: Files, deferred: bool) -> Iterator[State]:
         if not isinstance(state, dict):
             raise CheckpointError(f"{tree_path} holds a {type(state).__name__}, not a map")
         yield state
-
-
-@contextmanager
-def _tensors_of(tree: Any, path: Path, files: Files) -> Iterator[TensorFile | dict[str, Tensor]]:
-    if not _mentions_tensors(tree):
-        yield {}
-        return
-    with open_tensors(path, files) as tensors:
-        yield tensors
 
 
 def _mentions_tensors(tree: Any) -> bool:
@@ -331,11 +312,3 @@ def _pair(stem: Path) -> tuple[Path, Path]:
 
 def _show(path: tuple[str, ...]) -> str:
     return repr(".".join(path)) if path else "(the whole)"
-
-
-def _unsupported(path: tuple[str, ...], kind: type) -> CheckpointError:
-    return CheckpointError(
-        f"state {_show(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved; "
-        "tensors, numpy arrays, numbers, strings, bytes, booleans, None, lists, tuples and maps with str or int keys "
-        "can"
-    )

@@ -18,13 +18,13 @@ from windlass.checkpoint.stored import (
     OPTIMIZER,
     Folder,
     StoredTensors,
+    find_weights,
     open_optimizer,
     open_state_file,
     open_weights,
     state_files,
-    weights_stem,
 )
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
+from windlass.core.tensors import same_bits
 
 _PIECE = 1 << 22  # elements that are compared at a time
 _SHOWN = 60  # characters of a plain value
@@ -53,13 +53,9 @@ class Comparison:
 
 
 def compare(first: Folder, second: Folder) -> Comparison:
-    """Compare two checkpoints, or folders of a model; they may have been written in different layouts.
-
-    Raises:
-        CheckpointError: a file is damaged, or there are no weights to compare.
-    """
+    """Compare two checkpoints, or folders of a model; they may have been written in different layouts."""
     for folder in (first, second):
-        weights_stem(folder)
+        find_weights(folder)
     found = Comparison([])
     for where, opener in _tensor_groups(first, second):
         _compare_groups(found, where, opener, first, second)
@@ -105,19 +101,11 @@ def _tensor_difference(one: StoredTensors, other: StoredTensors, name: str) -> s
         return f"shape {list(one.shape(left))} became {list(other.shape(right))}"
     before, after = one.dtype(left), other.dtype(right)
     a, b = one.read(left).reshape(-1), other.read(right).reshape(-1)
-    if before == after and _equal_bits(a, b):
+    if same_bits(a, b):
         return None
-    changed = "" if before == after else f"dtype {_short(before)} became {_short(after)}, "
+    names = (str(dtype).removeprefix("torch.") for dtype in (before, after))
+    changed = "" if before == after else "dtype {} became {}, ".format(*names)
     return f"{changed}max abs difference {_largest_difference(a, b):.6g}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _equal_bits(a: Tensor, b: Tensor) -> bool:
-    # As bytes: NaN equals itself, and 0 is not -0.
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
@@ -159,7 +147,7 @@ def _entry(folder: Folder, name: str) -> FileEntry:
 def _values(folder: Folder, name: str) -> dict[str, str]:
     """The plain values of a JSON tree, as text, by their path."""
     path = folder.path / name
-    tree = strict_json.parse(folder.files.read(path, MAX_JSON_BYTES), str(path))
+    tree = strict_json.read(path, folder.files)
     return dict(_leaves(tree, ()))
 
 

@@ -21,23 +21,24 @@ _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the te
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Everything that this rank has for one checkpoint.
+    """Everything that this rank has for one checkpoint. The writer rank of the folder writes what ranks share.
 
     Attributes:
-        shared: parts of all ranks, by name; the writer rank of the folder writes them, other ranks' are ignored.
-        per_rank: this rank's own parts.
-        weights: whole weights by name, for each file that they go to; the writer rank writes them.
+        shared: states that ranks share, by name.
+        per_rank: states of this rank.
+        weights: whole weights by name, for each file; shared.
+        layout: makes the tensors to write of those weights, if they are not written as they are in memory.
         parts: this rank's parts of sharded tensors.
-        files: further plain files (configuration, tokenizer) by relative name; the writer rank writes them.
-        write_model: the writer rank calls it with the folder; it may put any plain files there. A script's own way to
-            save, which needs the live model: nothing that a snapshot could hold.
-        other_bytes: what `write_model` will write, for the check of free space.
-        history: the older rows of `log_history`, which the writer rank writes; its states are among `shared`.
+        files: further plain files (configuration, tokenizer) by relative name; shared.
+        write_model: called with the folder on the writer rank; a script's own way to save, which needs the live model.
+        other_bytes: size of what `write_model` will write, for the check of free space.
+        history: the older rows of `log_history`; shared. Its states are among `shared`.
     """
 
     shared: Mapping[str, State | Encoded] = field(default_factory=dict)
     per_rank: State | Encoded = field(default_factory=dict)
     weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layout: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     parts: Sequence[RankParts] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     write_model: Callable[[Path], None] | None = None
@@ -45,11 +46,7 @@ class Content:
     history: History | None = None
 
     def encoded(self) -> Content:
-        """The same with its states split into trees and tensors: what cannot be saved is found here.
-
-        Raises:
-            CheckpointError: a state holds a type that cannot be saved.
-        """
+        """The same with all states split into trees and tensors, which detects what cannot be saved."""
         shared = {name: encoded(state) for name, state in self.shared.items()}
         weights = {file: as_tensors(tensors) for file, tensors in self.weights.items()}
         return replace(self, shared=shared, per_rank=encoded(self.per_rank), weights=weights)
@@ -65,9 +62,7 @@ class Content:
         )
 
     def disk_bytes(self, writers: int) -> int:
-        """Bytes that the checkpoint takes on a disk to which `writers` ranks write, from what this rank knows: others
-        are taken to write as much of their own.
-        """
+        """Estimated bytes of the checkpoint on a disk to which `writers` ranks write as much as this one."""
         own = _state_bytes(self.per_rank) + sum(
             nbytes(t) for part in self.parts for t in part.tensors.values()
         )
@@ -75,7 +70,7 @@ class Content:
         return shared + own * writers + sum(map(len, self.files.values())) + self.other_bytes + _MARGIN
 
     def names(self, rank: int, is_writer: bool) -> set[str]:
-        """The files that `write` makes on this rank; what a script's own way to save makes is known to it alone."""
+        """The files that `write` creates on this rank, except those of `write_model`."""
         names = state_files(rank_stem(rank), self.per_rank)
         for part in self.parts:
             names |= part.names()
@@ -86,7 +81,7 @@ class Content:
         return names
 
     def write(self, staged: StagedCheckpoint, is_writer: bool) -> None:
-        """Write it into `staged`; the parts that all ranks share only if this rank `is_writer`."""
+        """Write it into `staged`; shared parts only if this rank `is_writer`."""
         if is_writer:
             self._write_shared(staged)
         staged.write_rank_state(self.per_rank)
@@ -101,7 +96,9 @@ class Content:
         for name, tensors in self.weights.items():
             path = staged.folder / name
             staged.files.ensure_folder(path.parent)
-            staged.add({name: save_weights(path.parent, tensors, name=path.name, files=staged.files)})
+            staged.add(
+                {name: save_weights(path.parent, self.layout(tensors), name=path.name, files=staged.files)}
+            )
         for name, data in self.files.items():
             staged.write_file(name, data)
         if self.write_model is not None:

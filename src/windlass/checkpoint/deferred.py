@@ -1,32 +1,68 @@
-"""Stored tensors that are read when they are needed, and then only the part that is."""
+"""Stored tensors, of which a part is read once it is needed."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
 
 
-class TensorSource(Protocol):
-    """Stored tensors by name."""
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """Dtype and shape of a stored tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
-    def names(self) -> list[str]: ...
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def __contains__(self, name: object) -> bool: ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+def empty_host(sizes: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+    """A tensor in host memory. A file may claim a size that cannot be allocated: `what` names it in the error."""
+    try:
+        return torch.empty(sizes, dtype=dtype)
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{what} cannot be allocated: {error}") from None
 
-    def dtype(self, name: str) -> torch.dtype: ...
 
+class TensorSource(ABC):
+    """Stored tensors by name.
+
+    Args:
+        tensors: dtype and shape of each.
+    """
+
+    def __init__(self, tensors: Mapping[str, Shaped]) -> None:
+        self._shaped = tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shaped)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shaped
+
+    def shaped(self, name: str) -> Shaped:
+        return self._shaped[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shaped[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._shaped[name].dtype
+
+    @abstractmethod
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         """A tensor, or this part of it, on the host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

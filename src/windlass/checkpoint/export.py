@@ -1,25 +1,25 @@
 """A checkpoint's tensors for other programs: as one safetensors file, or as a folder for `from_pretrained`.
 
-No code of the training is needed. One tensor at a time passes through host memory. What is written has another name
-until it is complete, so a result that is there is whole.
+One tensor at a time is in host memory. The result is written under a temporary name, so it is complete if it exists.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME
 from windlass.checkpoint.replacing import replacing
@@ -27,23 +27,23 @@ from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.stored import (
     Folder,
     StoredTensors,
+    find_weights,
     open_optimizer,
     open_weights,
-    weights_stem,
 )
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.checkpoint.tensor_file import Shaped, stream_tensors
+from windlass.checkpoint.tensor_file import stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.core.errors import CheckpointError
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
-# What lies beside weights for `from_pretrained`: configurations, the tokenizer or processor, code that they name.
+# Further files for `from_pretrained`: configurations, tokenizer or processor, and their code.
 _COMPANIONS = (
     _CONFIG, "generation_config.json", ADAPTER_CONFIG, "*tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*processor*.json",
     "README.md", "LICENSE*", "*.py",
 )  # fmt: skip
+_Converted = tuple[StoredTensors, dict[str, Shaped], Callable[[str], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,6 @@ def export_file(
 ) -> FileEntry:
     """Write the tensors of `source` as the one file `target`; return its size and hash. Names that are tied are in its
     metadata.
-
-    Raises:
-        CheckpointError: there are none, a file of the source is damaged, or `target` is there already.
     """
     files = files or Files()
     if target.is_dir():
@@ -78,32 +75,28 @@ def export_file(
     if target.exists() and not options.force:
         raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
     files.ensure_folder(target.parent)
-    with replacing(target, files) as new, _open(source, options) as tensors:
-        shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
+    with replacing(target, files) as new, _converted(source, options) as (tensors, shaped, read):
         metadata = with_aliases({"format": "pt"}, tensors.aliases)
-        entry = stream_tensors(new, shaped, _reader(tensors, shaped), metadata, files=files)
+        entry = stream_tensors(new, shaped, read, metadata, files=files)
     files.sync_folder(target.parent)
     return entry
 
 
 def export_folder(source: Folder, target: Path, options: ExportOptions, files: Files | None = None) -> None:
-    """Write the weights of `source` with their configuration and tokenizer as the folder `target`.
-
-    Raises:
-        CheckpointError: there are no weights, a file of the source is damaged, or `target` is there already.
-    """
+    """Write the weights of `source`, their configuration and tokenizer into the folder `target`."""
     files = files or Files()
     _recover(target, files)
     _check_place(target, options)
-    stem = weights_stem(source)
+    weights = find_weights(source)
     files.ensure_folder(target.parent)
     new = target.with_name(f"tmp-{target.name}")
     if new.exists():
         files.remove_tree(new)
     files.make_folder(new)
     try:
-        if stem == "model":
-            _write_weights(source, new, options, files)
+        if weights != ADAPTER_WEIGHTS:
+            with _converted(source, options) as (tensors, shaped, read):
+                stream_split(new, shaped, read, tensors.aliases, options.max_shard_size, files)
         else:
             export_file(source, new / ADAPTER_WEIGHTS, options, files)
         for name in sorted(source.names):
@@ -129,7 +122,7 @@ def _check_place(target: Path, options: ExportOptions) -> None:
 
 
 def _is_result(target: Path) -> bool:
-    """Whether a folder holds weights and what lies beside them, and nothing that somebody may miss."""
+    """Return True if a folder has only files that an export may write."""
     if not target.is_dir() or target.is_symlink() or (target / MANIFEST_NAME).exists():
         return False
     weights = (WEIGHTS_NAME, ADAPTER_WEIGHTS, SPLIT_INDEX_NAME)
@@ -146,7 +139,7 @@ def _is_companion(name: str) -> bool:
 
 
 def _put(new: Path, target: Path, files: Files) -> None:
-    """Give the complete folder its name. The folder that it replaces is removed only afterwards."""
+    """Rename the complete folder. A folder that it replaces is removed afterwards."""
     old = _aside(target)
     if target.exists():
         files.rename(target, old)
@@ -166,7 +159,7 @@ def _aside(target: Path) -> Path:
 
 
 def _recover(target: Path, files: Files) -> None:
-    """An export that was cut off while it replaced this folder may have left the earlier one aside."""
+    """Restore the folder that an interrupted export renamed."""
     old = _aside(target)
     if old.exists():
         if target.exists():
@@ -175,15 +168,12 @@ def _recover(target: Path, files: Files) -> None:
             files.rename(old, target)
 
 
-def _write_weights(source: Folder, folder: Path, options: ExportOptions, files: Files) -> None:
-    with _open(source, options) as tensors:
+@contextmanager
+def _converted(source: Folder, options: ExportOptions) -> Iterator[_Converted]:
+    """The tensors to export, with their dtypes and shapes in the result, and a function that reads one."""
+    with open_optimizer(source) if options.tensors == "optimizer" else open_weights(source) as tensors:
         shaped = {name: _shaped_as(tensors, name, options) for name in tensors.names}
-        read = _reader(tensors, shaped)
-        stream_split(folder, shaped, read, tensors.aliases, options.max_shard_size, files)
-
-
-def _open(source: Folder, options: ExportOptions) -> AbstractContextManager[StoredTensors]:
-    return open_optimizer(source) if options.tensors == "optimizer" else open_weights(source)
+        yield tensors, shaped, lambda name: tensors.read(name).to(shaped[name].dtype)
 
 
 def _shaped_as(tensors: StoredTensors, name: str, options: ExportOptions) -> Shaped:
@@ -194,30 +184,18 @@ def _shaped_as(tensors: StoredTensors, name: str, options: ExportOptions) -> Sha
     return Shaped(options.dtype, found.shape)
 
 
-def _reader(tensors: StoredTensors, shaped: dict[str, Shaped]) -> Any:
-    def read(name: str) -> Tensor:
-        return tensors.read(name).to(shaped[name].dtype)
-
-    return read
-
-
 def _copy(source: Folder, name: str, target: Path, options: ExportOptions, files: Files) -> None:
     if name == _CONFIG and options.dtype is not None:
         files.write(target, [_config_as(source, options.dtype)])
         return
     with source.files.reading(source.path / name) as file:
-        files.write(target, _pieces(file))
-
-
-def _pieces(file: Any) -> Iterator[bytes]:
-    while piece := file.read(CHUNK):
-        yield piece
+        files.write(target, iter(lambda: file.read(CHUNK), b""))
 
 
 def _config_as(source: Folder, dtype: torch.dtype) -> bytes:
-    """The configuration, saying the dtype of the weights beside it: `from_pretrained` goes by it."""
+    """The configuration with the dtype of the weights, which `from_pretrained` uses."""
     path = source.path / _CONFIG
-    config = strict_json.parse(source.files.read(path, MAX_JSON_BYTES), str(path))
+    config = strict_json.read(path, source.files)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a map")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -1,68 +1,48 @@
-"""Checkpoints that transformers' Trainer wrote, as far as a run can be continued from one.
+"""Checkpoints of other programs: what a run needs of one, and which module reads which format.
 
-    trainer_state.json                           the step, the epoch, what was logged, the best metric
-    model.safetensors, pytorch_model.bin, or several of either with an index; adapter_model.safetensors
-    optimizer.pt, scheduler.pt, scaler.pt        files of torch.save; see `torch_file`
-    rng_state*.pth, training_args.bin            never read
-
-Nothing in such a folder says what it must hold, or how its files must hash. What can be checked without loading it is
-checked when it is opened: every file that will be read is whole by its own directory.
+No format is known here. The modules that know one are listed by name and imported once such a file is found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 
-from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.folders import load_folder
-from windlass.checkpoint.foreign_optimizer import Division, named_state
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo
-from windlass.checkpoint.optimizer_state import load_optimizer_state
 from windlass.checkpoint.store import Store, is_checkpoint
-from windlass.checkpoint.stored import open_folder, open_weights
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.checkpoint.torch_file import open_torch_file
+from windlass.checkpoint.stored import load_folder
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
+from windlass.core.types import State
 
-STATE_NAME = "trainer_state.json"
-OPTIMIZER_NAME, SCHEDULE_NAME, SCALER_NAME = "optimizer.pt", "scheduler.pt", "scaler.pt"
-# Beside a state, these tell such a checkpoint from a folder that merely holds a model and a state.
-_SIGNS = (OPTIMIZER_NAME, SCHEDULE_NAME, "optimizer.bin", "training_args.bin", "latest")
-# What is written there in shards or by another program's own layout, and by whom.
-_NOT_READ = {
-    "pytorch_model_fsdp_0": "FSDP's sharded state dict, whose index is a pickle",
-    "optimizer_0": "FSDP's sharded state dict, whose index is a pickle",
-    "optimizer.bin": "FSDP's full state dict of the optimizer",
-    "latest": "DeepSpeed's own layout",
-}
-_STATE_TYPES: dict[str, tuple[type, ...]] = {
-    "global_step": (int,), "max_steps": (int,), "num_input_tokens_seen": (int,), "total_flos": (int, float),
-    "epoch": (int, float, type(None)), "log_history": (list,), "stateful_callbacks": (dict,),
-    "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
-    "best_model_checkpoint": (str, type(None)),
-}  # fmt: skip
+# Each of these modules is a `CheckpointFormat`.
+FORMATS = ("windlass.compat.transformers_checkpoint",)
+# Each of these knows a format that is not read: `explain(folder)` names it and the fix, or returns None.
+NOT_READ = ("windlass.compat.accelerate_state",)
 _logger = get_logger(__name__)
 
 
-class ForeignCheckpoint(Checkpoint):
-    """A checkpoint of transformers' Trainer. It has none of the parts that Windlass writes.
+class ForeignCheckpoint(Checkpoint, ABC):
+    """A checkpoint that another program wrote. It has none of the parts that Windlass writes.
 
     Attributes:
-        state: what `trainer_state.json` says, by the names that both Trainers use.
+        writer: the program ("transformers' Trainer").
+        state: the state of the run, by the names of `TrainerState`.
     """
+
+    writer: str
 
     def __init__(self, folder: Path, state: dict[str, Any], files: Files) -> None:
         super().__init__(CheckpointInfo(folder, state["global_step"], 1, files={}), files)
         self.state = state
-        self._plain_files = files
+        self.plain_files = files
 
     @property
     def epoch(self) -> float:
@@ -75,134 +55,96 @@ class ForeignCheckpoint(Checkpoint):
         return int(self.state.get("max_steps") or 0)
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Copy the weights into `model`, in place (see `folders.load_folder`)."""
-        load_folder(self.folder, model, files=self._plain_files)
+        """Copy the weights into `model`, in place (see `stored.load_folder`)."""
+        load_folder(self.folder, model, files=self.plain_files)
 
-    def plain(self, name: str) -> Any:
-        """The content of a file of torch.save, None where it is not there.
-
-        Raises:
-            CheckpointError: it holds more than tensors and plain values, or is damaged.
-        """
-        if not (self.folder / name).exists():
-            return None
-        with open_torch_file(self.folder / name, self._plain_files) as file:
-            return file.materialised(file.tree)
-
-    def load_divided_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        divisions: Iterable[Division],
-        *,
-        with_rates: bool,
+    @abstractmethod
+    def load_optimizer_of(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, with_rates: bool
     ) -> None:
-        """Put the state of `optimizer.pt` into `optimizer`; it numbers parameters in the order of its groups.
+        """Load the saved state into `optimizer`.
 
         Args:
-            divisions: how parameters may have been put into groups, by name; the first that fits is taken.
-            with_rates: learning rates too are the saved ones; otherwise they stay as they are.
+            with_rates: also load the learning rates.
+        """
+
+    @abstractmethod
+    def schedule_state(self) -> State:
+        """Return the state dict of the learning-rate scheduler.
 
         Raises:
-            CheckpointError: there is no such file, or its state fits none of the divisions or another optimizer.
+            CheckpointError: none was saved.
         """
-        path = self.folder / OPTIMIZER_NAME
-        if not path.exists():
-            raise CheckpointError(
-                f"{path} is missing (save_only_model=True leaves it out), so a run can't be continued from it. Start a "
-                "new run from its weights: load them into the model and call train()"
-            )
-        with open_torch_file(path, self._plain_files) as file:
-            state = named_state(path, file.tree, optimizer, model, divisions, with_rates)
-            load_optimizer_state(optimizer, model, file.materialised(state))
 
-    def check(self) -> None:
-        """Look whether every file that will be read is whole, without loading its tensors.
+    @abstractmethod
+    def learning_rates(self) -> list[float] | None:
+        """Return the last learning rate of each parameter group, None if none was saved."""
 
-        Raises:
-            CheckpointError: one is not.
-        """
-        with open_weights(open_folder(self.folder)):
-            pass
-        for name in (OPTIMIZER_NAME, SCHEDULE_NAME, SCALER_NAME):
-            if (self.folder / name).exists():
-                with open_torch_file(self.folder / name, self._plain_files):
-                    pass
+    @abstractmethod
+    def scaler_state(self) -> State:
+        """Return the state of the loss scaler as `precision.scaler.LossScaler` takes it, empty if none was saved."""
 
 
-def is_foreign(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint of transformers' Trainer."""
-    if (folder / MANIFEST_NAME).exists() or not (folder / STATE_NAME).exists():
-        return False
-    return any((folder / name).exists() for name in _SIGNS)
+class CheckpointFormat(Protocol):
+    """What a module in `FORMATS` has."""
+
+    WRITER: str
+
+    def is_of_format(self, folder: Path) -> bool:
+        """Return True if `folder` looks like a checkpoint of this format."""
+        ...
+
+    def open_checkpoint(self, folder: Path, files: Files) -> ForeignCheckpoint:
+        """Open a checkpoint and check that its files are complete, without loading tensors."""
+        ...
+
+
+def format_of(folder: Path) -> CheckpointFormat | None:
+    """The format of a checkpoint that another program wrote, None for any other folder."""
+    if (folder / MANIFEST_NAME).exists():
+        return None
+    formats = (cast(CheckpointFormat, importlib.import_module(name)) for name in FORMATS)
+    return next((known for known in formats if known.is_of_format(folder)), None)
+
+
+def explain_unread(folder: Path) -> str | None:
+    """Who wrote a folder that cannot be read, and what to do; None if that is not known."""
+    explained = (importlib.import_module(name).explain(folder) for name in NOT_READ)
+    return next((text for text in explained if text is not None), None)
 
 
 def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
-    """Open such a checkpoint and look whether it is whole.
+    """Open the checkpoint of another program.
 
     Raises:
-        CheckpointError: it is not, or is of a layout that is not read; the file is named.
+        CheckpointError: it is not one, is incomplete, or has a layout that cannot be read; the file is named.
     """
-    files = files or Files()
-    for name, what in _NOT_READ.items():
-        if (folder / name).exists():
-            raise CheckpointError(
-                f"{folder} cannot be continued: {folder / name} is {what}. Save it again there with whole tensors (one "
-                "process without sharding), or start from its weights: load them into the model and call train()"
-            )
-    checkpoint = ForeignCheckpoint(folder, _read_state(folder / STATE_NAME, files), files)
-    checkpoint.check()
-    return checkpoint
+    found = format_of(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} is not a checkpoint of a known format")
+    return found.open_checkpoint(folder, files or Files())
 
 
 def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None:
-    """The folder of transformers' Trainer that `resume_from_checkpoint` means, None where it means none.
+    """Return the folder of another program that `resume_from_checkpoint` refers to, if any.
 
-    For True it is the newest that is whole, and only where the output folder has no checkpoint of Windlass, not even a
-    damaged one: an old run must not be taken up silently for a new one.
+    For True it is the newest complete one, and only if the output folder has no checkpoint of Windlass, not even a
+    damaged one: an old run must not silently continue in the place of a new one.
     """
     if which is not True:
-        return Path(which) if is_foreign(Path(which)) else None
+        return None if format_of(Path(which)) is None else Path(which)
     folders = store.folders()
-    candidates = [folder for folder in folders if is_foreign(folder)]
+    candidates = [folder for folder in folders if format_of(folder) is not None]
     if not candidates or any(is_checkpoint(folder) for folder in folders) or store.committed():
         return None
-    skipped = []
+    skipped = ""
     for folder in reversed(candidates):
         try:
             open_foreign(folder)
         except CheckpointError as error:
-            skipped.append(f"\n  - {error}")
+            skipped += f"\n  - {error}"
             continue
         if skipped:
-            _logger.warning("Continuing from %s; newer folders were skipped:%s", folder, "".join(skipped))
+            _logger.warning("Continuing from %s; newer folders were skipped:%s", folder, skipped)
         return folder
-    if skipped:
-        raise CheckpointError(
-            f"No valid checkpoint found in output directory ({store.root}){''.join(skipped)}"
-        )
-    return None
-
-
-def _read_state(path: Path, files: Files) -> dict[str, Any]:
-    # transformers writes the NaN of a loss as Python's JSON does.
-    state = strict_json.parse(files.read(path, MAX_JSON_BYTES), str(path), allow_nan=True)
-    return checked_state(path, state)
-
-
-def checked_state(path: Path, state: Any) -> dict[str, Any]:
-    """What `trainer_state.json` holds, by the names that both Trainers use.
-
-    Raises:
-        CheckpointError: a name holds something of another type; `path` is named.
-    """
-    if not isinstance(state, dict) or "global_step" not in state:
-        raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")
-    for name, kinds in _STATE_TYPES.items():
-        value = state.get(name, kinds[0]())
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise CheckpointError(f"{path} is malformed: {name} is a {type(value).__name__}")
-    rows = state.get("log_history", [])
-    if state["global_step"] < 0 or not all(isinstance(row, dict) for row in rows):
-        raise CheckpointError(f"{path} is malformed: global_step is negative, or log_history holds no rows")
-    return state
+    raise CheckpointError(f"No valid checkpoint found in output directory ({store.root}){skipped}")

@@ -1,8 +1,8 @@
-"""`log_history` in checkpoints, such that a save costs what is new.
+"""`log_history` in checkpoints: a save writes new rows only.
 
-`trainer_state.json` holds the newest rows. Older ones lie in segments, files of `SEGMENT_ROWS` rows each that never
-change: a checkpoint has them as hard links to those of the checkpoint before it, or as copies where the file system
-has no links. `log_history.json` lists them. A history of fewer than two segments lies in `trainer_state.json` alone.
+`trainer_state.json` has the newest rows. Older ones are in segments, files of `SEGMENT_ROWS` rows that never change:
+the next checkpoint has hard links to them, or copies. `log_history.json` lists them. A history of fewer than two
+segments is in `trainer_state.json` alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ STATE, INDEX, ROWS = "trainer_state", "log_history", "log_history"
 SEGMENT_ROWS = 5000
 SEGMENT_BYTES = 1 << 24
 Row = dict[str, Any]
+_STATE_TYPES: dict[str, tuple[type, ...]] = {
+    "global_step": (int,), "max_steps": (int,), "num_input_tokens_seen": (int,), "total_flos": (int, float),
+    "epoch": (int, float, type(None)), "log_history": (list,), "stateful_callbacks": (dict,),
+    "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+}  # fmt: skip
 _PLAIN = (int, float, str, type(None))
 _NEVER_EQUAL = object()
 
 
 class Stored(Protocol):
-    """A checkpoint, as far as its history is concerned."""
+    """A checkpoint, as `manager.Checkpoint`."""
 
     @property
     def info(self) -> CheckpointInfo: ...
@@ -54,8 +60,8 @@ class Segment:
         rows: the run's own objects.
         text: one line of JSON for each row; None once a committed checkpoint has it.
         entry: size and hash of the file.
-        home: the file in the newest committed checkpoint, and how it was left there: its size and the time of its last
-            change.
+        home: the file in the newest committed checkpoint.
+        stamp: size and time of the last change of that file.
     """
 
     first: int
@@ -70,7 +76,7 @@ class Segment:
         return f"{INDEX}/{self.first:09d}.jsonl"
 
     def put(self, target: Path, files: Files) -> FileEntry:
-        """Make the file at `target`: by a link, as a copy, or from memory if no checkpoint has it any more."""
+        """Create the file `target` as a link, a copy, or from memory if no checkpoint has it any more."""
         if self.entry is None or not (self._link(target, files) or self._copy(target, files)):
             text = self.text
             if text is None:
@@ -115,17 +121,16 @@ class History:
         return sum(len(segment.text) for segment in self.segments if segment.text is not None)
 
     def write(self, folder: Path, files: Files) -> dict[str, FileEntry]:
-        """Put the segments into the folder of a checkpoint; returns size and hash by relative name."""
+        """Write the segments into the folder of a checkpoint; return size and hash by relative name."""
         if self.segments:
             files.ensure_folder(folder / INDEX)
         return {segment.name: segment.put(folder / segment.name, files) for segment in self.segments}
 
 
 class HistoryKeeper:
-    """Remembers what of a run's `log_history` is encoded and what is saved; scripts may change that list as they like.
+    """Keeps the encoded and the saved rows of a run's `log_history`, a list that scripts may change.
 
-    Rows that were replaced, inserted or removed are found anywhere, and rows that were changed in place among those
-    that no segment holds.
+    Replaced, inserted and removed rows are detected anywhere, and rows changed in place if they are not in a segment.
     """
 
     def __init__(self) -> None:
@@ -135,11 +140,7 @@ class HistoryKeeper:
         self._planned: Sequence[Segment] = ()
 
     def plan(self, state: Mapping[str, Any]) -> History:
-        """What a checkpoint of this `TrainerState`, given as a mapping, will hold.
-
-        Raises:
-            CheckpointError: a value outside the history that cannot be saved; where it is and its type are named.
-        """
+        """The history for a checkpoint of this `TrainerState`, which is given as a mapping."""
         history = state[ROWS]
         if not isinstance(history, list):
             self._forget()
@@ -156,12 +157,12 @@ class HistoryKeeper:
         return History(states, self._planned)
 
     def saved(self, folder: Path) -> None:
-        """What was planned last is committed, in this folder."""
+        """Called once the last plan is committed in this folder."""
         for segment in self._planned:
             segment.home, segment.text = folder / segment.name, None
 
     def resume(self, checkpoint: Stored, history: list[Row]) -> None:
-        """Go on from a checkpoint, whose whole history this is."""
+        """Continue from a checkpoint; `history` is its whole history."""
         self._forget()
         for first, name, count in _listed(checkpoint):
             home = checkpoint.info.path / name
@@ -179,7 +180,7 @@ class HistoryKeeper:
         return self._segments[-1].first + len(self._segments[-1].rows) if self._segments else 0
 
     def _encode_new(self, history: list[Row]) -> None:
-        """Encode what is not, or has changed."""
+        """Encode new and changed rows."""
         self._drop_changed(history)
         first = self._first
         rows = history[first:]
@@ -201,7 +202,7 @@ class HistoryKeeper:
                 return
 
     def _cut(self, history: list[Row]) -> None:
-        """Make segments of what is older than the newest `SEGMENT_ROWS`."""
+        """Move rows older than the newest `SEGMENT_ROWS` into segments."""
         left = sum(map(len, self._lines))
         while len(self._lines) >= 2 * SEGMENT_ROWS or left >= 2 * SEGMENT_BYTES:
             count = size = 0
@@ -215,16 +216,12 @@ class HistoryKeeper:
 
 
 def is_segment(name: str) -> bool:
-    """Whether a file of a checkpoint holds older rows."""
+    """Return True if a file of a checkpoint is a segment."""
     return name.startswith(f"{INDEX}/")
 
 
 def complete_state(checkpoint: Stored) -> State:
-    """The `trainer_state` of a checkpoint with its whole history.
-
-    Raises:
-        CheckpointError: a part of it is missing or damaged.
-    """
+    """The `trainer_state` of a checkpoint with its whole history."""
     state = checkpoint.shared(STATE)
     if not checkpoint.has(INDEX):
         return state
@@ -238,12 +235,22 @@ def complete_state(checkpoint: Stored) -> State:
     return {**state, ROWS: rows + newest}
 
 
-def _listed(checkpoint: Stored) -> list[tuple[int, str, int]]:
-    """Number of the first row, file and number of rows of each segment.
+def checked_state(path: Path, state: Any) -> dict[str, Any]:
+    """Return `state`, the content of a `trainer_state.json`, once its types are checked."""
+    if not isinstance(state, dict) or "global_step" not in state:
+        raise CheckpointError(f"{path} is not the state of a Trainer: it has no global_step")
+    for name, kinds in _STATE_TYPES.items():
+        value = state.get(name, kinds[0]())
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise CheckpointError(f"{path} is malformed: {name} is a {type(value).__name__}")
+    rows = state.get(ROWS, [])
+    if state["global_step"] < 0 or not all(isinstance(row, dict) for row in rows):
+        raise CheckpointError(f"{path} is malformed: global_step is negative, or log_history holds no rows")
+    return state
 
-    Raises:
-        CheckpointError: the list of them is malformed, or one is missing.
-    """
+
+def _listed(checkpoint: Stored) -> list[tuple[int, str, int]]:
+    """Number of the first row, file and number of rows of each segment."""
     if not checkpoint.has(INDEX):
         return []
     listed, first = list[tuple[int, str, int]](), 0
@@ -273,14 +280,14 @@ def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
 
 
 def _encoded_row(row: Any) -> tuple[str, Any]:
-    """A row as JSON, and a copy that is unequal to the row as soon as that has changed."""
+    """A row as JSON, and a copy that is unequal to the row once that has changed."""
     tree = _encoded(row)
     plain = isinstance(row, dict) and all(isinstance(value, _PLAIN) for value in row.values())
     return json.dumps(tree, allow_nan=False), dict(row) if plain else _NEVER_EQUAL
 
 
 def _encoded(row: Any) -> Any:
-    """Of rows that a script added by itself, tensors become numbers and what no checkpoint can hold becomes text."""
+    """In rows of a script, tensors become numbers, and what cannot be saved becomes text."""
     with contextlib.suppress(CheckpointError):
         tree, tensors = codec.encode({ROWS: row})
         if not tensors:

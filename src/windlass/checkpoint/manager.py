@@ -1,4 +1,4 @@
-"""Saving and loading whole checkpoints: the surface that training uses."""
+"""Saving and loading checkpoints, for training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
 from windlass.checkpoint.retention import Retention, prune
 from windlass.checkpoint.sharded import index_name, load_parts, open_parts
+from windlass.checkpoint.split import SPLIT_INDEX_NAME
 from windlass.checkpoint.staged import rank_stem
 from windlass.checkpoint.store import SaveDropped, Store
+from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import Handover, VerifiedFiles, hand_over, take_over
 from windlass.checkpoint.weights import WEIGHTS_NAME, load_weights
@@ -32,7 +34,7 @@ _logger = get_logger(__name__)
 
 
 class Checkpoint:
-    """A verified checkpoint. A part that is not there is an error, never an empty state."""
+    """A verified checkpoint. A missing part is an error, never an empty state."""
 
     def __init__(self, info: CheckpointInfo, files: Files) -> None:
         self.info = info
@@ -45,7 +47,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer updates done when it was saved."""
+        """Optimizer updates when it was saved."""
         return self.info.step
 
     @property
@@ -58,23 +60,15 @@ class Checkpoint:
         return self.info.world_size
 
     def has(self, name: str) -> bool:
-        """Whether the shared part `name` was saved."""
+        """Return True if the shared part `name` was saved."""
         return f"{name}.json" in self.info.files
 
     def shared(self, name: str) -> State:
-        """The shared part `name`, as it was given to `save`; tensors on the host.
-
-        Raises:
-            CheckpointError: it was not saved.
-        """
+        """The shared part `name`, as it was given to `save`; tensors on the host."""
         return self._load(name, f"part {name!r}")
 
     def per_rank(self, name: str, rank: int) -> State:
-        """Rank `rank`'s part `name`.
-
-        Raises:
-            CheckpointError: it was not saved, or there was no such rank.
-        """
+        """Rank `rank`'s part `name`."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"{self.folder} was saved by {self.world_size} rank(s); it has nothing of rank {rank}"
@@ -88,7 +82,7 @@ class Checkpoint:
         return part
 
     def has_of_rank(self, name: str, rank: int) -> bool:
-        """Whether rank `rank` saved a part `name`."""
+        """Return True if rank `rank` saved a part `name`."""
         return rank < self.world_size and name in self._parts_of(rank)
 
     def _parts_of(self, rank: int) -> State:
@@ -97,14 +91,11 @@ class Checkpoint:
         return self._ranks[rank]
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, ranks' parts, or an
-        adapter's alone, which go on the base that they were trained on.
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, in one
+        file or several, parts of ranks, or those of an adapter, for the base that it was trained on.
 
         Args:
-            name: which of several models: "model" lies in the folder itself, others in a subfolder of their name.
-
-        Raises:
-            CheckpointError: none were saved, or they do not fit.
+            name: of several models; "model" is in the folder itself, others are in a subfolder of their name.
         """
         if self.has_parts(name):
             load_parts(self.folder, model, stem=name, files=self._files)
@@ -115,22 +106,21 @@ class Checkpoint:
             load_adapter((self.folder / adapter).parent, model, base, files=self._files)
             return
         path = weights_file(name)
+        if weights_file(name, SPLIT_INDEX_NAME) in self.info.files:  # a script's own way to save
+            load_folder((self.folder / path).parent, model, files=self._files)
+            return
         if path not in self.info.files:
             raise CheckpointError(f"{self.folder} has no weights ({path} is not in its manifest)")
         load_weights(self.folder / path, model, files=self._files)
 
     def has_parts(self, stem: str) -> bool:
-        """Whether ranks wrote their parts of `stem` ("model", "optimizer") instead of one of them the whole."""
+        """Return True if ranks wrote their parts of `stem` ("model", "optimizer") instead of whole tensors."""
         return index_name(stem) in self.info.files
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str = "optimizer"
     ) -> None:
-        """Put the state that was saved as the shared part `name`, with ranks' parts of it, into `optimizer`.
-
-        Raises:
-            CheckpointError: none was saved, or it does not fit.
-        """
+        """Load the shared part `name`, and the parts of ranks that belong to it, into `optimizer`."""
         self._check_saved(name, f"part {name!r}")
         with ExitStack() as opened:
             state = opened.enter_context(codec.open_state(self.folder / name, self._files))
@@ -140,22 +130,13 @@ class Checkpoint:
             load_optimizer_state(optimizer, model, state)
 
     def read(self, name: str) -> bytes | None:
-        """A small file of the checkpoint, None where it was not saved.
-
-        Raises:
-            CheckpointError: it is not what was saved, or larger than a JSON tree may be.
-        """
+        """The content of a small file, None if it was not saved."""
         if name not in self.info.files:
             return None
         return self._files.read(self.folder / name, MAX_JSON_BYTES)
 
     def read_shared_file(self, name: str) -> bytes:
-        """A file that other checkpoints may share by hard links: its inode may change while it is read, so the bytes
-        that were read are hashed.
-
-        Raises:
-            CheckpointError: it is not what was saved, or larger than a JSON tree may be.
-        """
+        """The content of a file that is shared by hard links: its inode may change, so the bytes read are hashed."""
         path = self.folder / name
         data = self._files.plain.read(path, MAX_JSON_BYTES)
         if self.info.files.get(name) != FileEntry(len(data), hashlib.sha256(data).hexdigest()):
@@ -172,14 +153,12 @@ class Checkpoint:
 
 
 def weights_file(name: str, file: str = WEIGHTS_NAME) -> str:
-    """Where the weights of the model `name` lie in a checkpoint, in which "model" has no folder of its own."""
+    """Relative path of the weights of the model `name`; "model" has no folder of its own."""
     return file if name == "model" else f"{name}/{file}"
 
 
 def costs_one_save(error: Exception) -> bool:
-    """Whether an error costs the save it happened in, and not the run: the system refused something, here or on another
-    rank. Whether it passes is found out by trying again (`trainer/save_retry.py`).
-    """
+    """Return True if an error ends the save and not the run: the system refused something, here or on another rank."""
     return is_disk_failure(error) or isinstance(error, SaveDropped)
 
 
@@ -187,7 +166,7 @@ class CheckpointManager:
     """Saves, retains and loads. Every rank calls `save` with the same step.
 
     Args:
-        retention: which checkpoints stay; all do where it is not said.
+        retention: which checkpoints are kept; all by default.
     """
 
     def __init__(self, store: Store, retention: Retention | None = None) -> None:
@@ -198,12 +177,12 @@ class CheckpointManager:
     def save(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
-        """Save checkpoint `step` and let retention act. Gives its folder, or None if the system refused something (any
-        `OSError`): that costs this checkpoint and an error in the log; earlier ones remain.
+        """Save checkpoint `step` and apply retention; return its folder, or None if the system refused something (any
+        `OSError`), which is logged; earlier checkpoints remain.
 
         Args:
             meta: plain values for the manifest (best metric, ...).
-            protected: folders that retention spares, beside this one.
+            protected: folders that retention keeps, beside this one.
 
         Raises:
             CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the disk).
@@ -219,7 +198,7 @@ class CheckpointManager:
     def write(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path:
-        """`save`, which raises whatever the system refused.
+        """`save` that raises errors of the system.
 
         Raises:
             CheckpointError, OSError: the checkpoint was not saved; earlier ones remain.
@@ -242,7 +221,7 @@ class CheckpointManager:
             if self.store.is_writer:
                 self.prune(protected)
         finally:
-            self.store.barrier()  # no rank returns, and lists the folder, while another still removes from it
+            self.store.barrier()  # a rank must not list the folder while another removes from it
 
     def warn(self, step: int, error: Exception) -> None:
         """Log that a checkpoint failed, and which one is the newest complete one."""
@@ -272,24 +251,13 @@ class CheckpointManager:
             _logger.warning("An old checkpoint in %s could not be removed: %s", self.store.root, error)
 
     def load(self, path: Path | str) -> Checkpoint:
-        """Open exactly the checkpoint at `path`, every byte of it verified. Not collective: any rank may call
-        it alone.
-
-        Raises:
-            CheckpointError: it is not there, or not whole; the file and what is wrong are named.
-        """
+        """Open the checkpoint at `path`, with every byte verified. Not collective."""
         return Checkpoint(self.store.verify(path), self.store.files)
 
     def choose(self, which: Literal[True] | str | Path) -> Handover:
-        """Verify what `resume_from_checkpoint` means (see `Store.resume_point`), in a form that goes to other ranks.
-
-        Raises:
-            CheckpointError: there is no such whole checkpoint.
-        """
+        """Verify the checkpoint for `resume_from_checkpoint` (see `Store.resume_point`), in a form for other ranks."""
         return hand_over(self.store.resume_point(which))
 
     def receive(self, handover: Handover) -> Checkpoint:
-        """Open what another rank verified, by its manifest: a file that is unchanged since then is trusted, any
-        other is hashed when it is read.
-        """
+        """Open what another rank verified: files that are unchanged since are trusted, others hashed when read."""
         return Checkpoint(take_over(handover), self.store.files)

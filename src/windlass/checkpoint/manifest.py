@@ -27,13 +27,14 @@ _NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a manifest says. `step` counts optimizer updates; `files` maps relative POSIX paths to size and
-    hash. `serial` counts the commits of the folder it lies in, from 1; 0 where an early version wrote none.
+    """The content of a manifest.
 
-    `nodes` counts the disks that it was written to, of which each has its own folder with a manifest of what lies
-    there, and `held` says of which of them `files` are: (0,) of 1 where all machines share one folder.
-
-    `seen` says of each file whose content was checked how it stood then (`Files.check`).
+    Attributes:
+        step: optimizer updates.
+        files: size and hash by relative POSIX path.
+        serial: number of the commit in its folder, from 1; 0 if there is none.
+        seen: state on the disk of each file when its content was checked (`Files.check`).
+        nodes, held: the number of disks it was written to, and of which of them `files` are.
     """
 
     path: Path
@@ -48,12 +49,12 @@ class CheckpointInfo:
 
     @property
     def complete(self) -> bool:
-        """Whether the folder has the files of every node."""
+        """Return True if the folder has the files of every node."""
         return len(self.held) == self.nodes
 
     @property
     def order(self) -> tuple[int, int]:
-        """Place among the checkpoints of a folder: by commit, not by step, for a fresh run may follow a longer one."""
+        """Sort key of the checkpoints of a folder: by commit, because a fresh run may follow a longer one."""
         return self.serial, self.step
 
     @property
@@ -63,7 +64,7 @@ class CheckpointInfo:
 
 
 def node_manifest_name(node: int) -> str:
-    """Name of the copy that keeps a node's manifest findable where the folders of several are put into one."""
+    """Name of the copy of a node's manifest, which is kept if the folders of several nodes are merged."""
     return f"node-{node:05d}.manifest.json"
 
 
@@ -122,13 +123,7 @@ def _seal(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path, files: Files) -> CheckpointInfo:
-    """Read and check `folder/manifest.json`; the files it names are not looked at.
-
-    Where it is of one node of several, those of other nodes whose folders were put into this one count too.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of a newer version, or names files outside the folder.
-    """
+    """Read and check `folder/manifest.json`, and those of other nodes whose folders were merged into this one."""
     path = folder / MANIFEST_NAME
     if not path.exists() and not path.is_symlink():
         raise CheckpointError(
@@ -143,7 +138,7 @@ def read_manifest(folder: Path, files: Files) -> CheckpointInfo:
 
 
 def _joined(info: CheckpointInfo, other: CheckpointInfo, name: str) -> CheckpointInfo:
-    """With the files of a further node. What both list (copies of shared parts) is as `info` says."""
+    """`info` with the files of another node; of those that both list (shared parts) it has its own."""
     if (other.order, other.world_size, other.nodes) != (info.order, info.world_size, info.nodes):
         raise CheckpointError(f"{info.path / name} is of another save than {MANIFEST_NAME} beside it")
     held = tuple(sorted({*info.held, *other.held}))
@@ -151,11 +146,7 @@ def _joined(info: CheckpointInfo, other: CheckpointInfo, name: str) -> Checkpoin
 
 
 def parse_manifest(folder: Path, data: bytes, name: str = MANIFEST_NAME) -> CheckpointInfo:
-    """What the manifest `data` of the checkpoint in `folder` says.
-
-    Raises:
-        CheckpointError: it is damaged, of a newer version, or names files outside the folder.
-    """
+    """Parse and check the manifest of the checkpoint in `folder`."""
     path = folder / name
     body = strict_json.parse(data, str(path))
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -204,7 +195,7 @@ def _safe_name(name: str, path: Path) -> str:
 
 
 def lies_elsewhere(info: CheckpointInfo) -> str:
-    """What to add to "... is missing" where the folder has the files of some nodes only; "" where it has all."""
+    """An addition to "... is missing" if the folder has the files of some nodes only, else ""."""
     if info.complete:
         return ""
     here = ", ".join(map(str, info.held))
@@ -215,11 +206,7 @@ def lies_elsewhere(info: CheckpointInfo) -> str:
 
 
 def check_sizes(info: CheckpointInfo) -> None:
-    """The quick check: every file is there, plain and of its size. Reads no content.
-
-    Raises:
-        CheckpointError: naming the first file that is not.
-    """
+    """Check that every file exists, is a plain file and has its size."""
     for name, entry in info.files.items():
         path = info.path
         for part in name.split("/"):
@@ -238,11 +225,7 @@ def check_sizes(info: CheckpointInfo) -> None:
 
 
 def check_content(info: CheckpointInfo, files: Files) -> CheckpointInfo:
-    """The full check: sizes first, then every hash. Gives `info` with what was `seen`.
-
-    Raises:
-        CheckpointError: naming the first file that is wrong.
-    """
+    """Check all sizes, then all hashes; return `info` with `seen`."""
     check_sizes(info)
     seen = {name: files.check(info.path / name, entry) for name, entry in info.files.items()}
     return replace(info, seen=seen)

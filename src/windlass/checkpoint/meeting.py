@@ -1,4 +1,4 @@
-"""Choosing a checkpoint where machines have disks of their own: the one that is whole on all of them."""
+"""Choosing a checkpoint that is complete on the disks of all machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Order = tuple[int, int]  # serial and step
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the writer rank of one disk found, as it goes to other ranks."""
+    """What the writer rank of one disk found."""
 
     node: int
     order: _Order
@@ -41,7 +41,7 @@ def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
     info = _newest_on_all(store) if which is True else _at(store, Path(which))
     handovers = store.gather(None if info is None else hand_over(info))
     chosen: Handover = handovers[store.disks.writer_rank]
-    _refuse_what_lies_elsewhere(store, info)
+    _check_files_of_ranks(store, info)
     return chosen
 
 
@@ -67,7 +67,9 @@ def _newest_on_all(store: Store) -> CheckpointInfo | None:
         info, found = _verify(store, paths.get(order))
         problems = _problems(found)
         if not problems:
-            _warn_of_skipped(store, order, reasons)
+            if reasons and store.rank == 0:
+                path, listed = store.path_for(order[1]), "".join(f"\n  - {why}" for why in reasons)
+                _logger.warning("Resuming from %s; newer folders were skipped:%s", path, listed)
             return info
         reasons += problems
     listed = "".join(f"\n  - {why}" for why in reasons)
@@ -76,14 +78,8 @@ def _newest_on_all(store: Store) -> CheckpointInfo | None:
     )
 
 
-def _warn_of_skipped(store: Store, order: _Order, reasons: list[str]) -> None:
-    if reasons and store.rank == 0:
-        listed = "".join(f"\n  - {why}" for why in reasons)
-        _logger.warning("Resuming from %s; newer folders were skipped:%s", store.path_for(order[1]), listed)
-
-
 def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
-    """The writer ranks verify what lies at `path` on their disks; return this one's, and what all of them found."""
+    """Verify `path` on the writer rank of each disk; return the checkpoint of this one, and what all found."""
     info, answer = None, None
     if store.is_writer:
         assert path is not None
@@ -102,7 +98,7 @@ def _found(values: list[Any]) -> _Found:
 
 
 def _problems(found: list[_Found]) -> list[str]:
-    """Why what the disks have is not one whole checkpoint."""
+    """Why the disks do not have one complete checkpoint."""
     failed = [f"node {one.node}: {one.problem}" for one in found if one.problem is not None]
     if failed:
         return failed
@@ -119,8 +115,8 @@ def _problems(found: list[_Found]) -> list[str]:
     return []
 
 
-def _refuse_what_lies_elsewhere(store: Store, info: CheckpointInfo | None) -> None:
-    """Every rank must find on its disk what it will read."""
+def _check_files_of_ranks(store: Store, info: CheckpointInfo | None) -> None:
+    """Check that every rank finds the files that it will read on its disk."""
     problem = None
     if info is not None and not info.complete:
         needed = store.disks.members if info.world_size == store.world else range(info.world_size)

@@ -1,4 +1,4 @@
-"""A store whose checkpoints also lie in a remote folder: written there by the commit, and fetched from there."""
+"""A store whose checkpoints are also in a remote folder: uploaded after the commit, and fetched from there."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class MirroredStore(Store):
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """Upload the run's other files, and checkpoints that exist on this machine alone, because an upload failed or
-        the process ended before it. The new checkpoint stays committed, whatever the result.
+        """Upload other files of the run, and checkpoints whose upload failed or was interrupted earlier. Errors do not
+        affect the new checkpoint.
         """
         try:
             self.mirror.upload_loose()
@@ -55,8 +55,8 @@ class MirroredStore(Store):
             )
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint on this machine and in the remote folder. What a replacement or a cut-off save left goes
-        from this machine alone: the remote one of its step may be the only one there.
+        """Remove a checkpoint here and in the remote folder. Leftovers of replacements and interrupted saves are
+        removed here only: the remote one of their step may be the only one there.
         """
         if path == self.path_for(self._step_in(path) or 0):
             self.mirror.remove(path)
@@ -67,20 +67,20 @@ class MirroredStore(Store):
         here = {info.order: info for info in super().committed()}
         try:
             there = {one.info.order: one.info for one in self.mirror.list()}
-        except OSError as error:  # saves go on, and each tries for itself
+        except OSError as error:  # the next save tries again
             _logger.warning("%s; going by what was seen there before", error.strerror or error)
             there = {info.order: info for info in self.mirror.seen}
         return [info for _, info in sorted({**there, **here}.items())]
 
     def whole(self) -> _Infos:
-        """Those in the remote folder: one that exists only here does not count against another there."""
+        """Those in the remote folder: retention there must not count local ones."""
         return [one.info for one in self.mirror.list()]
 
     def is_fresh(self) -> bool:
-        """Whether neither here nor there is anything.
+        """Return True if there is no checkpoint here or there.
 
         Raises:
-            CheckpointError: the remote folder cannot be reached, so nobody knows.
+            CheckpointError: the remote folder cannot be reached.
         """
         return super().is_fresh() and not self._uploaded() and not self._of_other_nodes()
 
@@ -88,7 +88,7 @@ class MirroredStore(Store):
         return super().is_committed(path) or self._uploaded_at(path) is not None
 
     def verify(self, path: Path | str) -> CheckpointInfo:
-        """Check every byte of the checkpoint at `path`, which is fetched where this machine has none or an older one.
+        """Check every byte of the checkpoint at `path`, which is fetched if this machine has none or an older one.
 
         Raises:
             CheckpointError: neither here nor there is a whole one.
@@ -115,7 +115,7 @@ class MirroredStore(Store):
         return super().verify(path)
 
     def _newest_first(self) -> _Paths:
-        ages = {path: self._age_rank(path) for path in self._candidates()}
+        ages = {path: self._age_rank(path) for path in self.folders()}
         for one in self._uploaded():
             unreadable, order = ages.get(one.info.path, (True, (0, 0)))
             if unreadable or order < one.info.order:

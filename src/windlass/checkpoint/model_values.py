@@ -31,11 +31,7 @@ _TREE, _TENSORS = "#json", "#tensors/"
 
 
 def as_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A state dict in which every entry is a tensor. Applied to its own result it changes nothing.
-
-    Raises:
-        CheckpointError: a value is of a type that cannot be saved, or two entries would have one name.
-    """
+    """A state dict in which every entry is a tensor. Applied to its own result it changes nothing."""
     found: dict[str, Tensor] = {}
     for name, value in state.items():
         entries = {name: value} if is_plain(value) else _encoded(name, value)
@@ -88,11 +84,7 @@ class StoredValues:
         self._hidden |= {name for paths in self._tensors.values() for name in paths.values()}
 
     def read(self, name: str) -> Any:
-        """One value; its tensors are on the host.
-
-        Raises:
-            CheckpointError: it is malformed.
-        """
+        """One value; its tensors are on the host."""
         if name not in self._tensors:
             return self._source.read(name)
         text = self._source.read(f"{name}{_TREE}")
@@ -107,24 +99,12 @@ class StoredValues:
         return _Others(self._source, self._hidden) if self._hidden else self._source
 
 
-class _Others:
+class _Others(TensorSource):
     """A source of tensors, some of them left out."""
 
     def __init__(self, source: TensorSource, hidden: set[str]) -> None:
-        self._source, self._hidden = source, hidden
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in self._source.names if name not in self._hidden]
-
-    def __contains__(self, name: object) -> bool:
-        return name not in self._hidden and name in self._source
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
+        super().__init__({name: source.shaped(name) for name in source.names if name not in hidden})
+        self._source = source
 
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         return self._source.read(name, wanted)

@@ -16,9 +16,6 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
     A leading `module.` goes only where every name has it: that is what DDP does, while a model may well have a
     child of this name.
-
-    Raises:
-        CheckpointError: two names become the same.
     """
     canonical = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
     while canonical and all(name.startswith("module.") for name in canonical.values()):
@@ -31,6 +28,12 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
             )
         seen[short] = name
     return canonical
+
+
+def counted(*groups: tuple[Iterable[str], str]) -> str:
+    """Text for an error from names and what is wrong with them: "2 missing: a, b; 1 of another shape: c"."""
+    listed = [(list(names), what) for names, what in groups]
+    return "; ".join(f"{len(names)} {what}: {shorten(names)}" for names, what in listed if names)
 
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:

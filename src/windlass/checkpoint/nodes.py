@@ -1,6 +1,4 @@
-"""Which ranks share a disk: detected with files, because neither a setting nor a host name shows whether two machines
-see one folder under a path.
-"""
+"""Detects which ranks share a disk, with files: neither settings nor host names show if machines share a folder."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ WAITS = (0.05, 0.15, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The disks on which the output folder lies, as one rank sees them. Machines that share a folder are one node.
+    """The disks of the output folder, for one rank. Machines that share a folder are one node.
 
     Attributes:
-        node, nodes: which of how many this rank is on, in order of their lowest ranks.
+        node, nodes: index of this rank's node, in order of their lowest ranks, and their number.
         members: the ranks on this node, ascending.
     """
 
@@ -50,10 +48,10 @@ class Disks:
 
 
 def find_disks(gang: Gang, folder: Path) -> Disks:
-    """Make `folder` on every machine and find out which ranks see the same one. Collective.
+    """Create `folder` on every machine and detect which ranks see the same one. Collective.
 
-    The first rank of each machine leaves a file of a random name; who sees it shares its disk. Ranks that see none
-    (a launcher that says nothing of machines) leave files of their own.
+    The first rank of each machine creates a file with a random name; ranks that see it share its disk. Ranks that see
+    none (the launcher did not set local ranks) create files of their own.
 
     Raises:
         ConfigError: a machine cannot write there; on every rank.
@@ -85,9 +83,13 @@ def _look_for_marks(gang: Gang, folder: Path, writes: bool) -> list[list[int]]:
             except OSError as error:
                 problem = str(error.strerror or error)
         told = gang.gather_objects([mark.name if writes else None, problem])
-        _refuse(folder, [(rank, why) for rank, (_, why) in enumerate(told) if why is not None])
+        if failed := "; ".join(
+            f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why is not None
+        ):
+            fix = f"it can't be written ({failed}): choose another folder, or make room and permission"
+            raise ConfigError(Problem("output_dir", str(folder), fix))
         names = {rank: name for rank, (name, _) in enumerate(told) if name is not None}
-        # Where one rank has seen all there is nothing to wait for; where it has not, a disk of its own is likely.
+        # A rank that sees all marks need not wait; otherwise separate disks are likely.
         return gang.gather_objects(_visible(folder, names))
     finally:
         if writes:
@@ -103,7 +105,7 @@ def _write(mark: Path) -> None:
 
 
 def _visible(folder: Path, names: dict[int, str]) -> list[int]:
-    """The ranks of the marks that are there, with patience."""
+    """The ranks whose marks exist; repeated for a while."""
     for wait in (*WAITS, 0.0):
         found = [rank for rank, name in names.items() if (folder / name).exists()]
         if len(found) == len(names):
@@ -114,15 +116,8 @@ def _visible(folder: Path, names: dict[int, str]) -> list[int]:
     return found
 
 
-def _refuse(folder: Path, failed: list[tuple[int, str]]) -> None:
-    if failed:
-        ranks = "; ".join(f"rank {rank}: {why}" for rank, why in failed)
-        fix = f"it can't be written ({ranks}): choose another folder, or make room and permission"
-        raise ConfigError(Problem("output_dir", str(folder), fix))
-
-
 def _joined(seen: list[list[int]]) -> list[list[int]]:
-    """Ranks that share a disk, from what each saw: a mark seen from either side proves it."""
+    """Groups of ranks that share a disk: of two ranks one must see the mark of the other."""
     groups: list[set[int]] = []
     for rank, marks in enumerate(seen):
         together = {rank, *marks}

@@ -1,10 +1,10 @@
-"""The store of a run, by where it writes: a folder of this machine or a URL, one disk or several."""
+"""Opening the store of a run: a folder of this machine or a URL, one disk or several."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.meeting import choose_on_all
@@ -28,31 +28,22 @@ def open_store(
     """The checkpoints in `output_dir` as this rank of `gang` sees them. Nothing is read or written yet.
 
     Args:
-        name: what the folder of a checkpoint is called (see `Store`). Files beside checkpoints are uploaded only under
-            the name that a run of the Trainer gives them.
+        name: of the folder of a checkpoint (see `Store`). Files beside checkpoints are uploaded only with the default,
+            which is that of a Trainer's run.
 
     Raises:
         ConfigError: a URL that cannot be opened.
     """
     gang = gang or Gang()
     disks = disks or Disks.shared(gang.size)
-    options: dict[str, Any] = {
-        "rank": gang.rank,
-        "world": gang.size,
-        "vote": gang.vote,
-        "barrier": gang.barrier,
-        "gather": gang.gather_objects,
-        "disks": disks,
-        "name": name,
-    }
     folder = local_folder(output_dir)
     if not is_url(output_dir):
-        return Store(folder, **options)
-    return MirroredStore(_mirror(output_dir, folder, disks, name), **options)
+        return Store(folder, gang=gang, disks=disks, name=name)
+    return MirroredStore(_mirror(output_dir, folder, disks, name), gang=gang, disks=disks, name=name)
 
 
 def _mirror(url: str, folder: Path, disks: Disks, name: str = _OF_A_RUN) -> Mirror:
-    """Machines with staging folders of their own upload into folders of their own."""
+    """Machines that do not share a staging folder upload into separate folders."""
     remote = RemoteFolder(url)
     own = remote if disks.nodes == 1 else remote.child(f"node-{disks.node:05d}")
     uploads_more = disks.node == 0 and name == _OF_A_RUN
@@ -60,11 +51,7 @@ def _mirror(url: str, folder: Path, disks: Disks, name: str = _OF_A_RUN) -> Mirr
 
 
 def store_of_checkpoint(url: str, gang: Gang, disks: Disks) -> tuple[Store, str]:
-    """The store that the checkpoint at `url` belongs to, and the checkpoint's path on this machine.
-
-    Raises:
-        CheckpointError: the URL does not end in the name of a checkpoint.
-    """
+    """The store that the checkpoint at `url` belongs to, and the checkpoint's path on this machine."""
     parent, name = parent_of(url)
     if re.fullmatch(r"checkpoint-\d+", name) is None:
         raise CheckpointError(f"Can't find a valid checkpoint at {url}: its last part is not checkpoint-N")
@@ -73,7 +60,7 @@ def store_of_checkpoint(url: str, gang: Gang, disks: Disks) -> tuple[Store, str]
 
 
 def upload_files(output_dir: str) -> None:
-    """Where `output_dir` is a URL: upload what lies in its staging folder beside checkpoints.
+    """If `output_dir` is a URL, upload the files beside checkpoints in its staging folder.
 
     Raises:
         OSError: something did not arrive.
@@ -83,8 +70,8 @@ def upload_files(output_dir: str) -> None:
 
 
 def open_on_all(manager: CheckpointManager, which: Literal[True] | str, gang: Gang) -> Checkpoint:
-    """A checkpoint, True being the newest one that verifies. Collective: the main process chooses and verifies for all,
-    so nothing is hashed twice. If there are several disks, one process of each does.
+    """Open a checkpoint, for True the newest one that verifies. Collective: the main process, or one process of each
+    disk, chooses and verifies for all, so nothing is hashed twice.
 
     Raises:
         CheckpointError: there is none, or it is damaged; the same on every rank.

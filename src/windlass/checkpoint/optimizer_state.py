@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.deferred import Deferred
-from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.sharded import Parts
 from windlass.core.errors import CheckpointError
+from windlass.core.trees import map_leaves
 from windlass.core.types import State
 from windlass.dist.sharded import (
     copy_whole_,
@@ -23,13 +24,15 @@ from windlass.dist.sharded import (
     whole_on_first,
 )
 
-# How an update is computed, not what it computes: these stay as this machine's optimizer has them.
+# Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_PART = "windlass.part"  # marks a tensor that ranks wrote in parts; its value is that tensor's name
+_PART = (
+    "windlass.part"  # key of a mark in the place of a tensor that ranks wrote in parts; the value is its name
+)
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """The state of `optimizer` under canonical parameter names. Collective where parameters are sharded.
+    """The state of `optimizer` by canonical parameter names. Collective if parameters are sharded.
 
     Returns:
         `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
@@ -40,7 +43,7 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
         CheckpointError: the optimizer updates a parameter that the model does not have.
     """
     sharded = any(is_sharded(parameter) for parameter in _parameters(optimizer))
-    state = _state_by_name(optimizer, model, lambda name, entry: _gathered(entry))
+    state = _state_by_name(optimizer, model, lambda name, entry: map_leaves(whole_on_first, entry))
     if sharded and torch.distributed.get_rank() != 0:
         state["state"] = {}
     return state
@@ -49,7 +52,7 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
 def _state_by_name(
     optimizer: torch.optim.Optimizer, model: nn.Module, convert: Callable[[str, dict[Any, Any]], Any]
 ) -> State:
-    """The state with what `convert` makes of each parameter's entry, given its name."""
+    """The state; the entry of each parameter is the result of `convert(name, entry)`."""
     names = _names_of(optimizer, model)
     groups = [
         {
@@ -73,9 +76,9 @@ def _state_by_name(
 def split_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[State, dict[str, Tensor]]:
-    """As `save_optimizer_state`, with sharded tensors apart, by name, for every rank to write its part of them.
+    """As `save_optimizer_state`, but sharded tensors are returned by name, for every rank to write its part.
 
-    Nothing is gathered. `join_parts` puts what was written back into the state.
+    `join_parts` is the inverse.
     """
     parts: dict[str, Tensor] = {}
 
@@ -91,44 +94,27 @@ def split_optimizer_state(
 
 
 def join_parts(state: State, parts: Parts) -> State:
-    """The state that `split_optimizer_state` split, for `load_optimizer_state`: ranks read their parts then.
+    """The state before `split_optimizer_state`, with `Deferred` tensors for `load_optimizer_state`."""
 
-    Raises:
-        CheckpointError: a tensor was not written.
-    """
-
-    def joined(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        name = value.get(_PART)
-        if name is None:
-            return {key: joined(item) for key, item in value.items()}
+    def deferred(mark: dict[str, str]) -> Deferred:
+        name = mark[_PART]
         if name not in parts:
             raise CheckpointError(f"{parts.path} lacks {name!r}, which the optimizer's state refers to")
         return Deferred(name, parts)
 
-    return {**state, "state": joined(state["state"])}
+    def is_mark(value: Any) -> bool:
+        return isinstance(value, dict) and value.get(_PART) is not None
 
-
-def _gathered(value: Any) -> Any:
-    """`value` with whole tensors in the place of sharded ones, which only rank 0 keeps."""
-    if isinstance(value, Tensor):
-        return whole_on_first(value)
-    if isinstance(value, dict):
-        return {key: _gathered(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_gathered(item) for item in value)
-    return value
+    return {**state, "state": map_leaves(deferred, state["state"], is_mark)}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
-    """Put `state` back into `optimizer`, in place: the object, its parameters and tensors of equal shape keep
-    their identity. Every rank has all of `state`, in which tensors may be `Deferred`; of what belongs to a
-    sharded parameter it takes its part.
+    """Load `state` into `optimizer`, in place, once everything is checked: the object, its parameters and tensors of
+    equal shape keep their identity. Every rank has all of `state`, whose tensors may be `Deferred`; of the state of a
+    sharded parameter it reads its part.
 
-    Tensors come onto their parameter's device and keep their saved dtype. Options of a group (learning rate,
-    betas, ...) are the saved ones, but for those that choose an implementation (`fused`, `foreach`, ...).
-    Everything is checked before anything is written.
+    Tensors are moved to the device of their parameter and keep their saved dtype. Options of a group (learning rate,
+    betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`, ...).
 
     Raises:
         CheckpointError: parameters missing or unexpected, shapes or groups that differ; they are named.
@@ -175,22 +161,18 @@ def _check_shapes(by_name: dict[str, Tensor], state: State) -> None:
         raise CheckpointError(
             "the optimizer state is not one that Windlass saved (no map of shapes)"
         ) from None
-    missing = [name for name in by_name if name not in saved]
-    unexpected = [name for name in saved if name not in by_name]
     wrong = [
         f"{name} is {saved[name]} in the checkpoint and {list(parameter.shape)} in the model"
         for name, parameter in by_name.items()
         if name in saved and saved[name] != list(parameter.shape)
     ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} parameters have none in the checkpoint: {shorten(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} saved ones are not trained here: {shorten(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} have another shape: {shorten(wrong)}")
+    problems = counted(
+        ((name for name in by_name if name not in saved), "parameters have none in the checkpoint"),
+        ((name for name in saved if name not in by_name), "saved ones are not trained here"),
+        (wrong, "have another shape"),
+    )
     if problems:
-        raise CheckpointError("the optimizer state does not fit this model: " + "; ".join(problems))
+        raise CheckpointError(f"the optimizer state does not fit this model: {problems}")
 
 
 def _check_state(state: State) -> None:
@@ -212,16 +194,18 @@ def _match_groups(
         raise CheckpointError(
             "the optimizer state is malformed: a group lacks its names or options"
         ) from None
+    # Earlier versions had one group for all parameters of a model that is trained without weight decay.
+    only = next(iter(saved)) if len(saved) == 1 else frozenset[str]()
     options = []
     for index, group in enumerate(optimizer.param_groups):
         members = frozenset(names[id(parameter)] for parameter in group["params"])
-        if members not in saved:
+        if members not in saved and not members <= only:
             moved = sorted(members - max(saved, key=lambda other: len(members & other), default=frozenset()))
             raise CheckpointError(
                 f"group {index} of the optimizer holds other parameters than any group in the checkpoint "
                 f"({shorten(moved) or 'some left it'}); build the groups as they were when it was saved"
             )
-        options.append(saved[members])
+        options.append(saved[members if members in saved else only])
     return options
 
 
@@ -249,8 +233,8 @@ def _device_for(group: dict[str, Any], parameter: Tensor, key: str, value: Any) 
 
 
 def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tensor | None) -> Any:
-    """`value` where it belongs: in the live tensor if that has its shape and dtype, else on `device` (None: as
-    it came), and spread as `parameter` is.
+    """`value` in the live tensor if that has its shape and dtype, else on `device` (None: unchanged), and sharded as
+    `parameter` is.
     """
     if isinstance(value, Deferred):
         like = live if is_sharded(live) and live.shape == value.shape else parameter
@@ -282,14 +266,14 @@ def _placed_part(value: Deferred, live: Any, like: Tensor) -> Tensor:
 
 
 def _is_spread(value: Tensor | Deferred, parameter: Tensor) -> bool:
-    """Whether the optimizer would keep this tensor in parts beside a sharded parameter; counters it keeps whole."""
+    """Return True if the optimizer shards this tensor as its parameter. Counters stay whole."""
     return is_sharded(parameter) and (value.numel() > 1 or value.shape == parameter.shape)
 
 
 def _check_spread(
     optimizer: torch.optim.Optimizer, by_name: dict[str, Tensor], entries: dict[str, Any]
 ) -> None:
-    """How a tensor of another shape than its parameter's is spread over ranks only its optimizer knows."""
+    """Refuse tensors of another shape than their sharded parameter: only the optimizer knows how to shard them."""
     for name, parameter in by_name.items():
         live = optimizer.state.get(parameter, {})
         for key, value in entries.get(name, {}).items():

@@ -1,4 +1,4 @@
-"""Loading weights into a model that customizes its state dict: through its own `load_state_dict`, and compared."""
+"""Loading a model that customizes its state dict through its own `load_state_dict`, and comparing the result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ def read_like(mine: Tensor, live: Tensor) -> Tensor:
 
 
 def fill_values(path: Path, module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give each value, by its name in the state dict, to the module's `set_extra_state`, or copy it into its tensor.
-
-    Raises:
-        CheckpointError: a module refuses its state, or returns another one afterwards.
-    """
+    """Pass values, by name in the state dict, to `set_extra_state` of their modules, or copy them into tensors."""
     members = modules_with_extra_state(module)
     own = {name: value for name, value in values.items() if name not in members}
     state: dict[str, Any] = module.state_dict(keep_vars=True) if own else {}
@@ -51,7 +47,7 @@ def fill_values(path: Path, module: nn.Module, values: Mapping[str, Any]) -> Non
 
 
 def hand_over(path: Path, module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give `values`, by the names of the model's state dict, to its `load_state_dict`, and compare what it has then.
+    """Load `values`, by the names of the state dict, with `load_state_dict`, and compare the state dict afterwards.
 
     Args:
         path: names the source in errors.

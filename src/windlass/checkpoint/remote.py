@@ -33,18 +33,18 @@ from windlass.core.optional import require
 from windlass.core.redact import redact_text
 
 _logger = get_logger(__name__)
-# What lies in a run's folder and is uploaded as a checkpoint or not at all.
+# Names in a run's folder that are uploaded as checkpoints or not at all.
 _NOT_LOOSE = re.compile(r"(?:tmp-|replaced-)?checkpoint-\d+.*|tmp-.*|\.windlass-.*")
 _NODE = re.compile(r"node-\d{5,}")
-# Loose files up to this size (bytes) are read at once: a log that grows while it is sent keeps to what it was.
+# Loose files up to this size (bytes) are read at once, so that a log may grow during its upload.
 _SMALL = 1 << 24
 
 
 class RemoteFolder:
-    """One remote folder; names in it are relative, with `/`. Whatever goes wrong there is an `OSError`.
+    """One remote folder; names in it are relative, with `/`. Every failure is an `OSError`.
 
     Raises:
-        ConfigError: nothing is installed that speaks the URL's scheme; with what to install.
+        ConfigError: no package for the scheme of the URL is installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -53,14 +53,14 @@ class RemoteFolder:
         self._system, self._root = _open(self.url)
 
     def before(self, operation: str, name: str) -> None:
-        """Called before each operation: the seam where tests put faults."""
+        """Called before each operation; tests inject faults here."""
 
     def child(self, name: str) -> RemoteFolder:
         """A folder in this one."""
         return type(self)(f"{self.url}/{name}")
 
     def names(self, folder: str = "") -> list[str]:
-        """What lies in a folder; none where it does not exist."""
+        """Names in a folder; none if it does not exist."""
         with self._doing("list", folder):
             self._system.invalidate_cache()
             try:
@@ -75,7 +75,7 @@ class RemoteFolder:
             return bool(self._system.isfile(self._at(name)))
 
     def put(self, source: Path, name: str) -> None:
-        """Upload a file, and see that it arrived in its length."""
+        """Upload a file, and check its length there."""
         with self._doing("upload", name):
             self._system.put_file(str(source), self._at(name))
             self._system.invalidate_cache()
@@ -84,7 +84,7 @@ class RemoteFolder:
                 raise OSError(errno.EIO, f"{size} of {expected} bytes arrived")
 
     def copy(self, source: str, name: str, size: int) -> bool:
-        """Copy a file within the folder, where the service can do that; return whether it arrived in its length."""
+        """Copy a file within the folder; return False if the service cannot, or the length differs."""
         with contextlib.suppress(OSError), self._doing("copy", name):
             self._system.cp_file(self._at(source), self._at(name))
             self._system.invalidate_cache()
@@ -92,17 +92,13 @@ class RemoteFolder:
         return False
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file, at once."""
+        """Write a small file at once."""
         with self._doing("upload", name):
             self._system.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
             self._system.pipe_file(self._at(name), data)
 
     def read(self, name: str, limit: int) -> bytes:
-        """A whole file of at most `limit` bytes.
-
-        Raises:
-            CheckpointError: it is larger.
-        """
+        """A whole file of at most `limit` bytes."""
         with self._doing("read", name), self._system.open(self._at(name), "rb") as file:
             data = bytes(file.read(limit + 1))
         if len(data) > limit:
@@ -155,12 +151,12 @@ def _open(url: str) -> tuple[Any, str]:
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(Problem("output_dir", url, f"it can't be opened: {error}")) from quiet(error)
     if hasattr(system, "auto_mkdir"):
-        system.auto_mkdir = True  # the one kind that has folders apart from the files in them
+        system.auto_mkdir = True  # of file systems with real folders
     return system, str(root).rstrip("/")
 
 
 def quiet(error: Exception) -> Exception | None:
-    """The cause to show in a traceback: none where its text holds credentials."""
+    """The cause to show in a traceback: none if its text has credentials."""
     return error if redact_text(str(error)) == str(error) else None
 
 
@@ -168,7 +164,7 @@ def check_remote(url: str) -> None:
     """Write a small file to `url`, read it and remove it.
 
     Raises:
-        ConfigError: that does not work.
+        ConfigError: one of these fails.
     """
     remote, probe = RemoteFolder(url), ".windlass-write-test"
     try:
@@ -184,7 +180,7 @@ def check_remote(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """A committed checkpoint in the remote folder `name`; the path of `info` is its place on this machine."""
+    """A committed checkpoint in the remote folder `name`; the path of `info` is that on this machine."""
 
     name: str
     info: CheckpointInfo
@@ -194,10 +190,10 @@ class Mirror:
     """The checkpoints of a run in a remote folder.
 
     Args:
-        root: the folder of this machine that it mirrors.
-        remote: where the checkpoints lie.
-        loose: where other files of the run go; None where another process uploads them.
-        name: what the folder of a checkpoint is called (see `Store`).
+        root: the folder of this machine.
+        remote: the folder of the checkpoints.
+        loose: the folder of other files of the run; None if another process uploads them.
+        name: of the folder of a checkpoint (see `Store`).
     """
 
     def __init__(
@@ -208,14 +204,14 @@ class Mirror:
         name: str = "checkpoint-{step}",
     ) -> None:
         self._pattern = re.compile(rf"({folder_pattern(name)})(?:-again-\d{{1,9}})?")
-        # A folder of a name that the user chose may be another program's: without a manifest it is left alone.
+        # A folder whose name the user chose may be another program's: without a manifest it is never removed.
         self._users = name if "{step}" not in name else None
         self.root, self.remote, self._loose = root, remote, loose
         self._known: dict[str, CheckpointInfo] = {}
         self._sent: dict[str, tuple[int, int]] = {}
 
     def list(self) -> Sequence[Uploaded]:
-        """Those whose manifest exists and can be read, in order of their commits.
+        """Checkpoints with a readable manifest, in order of their commits.
 
         Raises:
             OSError: the folder cannot be reached.
@@ -246,11 +242,11 @@ class Mirror:
 
     @property
     def seen(self) -> Sequence[CheckpointInfo]:
-        """What stood there when it was last looked at."""
+        """The checkpoints that were last known to exist there."""
         return list(self._known.values())
 
     def of_other_nodes(self) -> bool:
-        """Whether machines with disks of their own wrote here."""
+        """Return True if machines with disks of their own wrote here."""
         return any(_NODE.fullmatch(name) for name in self.remote.names())
 
     def upload(self, info: CheckpointInfo) -> None:
@@ -278,7 +274,7 @@ class Mirror:
         self._clear()
 
     def _shared_files(self, info: CheckpointInfo) -> dict[str, str]:
-        """Segments of a long history that are uploaded already, and the newest folder that each lies in."""
+        """Uploaded segments of a long history, and the newest folder of each."""
         older = sorted(self._known.items(), key=lambda item: item[1].order)
         return {
             file: name
@@ -288,14 +284,14 @@ class Mirror:
         }
 
     def _clear(self) -> None:
-        """Remove files that interrupted uploads and removals left. Errors are ignored: nobody needs those files."""
+        """Remove files that interrupted uploads and removals left; errors are ignored."""
         with contextlib.suppress(OSError):
             for name in self._names():
                 if name not in self._known and self._is_cut_off(name):
                     self._remove(name)
 
     def _is_cut_off(self, name: str) -> bool:
-        """Whether a cut-off upload or removal left this folder."""
+        """Return True if an interrupted upload or removal left this folder."""
         return name != self._users and not self.remote.has(f"{name}/{MANIFEST_NAME}")
 
     def _free_name(self, stem: str) -> str:
@@ -327,7 +323,7 @@ class Mirror:
         self.remote.remove(name)
 
     def fetch(self, one: Uploaded, files: Files) -> None:
-        """Download a checkpoint to its place on this machine, every byte checked against its manifest.
+        """Download a checkpoint, checking every byte against its manifest.
 
         Raises:
             CheckpointError: it is damaged. OSError: the service or the disk failed.
@@ -386,7 +382,7 @@ class Mirror:
         self._sent[name] = version
 
     def fetch_loose(self, name: str, files: Files) -> None:
-        """Take the remote copy of a file of the run, if there is one."""
+        """Download a file of the run, if it exists."""
         if self._loose is None or not self._loose.has(name):
             return
         with replacing(self.root / name, files) as new:

@@ -1,4 +1,4 @@
-"""Writing a file whose name another may have: the old file stays until the new one is complete."""
+"""Replacing a file: the old one exists until the new one is complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from windlass.checkpoint.files import Files
 
 @contextmanager
 def replacing(path: Path, files: Files) -> Iterator[Path]:
-    """The name to write under, which becomes `path` when the body has ended well. What a process that was cut off left
-    there is removed before, and a part of the new file afterwards: it only takes room from others.
+    """A temporary name, which is renamed to `path` after the body, or removed after an error. A leftover of an
+    interrupted process is removed before.
     """
     new = path.with_name("tmp-" + path.name)
     if new.exists():

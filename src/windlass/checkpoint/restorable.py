@@ -1,4 +1,4 @@
-"""Finding out, before anything is trained, whether what would be saved of a model brings it back."""
+"""Tests before training that the state of a model can be saved and restored."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ _WHAT = Path("the model's own state")
 
 
 def check_restorable(model: nn.Module) -> None:
-    """Save the model's state into memory and load it again. Parameters have the same bits afterwards.
+    """Check that the state of the model can be saved and loaded. Parameters have the same bits afterwards.
 
-    A model that neither customizes its state nor has extra state is only looked at. One that customizes its state is
-    copied, and loaded while its trained parameters hold other values.
-
-    Raises:
-        CheckpointError: something cannot be saved, or does not come back; it is named.
+    The state of a model that customizes its state dict is copied, and loaded while its trained parameters have other
+    values. Extra states are loaded as well. Other models are only inspected.
     """
     module = bare(model)
     stored, _ = stored_state(state_of(module))
@@ -54,14 +51,14 @@ def _check_own_loading(module: nn.Module) -> None:
             tensor.copy_(before[name])
     if lost:
         raise CheckpointError(
-            f"state_dict() and load_state_dict() of {type(module).__name__} do not bring back {len(lost)} parameters "
+            f"state_dict() and load_state_dict() of {type(module).__name__} do not restore {len(lost)} parameters "
             f"that are trained: {shorten(lost)}. A run could not be continued from its checkpoints: put them into the "
             "state dict and load them, or freeze them"
         )
 
 
 def _copied(value: Any) -> Any:
-    """What a value is after it was saved and loaded, on the same device."""
+    """A value after saving and loading, on the same device."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     tree, tensors = encode(value)
@@ -71,6 +68,6 @@ def _copied(value: Any) -> Any:
 
 
 def _invert(tensor: Tensor) -> None:
-    """Give each element another value, whatever it has."""
+    """Change the value of every element."""
     inverted = bits_of(tensor).bitwise_not()
     tensor.copy_(inverted.view(tensor.dtype).view(tensor.shape))

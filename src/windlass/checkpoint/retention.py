@@ -1,4 +1,4 @@
-"""Which checkpoints are kept. Runs only after a new one is committed."""
+"""Retention: removes surplus checkpoints after a new one is committed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from windlass.checkpoint.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept. The newest checkpoint always is; nothing else goes where nothing is said.
+    """The checkpoints to keep; all by default, and always the newest.
 
     Attributes:
-        limit: this many in all, the protected ones among them; ephemeral ones do not count.
-        last: this many of the newest, whatever else is kept.
-        best: this many of the best by the `metric` in their manifests, whatever else is kept; beside the newest one
-            only where `last` is not said.
-        greater_is_better: whether a higher metric is better.
+        limit: number in all, including protected ones; ephemeral ones do not count.
+        last: number of the newest.
+        best: number of the best by the `metric` in their manifests, beside the newest one or `last`.
+        greater_is_better: a higher metric is better.
     """
 
     limit: int | None = None
@@ -36,9 +35,9 @@ class Retention:
 def surplus(
     whole: list[CheckpointInfo], policy: Retention, protected: Iterable[Path] = ()
 ) -> list[CheckpointInfo]:
-    """Those of the whole checkpoints (in order of their commits) that may go.
+    """The complete checkpoints (in order of their commits) to remove.
 
-    Ephemeral ones are for a run that is cut off: only the newest checkpoint of all is of use then.
+    Ephemeral ones serve to resume an interrupted run, so only the newest of all checkpoints may be one.
     """
     if not whole:
         return []
@@ -56,7 +55,7 @@ def surplus(
 
 
 def _fill(kept: set[Path], permanent: list[CheckpointInfo], limit: int) -> None:
-    """Add the newest, up to a number of these in all."""
+    """Add the newest, up to `limit` in all."""
     room = limit - sum(info.path in kept for info in permanent)
     others = [info.path for info in permanent if info.path not in kept]
     if room > 0:
@@ -72,7 +71,7 @@ def best_of(whole: list[CheckpointInfo], count: int, greater_is_better: bool) ->
 
 
 def metric_of(info: CheckpointInfo) -> float | None:
-    """The metric that was evaluated at the step of this checkpoint; None where none was, or it was not finite."""
+    """The metric of an evaluation at the step of this checkpoint; None if there is none, or it is not finite."""
     value = info.meta.get("metric")
     if not isinstance(value, float):
         return None
@@ -80,13 +79,12 @@ def metric_of(info: CheckpointInfo) -> float | None:
 
 
 def _lasting_name(path: Path) -> str:
-    """A checkpoint has another name between the two renames of its replacement, and gets its own back."""
+    """The name of a checkpoint, which is another one between the two renames of its replacement."""
     return path.name.removeprefix("replaced-")
 
 
 def prune(store: Store, policy: Retention, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove surplus checkpoints; return what was removed. A damaged one neither counts nor is removed: it is
-    evidence.
+    """Remove surplus checkpoints; return their folders. Damaged ones do not count and are not removed.
 
     Raises:
         OSError: the disk refused.

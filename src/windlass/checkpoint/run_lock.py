@@ -1,19 +1,18 @@
 """The lock of an output folder: one run writes to it at a time.
 
-The lock is a file that names the process that holds it, and it is free as soon as that process is dead. Whoever finds
-it taken decides so, by the first of these that gives an answer:
+The lock is a file that names the process that holds it. It is free once that process is dead, which others decide by
+the first of these rules that gives an answer:
 
 1. the system's own lock (flock) on the file, which ends with the process;
 2. on the same machine: process id, start of the process and boot;
-3. a counter in the file, which the holder raises every `BEAT` seconds. If it does not change for `PATIENCE` seconds of
-   watching, the holder is dead. Only this decides between machines whose file system has no flock, and no clock of one
-   machine is compared with one of another.
+3. a counter in the file, which the holder increments every `BEAT` seconds. If it does not change for `PATIENCE`
+   seconds, the holder is dead. Only this rule works across machines without flock; their clocks are never compared.
 
-Exactly one of several runs that start at once gets it: a new lock file is created with O_EXCL, and so is the claim to
-succeed a dead holder, whose name has that holder's token.
+Exactly one of several runs that start at once gets the lock: a new lock file is created with O_EXCL, and so is the
+claim to succeed a dead holder, whose file name has that holder's token.
 
-An exception of a signal handler may come at any instruction. A lock that it leaves taken is free as soon as its object
-is gone.
+An exception of a signal handler may occur at any instruction. A lock that it leaves acquired is free once its object is
+deleted.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ if sys.platform != "win32":
 
 LOCK_NAME = ".windlass-run.lock"
 BEAT = 2.0  # seconds between two changes of the counter
-PATIENCE = 15.0  # seconds without a change after which a holder that cannot be looked up counts as dead
-GRACE = 5.0  # seconds that a holder may take to end: one that was just killed lives until its memory is freed
+PATIENCE = 15.0  # seconds without a change after which an unknown holder counts as dead
+GRACE = 5.0  # seconds for a holder to exit: a killed process exists until its memory is freed
 _POLL = 0.1
 _MAX_BYTES = 1 << 16
 _MAX_COMMAND = 300
@@ -59,7 +58,7 @@ class FolderInUse(WindlassError):  # noqa: N818 (what is the case, not what is w
     """Another run holds the lock.
 
     Attributes:
-        holder: which one, for people.
+        holder: description of that run.
     """
 
     def __init__(self, path: Path, holder: str) -> None:
@@ -68,10 +67,10 @@ class FolderInUse(WindlassError):  # noqa: N818 (what is the case, not what is w
 
 
 class RunLock:
-    """The lock of one folder. A process holds it once; `acquire` again confirms that it still does.
+    """The lock of one folder, not reentrant; `acquire` again checks that it is still held.
 
     Args:
-        folder: exists, and may be shared with other machines.
+        folder: an existing folder, which other machines may share.
         name: of the lock file.
     """
 
@@ -86,11 +85,11 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock, or is taking it, as far as it knows."""
+        """True if this object holds the lock or is acquiring it, unless another run took it over."""
         return self.token in _held
 
     def acquire(self) -> None:
-        """Take the lock, or confirm it.
+        """Acquire the lock, or check that it is held.
 
         Raises:
             FolderInUse: another run holds it. OSError: the folder cannot be written.
@@ -99,7 +98,7 @@ class RunLock:
             found = _read(self.path)
             if found is not None and found.token == self.token:
                 return
-            self._let_go()  # the folder was removed, or another machine took this process for dead
+            self._let_go()  # the folder was removed, or another run took the lock over
         try:
             self._claim()
         except BaseException:
@@ -108,7 +107,7 @@ class RunLock:
         _keep_beating()
 
     def release(self) -> None:
-        """Give the lock up. What cannot be removed is free anyway once this process has ended."""
+        """Release the lock. A file that cannot be removed is free once this process has ended."""
         if not self.held:
             return
         found = None
@@ -120,7 +119,7 @@ class RunLock:
                 self.path.unlink()
 
     def release_after(self, wait: Callable[[], None]) -> None:
-        """Give the lock up in another thread, once `wait` returns; who wants it in this process waits as long."""
+        """Release the lock in another thread after `wait`; other objects of this process wait for it."""
         self.ending = True
 
         def release() -> None:
@@ -130,7 +129,7 @@ class RunLock:
         threading.Thread(target=release, name="windlass-run-lock-release", daemon=True).start()
 
     def _let_go(self) -> None:
-        # First of all: an interrupt after this leaves a file behind, of which this process knows that it is free.
+        # First: after an interrupt the file may be left, which this process knows to be free.
         _held.pop(self.token, None)
         if self._file is not None:
             with contextlib.suppress(OSError):
@@ -146,16 +145,16 @@ class RunLock:
         self.release()
 
     def forget(self) -> None:
-        """Close what a forked child inherited: it would keep the system's lock after its parent's death."""
+        """Close the file in a forked child, which would keep the system's lock after the death of its parent."""
         self._let_go()
 
-    # --- taking it
+    # --- acquiring it
 
     def _claim(self) -> None:
         path, passed = self.path, list[_FoundLock]()
         while not (self._create(path) and self._moves_up(path, passed)):
             dead = None if self.held else _wait_for_end(path)
-            if dead is None:  # released or succeeded meanwhile: begin again
+            if dead is None:  # released or taken over meanwhile: start again
                 self._abandon(path)
                 path, passed = self.path, []
             else:
@@ -163,14 +162,14 @@ class RunLock:
                 path = self._claim_to(dead)
 
     def _moves_up(self, path: Path, passed: list[_FoundLock]) -> bool:
-        """Make the file at `path` the lock file; return False if another run has succeeded the dead ones first."""
+        """Make the file at `path` the lock file; return False if another run has taken it over first."""
         if not self._leads_to(path, passed):
             return False
         if passed:
             try:
-                os.replace(path, self.path)  # no other run changes the chain while its last owner lives
+                os.replace(path, self.path)  # no other run changes the chain while its last owner is alive
             except FileNotFoundError:
-                return False  # this process was stopped for so long that another one took it for dead
+                return False  # this process was stopped so long that another run took over
             for dead in passed[1:]:
                 dead.path.unlink(missing_ok=True)
             _logger.info("%s: the run that held it has ended (%s)", self.path.parent, passed[-1].holder)
@@ -180,7 +179,7 @@ class RunLock:
         return self.path.with_name(f"{self.path.name}.{dead.token}")
 
     def _create(self, path: Path) -> bool:
-        """Make the file with this process's record, unless there is one."""
+        """Create the file with the record of this process; return False if it exists."""
         _held[self.token] = weakref.ref(self)
         try:
             file = self._file = FileIO(path, "x+")
@@ -203,8 +202,8 @@ class RunLock:
         return True
 
     def _leads_to(self, path: Path, passed: list[_FoundLock]) -> bool:
-        """Whether the claims still lead from the lock file to `path`: another run may have succeeded the same dead one,
-        and moved on, before `path` was created.
+        """Return True if the claims lead from the lock file to `path`: another run may have taken over from the same
+        dead one before `path` was created.
         """
         place = self.path
         for dead in passed:
@@ -222,7 +221,7 @@ class RunLock:
     # --- holding it
 
     def beat(self) -> None:
-        """Raise the counter."""
+        """Increment the counter."""
         self._beats += 1
         with contextlib.suppress(OSError):  # the next one may get through; a save notices a lost lock
             # Opened each time: closing is what sends the change to the server of a network file system.
@@ -231,9 +230,9 @@ class RunLock:
                     file.write(_COUNTER % self._beats)
 
 
-# By token: this process judges its own locks by this, not by what the system says.
+# By token: this shows if a lock of this process is held, not the system's lock.
 _held: dict[str, weakref.ref[RunLock]] = {}
-# Raises the counters of all of them, from the first lock to the end of the process.
+# Increments the counters of all of them, from the first lock to the end of the process.
 _beater = threading.Thread()
 
 
@@ -258,7 +257,7 @@ def _beat(token: str) -> None:
 
 
 def _own(token: str) -> RunLock | None:
-    """The lock of this process that has the token; None if it is none of those."""
+    """The lock of this process with the token, if any."""
     reference = _held.get(token)
     return None if reference is None else reference()
 
@@ -284,7 +283,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True, slots=True)
 class _FoundLock:
-    """What a lock file says.
+    """The content of a lock file.
 
     Attributes:
         content: its bytes, which change with the counter.
@@ -299,7 +298,7 @@ class _FoundLock:
     locked: bool
 
     def lives(self) -> bool | None:
-        """Whether the holder is alive; None if only the counter can tell."""
+        """True if the holder is alive; None if only the counter can show it."""
         if self.identity is not None and self.identity.boot and self.identity == ProcessIdentity.current():
             return _own(self.token) is not None
         if self.locked:
@@ -329,7 +328,7 @@ def _read(path: Path) -> _FoundLock | None:
 
 
 def _wait_for_end(path: Path) -> _FoundLock | None:
-    """Watch a lock file until its holder is known to be dead, which is returned; None if the file goes away.
+    """Wait until the holder of a lock file is known to be dead, and return its lock; None if the file is removed.
 
     Raises:
         FolderInUse: the holder is alive.
@@ -351,9 +350,7 @@ def _wait_for_end(path: Path) -> _FoundLock | None:
 
 
 def _record(token: str) -> bytes:
-    """What this process writes: one JSON object that begins with the counter, so that the counter alone can be written
-    over.
-    """
+    """The record of this process: a JSON object that begins with the counter, which can be overwritten alone."""
     said = {
         **asdict(ProcessIdentity.current()),
         "user": _user(),
@@ -390,7 +387,7 @@ def _command() -> str:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the system's lock if the file system has one; others hold it only for an instant, to look."""
+    """Acquire the system's lock if the file system has one; others hold it only for an instant, to check it."""
     if sys.platform != "win32":
         for _ in range(50):
             try:
@@ -404,7 +401,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether a process has the system's lock. Lookers share theirs, so that they never see each other."""
+    """Return True if a process has the system's lock. The check uses a shared lock, which other checks do not see."""
     if sys.platform != "win32":
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

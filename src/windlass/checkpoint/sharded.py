@@ -1,17 +1,17 @@
-"""Tensors in the parts that ranks hold, written by each rank for itself and read back into any number of ranks.
+"""Tensors in the parts of ranks: each rank writes its own, and any number of ranks reads them.
 
     STEM.parts.json                   every tensor's global shape and dtype, and which rank wrote which rows of it
     STEM-rank-00000.safetensors       the parts of rank 0; one such file for each rank that wrote any
 
-Writing moves no tensor between ranks, and reading one opens only the files that hold what is asked for. The index:
+Writing sends no tensor between ranks, and reading opens only the files with the requested rows. The index:
 
     {"version": 1, "ranks": 2, "aliases": {"head.weight": "embed.weight"}, "tensors": {"embed.weight": {
         "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
 
-where a part is [rank, first row, rows] along dimension `dim`. Of the ranks that hold copies of a part (hybrid sharding)
-the one writes it that has the fewest bytes to write so far, so all write alike much; plain tensors, which may differ
-between ranks, are the first one's. Tied tensors are written once, under the first of their names. If there are
-several disks, each has an index, which names ranks of its own wherever they hold a part, the first that does.
+where a part is [rank, first row, rows] along dimension `dim`. If several ranks have copies of a part (hybrid sharding),
+the one with the fewest bytes so far writes it; plain tensors, which may differ between ranks, are the first one's. Tied
+tensors are written once, under the first of their names. If there are several disks, each has an index, with the first
+of its own ranks that has a part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.model_values import is_of_value
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, nbytes, open_tensors, write_tensors
-from windlass.checkpoint.weights import fill, save_weights, stored_state
+from windlass.checkpoint.weights import fill, stored_state
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.core.world import World
@@ -54,11 +53,11 @@ def rank_file(stem: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """What one rank writes of a set of tensors.
+    """The parts of a set of tensors that one rank writes.
 
     Attributes:
-        tensors: its parts, by canonical name: plain tensors, which a snapshot may replace by copies.
-        index: where the rows of every tensor are; on the first rank of the folder alone, which writes it.
+        tensors: plain tensors by canonical name; a snapshot may replace them by copies.
+        index: of the rows of all tensors; on the first rank of the folder, which writes it.
     """
 
     stem: str
@@ -67,7 +66,7 @@ class RankParts:
     index: State | None
 
     def names(self) -> set[str]:
-        """The files that `write` makes."""
+        """The files that `write` creates."""
         own = {rank_file(self.stem, self.rank)} if self.tensors else set()
         return own if self.index is None else {*own, index_name(self.stem)}
 
@@ -83,33 +82,22 @@ class RankParts:
         return written
 
 
-def write_parts(
-    folder: Path, stem: str, tensors: Mapping[str, Tensor], world: World, files: Files | None = None
-) -> dict[str, FileEntry]:
-    """Write this rank's parts of `tensors` (see `parts_of_rank`); return what this rank wrote, by file name."""
-    return parts_of_rank(stem, tensors, world).write(folder, files or Files())
-
-
 def parts_of_rank(
     stem: str, tensors: Mapping[str, Tensor], world: World, members: Sequence[int] | None = None
 ) -> RankParts:
-    """This rank's parts of `tensors`; the first rank also has the index. Ranks do not talk to each other.
+    """This rank's parts of `tensors`; the first rank also has the index. Not collective.
 
     Args:
         tensors: the same names in the same order on every rank; plain tensors are the first rank's. They are
             stored under canonical names (no wrapper prefixes).
-        members: the ranks that write into the same folder, where these are not all.
-
-    Raises:
-        CheckpointError: a tensor cannot be saved (see `tensor_file.check_tensor`), or is split otherwise than along
-            one dimension.
+        members: the ranks that write into the same folder; all by default.
     """
     stored, aliases = stored_state(tensors)
     here = range(world.size) if members is None else members
-    # On another disk the other ranks' choice is not this one's, so only where all share one is work divided freely.
+    # With several disks ranks choose differently, so work is only balanced if all share one.
     load = dict.fromkeys(here, 0) if len(here) == world.size else {}
     by_size = sorted(stored, key=lambda name: -nbytes(stored[name]))  # large ones first: small ones even out
-    # Values may differ in size between ranks, which must all come to the same division.
+    # Values may differ in size between ranks, which must all choose the same writers.
     writers = {name: _writers(stored[name], here, {} if is_of_value(name) else load) for name in by_size}
     index = {name: _entry(name, tensor, writers[name]) for name, tensor in stored.items()}
     mine = {
@@ -122,10 +110,10 @@ def parts_of_rank(
 
 
 def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[tuple[int, Part]]:
-    """Who writes which part: where all ranks write `here`, the least loaded of its holders, and of equals the first.
+    """The writer of each part: the least loaded of its holders, or the first if `load` is empty.
 
     Args:
-        load: bytes that each rank writes so far; this tensor's are added. Empty: the first holder writes.
+        load: bytes of each rank so far; those of this tensor are added.
     """
     chosen = holders(tensor, here)
     if load and is_sharded(tensor):
@@ -155,25 +143,19 @@ def _rows(found: Part, dim: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+class _Stored(Shaped):
     dim: int
     parts: tuple[tuple[int, int, int], ...]  # (rank, first index, length), in order of the index
 
 
 @contextmanager
 def open_parts(folder: Path, stem: str, files: Files | None = None) -> Iterator[Parts]:
-    """Open what ranks wrote with `write_parts`; each of their files when it is first read from.
-
-    Raises:
-        CheckpointError: the index is missing, malformed, or leaves rows of a tensor out.
-    """
+    """Open the parts that ranks wrote; the file of a rank is opened at the first read from it."""
     with ExitStack() as opened:
         yield Parts(folder, stem, files or Files(), opened)
 
 
-class Parts:
+class Parts(TensorSource):
     """Tensors that ranks wrote, readable whole or in any part.
 
     Attributes:
@@ -185,7 +167,7 @@ class Parts:
         self._opened, self._by_rank = opened, dict[int, TensorFile]()
         path = folder / index_name(stem)
         self.path = path
-        index = strict_json.parse(self._files.read(path, MAX_JSON_BYTES), str(path))
+        index = strict_json.read(path, self._files)
         try:
             if index["version"] != VERSION:
                 raise CheckpointError(
@@ -202,49 +184,26 @@ class Parts:
         ]
         if astray:
             raise CheckpointError(f"{path} ties names to tensors that it does not have: {shorten(astray)}")
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
+        super().__init__(self._tensors)
 
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
-        """A tensor, or this part of it, on the host.
-
-        Raises:
-            CheckpointError: a file is missing, damaged, or not what the index says of it.
-        """
         stored = self._tensors[name]
         wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
         if not stored.shape:
             return self._file_of(name, stored, stored.parts[0]).read(name, wanted)
         begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
         touched = [part for part in stored.parts if max(begin, part[1]) < min(end, part[1] + part[2])]
-        # Before any memory is taken: a file that holds its part bounds what the index may claim of it.
+        # Before memory is allocated: the files bound the sizes that the index may claim.
         files = [self._file_of(name, stored, part) for part in touched]
-        result = self._empty(name, wanted, stored.dtype)
+        result = empty_host(wanted.sizes, stored.dtype, f"{self.path}: tensor {name[:100]!r}")
         for (_, offset, size), file in zip(touched, files, strict=True):
             low, high = max(begin, offset), min(end, offset + size)
             inside = _narrowed(wanted, stored.dim, low - offset, high - low)
             file.read_into(result.narrow(stored.dim, low - begin, high - low), name, inside)
         return result
 
-    def _empty(self, name: str, wanted: Part, dtype: torch.dtype) -> Tensor:
-        try:
-            return torch.empty(wanted.sizes, dtype=dtype)
-        except (RuntimeError, OverflowError) as error:
-            raise CheckpointError(f"{self.path}: tensor {name[:100]!r} cannot be made: {error}") from None
-
     def _file_of(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> TensorFile:
-        """The file that holds a part of a tensor, as the index says."""
+        """The file of a part, checked against the index."""
         rank, _, size = found
         shape = list(stored.shape)
         if shape:
@@ -261,26 +220,8 @@ class Parts:
         return self._by_rank[rank]
 
 
-def merge_parts(source: Path, target: Path, stem: str = "model") -> FileEntry:
-    """Put weights that ranks wrote together into `target/model.safetensors`. All of them pass through host memory.
-
-    Raises:
-        CheckpointError: a part is missing or damaged.
-    """
-    with open_parts(source, stem) as parts:
-        state = {name: parts.read(name) for name in parts.names}
-        state |= {name: state[kept] for name, kept in parts.aliases.items()}
-    files = Files()
-    files.ensure_folder(target)
-    return save_weights(target, state, files=files)
-
-
 def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Files | None = None) -> None:
-    """Copy weights that ranks wrote into `model`, in place; every rank reads what it holds (see `load_weights`).
-
-    Raises:
-        CheckpointError: they do not fit the model, or a part is missing or damaged.
-    """
+    """Copy weights that ranks wrote into `model`, in place; every rank reads its own part (see `load_weights`)."""
     with open_parts(folder, stem, files) as parts:
         fill(parts.path, parts, parts.aliases, model)
 
@@ -292,7 +233,7 @@ def _narrowed(wanted: Part, dim: int, offset: int, size: int) -> Part:
 
 
 def _stored(entry: Any, ranks: int) -> _Stored:
-    """An entry of the index, checked: its parts cover the tensor, each row once."""
+    """An entry of the index; its parts are checked to cover each row once."""
     dtype, shape, dim = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["dim"]
     parts = tuple(sorted(((rank, offset, size) for rank, offset, size in entry["parts"]), key=lambda p: p[1]))
     numbers = [*shape, dim, *(number for found in parts for number in found)]

@@ -1,4 +1,4 @@
-"""Weights in several files with an index, as `from_pretrained` reads them, where one would grow too large."""
+"""Weights in several files of limited size with an index, as `from_pretrained` reads them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names
 from windlass.checkpoint.replacing import replacing
-from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
+from windlass.checkpoint.tensor_file import check_tensor, stream_tensors
 from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, stored_state
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
@@ -37,9 +38,6 @@ def save_split(
 
     Returns:
         The names of the files that hold tensors.
-
-    Raises:
-        CheckpointError: an entry is not a plain dense tensor; it is named.
     """
     files = files or Files()
     files.ensure_folder(folder)
@@ -84,18 +82,20 @@ def stream_split(
         places.update(dict.fromkeys(part, name))
         written.append(name)
     size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
-    _write_index(folder, {**size, **with_aliases({}, aliases)}, places, files)
+    index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
+    with replacing(folder / SPLIT_INDEX_NAME, files) as new:
+        files.write(new, [json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"])
     return written
 
 
 def with_aliases(metadata: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Metadata that says which names are tied, where any are."""
+    """The metadata with the map of tied names, if any."""
     said = {ALIASES_KEY: json.dumps(aliases, sort_keys=True)} if aliases else {}
     return {**metadata, **said}
 
 
 def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
-    """The names in order, cut wherever a file would grow beyond the limit."""
+    """The names in order, in groups of at most `limit` bytes."""
     parts: list[list[str]] = []
     held = 0
     for name, tensor in shaped.items():
@@ -119,16 +119,8 @@ def _write_part(
         stream_tensors(new, shaped, read, metadata, files=files)
 
 
-def _write_index(
-    folder: Path, metadata: Mapping[str, object], places: Mapping[str, str], files: Files
-) -> None:
-    index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
-    with replacing(folder / SPLIT_INDEX_NAME, files) as new:
-        files.write(new, [index.encode() + b"\n"])
-
-
 def _remove_others(folder: Path, written: list[str], files: Files) -> None:
-    """What an earlier save left, whole or cut off: a reader would find two sets of weights."""
+    """Remove files of an earlier save, complete or not: a reader would find two sets of weights."""
     single = written == [WEIGHTS_NAME]
     for path in folder.iterdir():
         of_a_split = SPLIT_FILE.fullmatch(path.name.removeprefix("tmp-")) is not None

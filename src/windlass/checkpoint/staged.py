@@ -1,7 +1,7 @@
-"""A checkpoint that is being written: one rank's view of the folder `tmp-checkpoint-N` of its disk.
+"""A checkpoint that is being written: one rank's view of the folder `tmp-checkpoint-N` on its disk.
 
-Its steps (`open`, `write_state`, `seal`, `commit`, `drop`) are separate and none of them communicates with other ranks,
-so that their caller (`Store.write`, or a writer thread) decides when the ranks agree.
+Its steps (`open`, `write_state`, `seal`, `commit`, `drop`) do not communicate with other ranks: their caller
+(`Store.write`, or a writer thread) decides when the ranks agree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from windlass.core.logs import get_logger
 from windlass.core.types import State
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-# Of another rank, which lists it itself: its state, or its part of weights and the like.
+# The state of a rank, or its part of tensors, which it lists itself.
 _RANK_FILE = re.compile(r"rank-\d{5,}\..*|\w+-rank-\d{5,}\.safetensors")
 _logger = get_logger(__name__)
 
@@ -44,9 +44,7 @@ def rank_stem(rank: int) -> str:
 
 
 class StagedCheckpoint:
-    """Written by the ranks that share a disk into one folder; committed by the writer rank of the disk, which is the
-    first of them, with a single rename.
-    """
+    """Written by the ranks that share a disk; committed by the first of them, its writer rank, with a single rename."""
 
     def __init__(
         self,
@@ -76,11 +74,10 @@ class StagedCheckpoint:
         self.files.make_folder(self.folder)
 
     def write_state(self, name: str, state: State | Encoded) -> None:
-        """A part that all ranks share, as `NAME.json` (and `NAME.safetensors`). The writer rank writes those.
+        """Write a shared state as `NAME.json` (and `NAME.safetensors`), on the writer rank.
 
         Raises:
-            CheckpointError: the name is reserved or used already, or the state holds a type that cannot be
-                saved.
+            CheckpointError: the name is reserved or used already.
         """
         if not _NAME.fullmatch(name) or name.startswith("rank-") or is_manifest_name(f"{name}.json"):
             raise CheckpointError(
@@ -91,25 +88,22 @@ class StagedCheckpoint:
         self._written |= codec.save_state(self.folder / name, state, self.files)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """A further plain file, by its relative name."""
+        """Write a further plain file by its relative name."""
         path = self.folder / name
         self.files.ensure_folder(path.parent)
         self._written[name] = self.files.write(path, [data])
 
     def write_rank_state(self, state: State | Encoded) -> None:
-        """This rank's own part, as `rank-RRRRR.json` (and `.safetensors`)."""
+        """Write this rank's own state as `rank-RRRRR.json` (and `.safetensors`)."""
         self._written |= codec.save_state(self.folder / rank_stem(self._rank), state, self.files)
 
     def add(self, entries: Mapping[str, FileEntry]) -> None:
-        """Take in files that were written into the folder through its `Files`, by name."""
+        """Register files that were written into the folder through its `Files`, by name."""
         self._written |= entries
 
     def seal(self) -> None:
         """Make everything this rank wrote durable and known. The writer rank hashes files that other code put into the
         folder; the other ranks leave it a list of their files, which is the last file they write.
-
-        Raises:
-            CheckpointError: a file that was to be written was not.
         """
         is_writer = self._rank == self._disks.writer_rank
         if is_writer:
@@ -187,7 +181,7 @@ class StagedCheckpoint:
         return entries
 
     def _check_sizes(self, entries: Mapping[str, FileEntry]) -> None:
-        """Look once more before the manifest says that all is there: somebody may have removed the folder meanwhile."""
+        """Check all files again before the manifest is written: the folder may have been removed meanwhile."""
         for name, entry in entries.items():
             status = os.lstat(self.folder / name)
             if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
@@ -195,9 +189,9 @@ class StagedCheckpoint:
                 raise OSError(errno.EIO, problem, str(self.folder / name))
 
     def _list_of(self, rank: int) -> tuple[Path, dict[str, Any]]:
-        """The list of files that another rank left, and where it lies."""
+        """The list of files that another rank wrote, and its path."""
         path = self.folder / f"{rank_stem(rank)}.files.json"
-        listed: dict[str, Any] = strict_json.parse(self.files.read(path, MAX_MANIFEST_BYTES), str(path))
+        listed: dict[str, Any] = strict_json.read(path, self.files, limit=MAX_MANIFEST_BYTES)
         return path, listed
 
     def drop(self) -> None:
@@ -213,27 +207,23 @@ def folder_pattern(name: str) -> str:
 
 
 def set_aside(target: Path, files: Files) -> Path | None:
-    """Move what already lies at `target` out of the way of a rename; return its new path, or None if there was
-    nothing.
+    """Rename an existing `target`; return its new path, if any.
 
-    A whole checkpoint becomes `replaced-checkpoint-N`, which still counts as one until its successor is committed:
-    there is no instant without a whole checkpoint. A folder without a manifest was not written by Windlass: it is moved
-    to `checkpoint-N.aside` and kept.
+    A checkpoint becomes `replaced-checkpoint-N`, which counts until its successor is committed, so that a complete one
+    exists at every instant. A folder without a manifest was not written by Windlass: it becomes `checkpoint-N.aside`
+    and is kept.
     """
     if not target.exists() and not target.is_symlink():
         return None
     if (target / MANIFEST_NAME).is_file() and not target.is_symlink():
         place = target.with_name("replaced-" + target.name)
-        if place.exists():  # superseded by what lies at `target`, and could not be removed then
+        if place.exists():  # superseded by `target`, and could not be removed then
             files.remove_tree(place)
     else:
-        place = next(p for p in _aside_names(target) if not p.exists() and not p.is_symlink())
+        names = (target.with_name(f"{target.name}.aside{number or ''}") for number in range(1000))
+        place = next(path for path in names if not path.exists() and not path.is_symlink())
         _logger.warning(
             "%s is not a checkpoint of Windlass (it has no manifest): moved to %s", target, place.name
         )
     files.rename(target, place)
     return place
-
-
-def _aside_names(target: Path) -> list[Path]:
-    return [target.with_name(f"{target.name}.aside{number or ''}") for number in range(1000)]

@@ -1,12 +1,10 @@
-"""The folder of checkpoints: which are whole, and how a new one is committed.
+"""The checkpoints in a folder: finding complete ones, and committing new ones.
 
-Commit protocol (`docs/checkpoints.md` has the layout): every rank writes and fsyncs its files in
-`tmp-checkpoint-N`; the ranks vote; rank 0 writes the manifest with every file's size and hash, fsyncs, renames
-the folder to `checkpoint-N` and fsyncs the parent. Before the rename the new checkpoint does not exist, after
-it it is whole; an older one is removed only later, by retention.
-
-Where machines have disks of their own (see `nodes`), the first rank of each does for its disk what rank 0 does
-here, and a checkpoint is whole where it is so on all of them.
+Commit protocol (the layout is in `docs/checkpoints.md`): every rank writes and fsyncs its files in `tmp-checkpoint-N`;
+the ranks vote; rank 0 writes the manifest with the size and hash of every file, fsyncs, renames the folder to
+`checkpoint-N` and fsyncs the parent. Before the rename the checkpoint does not exist, after it it is complete.
+Retention removes older ones only later. If machines have disks of their own (see `nodes`), the first rank of each does
+this for its disk, and a checkpoint must be complete on all of them.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
+from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
 # `Store.list` hides the built-in name inside its class.
-_Values = list[Any]
 _Infos = list[CheckpointInfo]
 _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
@@ -44,13 +42,13 @@ _T = TypeVar("_T")
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `Store.verify` would find a checkpoint at `path`; its content is not looked at."""
+    """Return True if there is a checkpoint at `path`; its content is not checked."""
     places = (path, path.with_name("replaced-" + path.name))
     return any((place / MANIFEST_NAME).is_file() for place in places)
 
 
 def has_all_files(info: CheckpointInfo) -> bool:
-    """Whether every file is there in its size."""
+    """Return True if every file exists in its size."""
     try:
         check_sizes(info)
     except (CheckpointError, OSError):
@@ -66,23 +64,16 @@ class Store:
     """The checkpoints of one run, in `root`.
 
     Args:
-        rank, world: this process's place.
-        vote: collective; True if it was called with True on every rank. Doubles as a barrier.
-        barrier: collective; returns when every rank has called it.
-        gather: collective; every rank's value (plain JSON), in rank order.
-        disks: which ranks see the same folder; all do where it is not said.
-        name: what the folder of a checkpoint is called; without `{step}` there is one folder, replaced by each save.
+        gang: the ranks that save together; one by default.
+        disks: which ranks see the same folder; all by default.
+        name: of the folder of a checkpoint; without `{step}` there is one folder, which each save replaces.
     """
 
     def __init__(
         self,
         root: Path,
         *,
-        rank: int = 0,
-        world: int = 1,
-        vote: Callable[[bool], bool] = lambda ok: ok,
-        barrier: Callable[[], None] = lambda: None,
-        gather: Callable[[Any], _Values] = lambda value: [value],
+        gang: Gang | None = None,
         disks: Disks | None = None,
         files: Files | None = None,
         name: str = "checkpoint-{step}",
@@ -92,15 +83,16 @@ class Store:
         stem = folder_pattern(name)
         self._folder = re.compile(rf"(?:replaced-)?{stem}")
         self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
-        self.rank, self.world = rank, world
-        self.vote, self.barrier, self.gather = vote, barrier, gather
-        self.disks = disks or Disks.shared(world)
+        gang = gang or Gang()
+        self.rank, self.world = gang.rank, gang.size
+        self.vote, self.barrier, self.gather = gang.vote, gang.barrier, gang.gather_objects
+        self.disks = disks or Disks.shared(gang.size)
         self._on_all: _Order | None = None
         self.files = files or Files()
         self._folder_watch: OutputFolder | None = None
 
     def stay_on_disk(self) -> None:
-        """From now on write only to the disk that the folder lies on now: a run may outlive its mount."""
+        """From now on refuse to write to another disk than the present one: it may be unmounted during a run."""
         self._folder_watch = OutputFolder(self.root)
 
     # --- looking
@@ -109,35 +101,31 @@ class Store:
         return self.root / self._name.replace("{step}", str(step))
 
     def list(self) -> _Infos:
-        """The committed checkpoints (readable manifest; content not checked), in order of their commits."""
+        """The committed checkpoints here (readable manifest; content not checked), in order of their commits."""
         found = []
-        for path in self._candidates():
+        for path in self.folders():
             with contextlib.suppress(CheckpointError, OSError):
                 found.append(self._read(path))
         return sorted(found, key=lambda info: info.order)
 
     def committed(self) -> _Infos:
-        """The committed checkpoints, wherever they lie, in order of their commits."""
+        """The committed checkpoints, local and remote, in order of their commits."""
         return self.list()
 
     def whole(self) -> _Infos:
-        """Those that have all their files, each of its size: what retention counts."""
+        """Committed checkpoints that have all their files in their sizes; retention counts these."""
         return [info for info in self.list() if has_all_files(info)]
 
-    def folders(self) -> _Paths:
-        """The folders that are checkpoints by their names, whole or not, in order of their steps."""
-        return self._candidates()
-
     def is_fresh(self) -> bool:
-        """Whether nothing lies here that may be a checkpoint, whole or not."""
-        return not self._candidates()
+        """Return True if there is no checkpoint, complete or not."""
+        return not self.folders()
 
     def is_committed(self, path: Path) -> bool:
-        """Whether `verify` would find a checkpoint at `path`."""
+        """Return True if there is a checkpoint at `path`; its content is not checked."""
         return is_checkpoint(path)
 
-    def _candidates(self) -> _Paths:
-        """Folders that may be checkpoints, in order of the step in their names."""
+    def folders(self) -> _Paths:
+        """The folders that are checkpoints by their names, complete or not, in order of their steps."""
         if not self.root.is_dir():
             return []
         numbered = []
@@ -148,12 +136,12 @@ class Store:
         return [path for _, path in sorted(numbered)]
 
     def _step_in(self, path: Path) -> int | None:
-        """The step that a folder's name says; None where names say none."""
+        """The step in the name of a folder, None if names have none."""
         match = self._folder.fullmatch(path.name)
         return int(match[1]) if match and match.re.groups else None
 
     def _is_superseded(self, path: Path) -> bool:
-        """A replaced checkpoint counts only while its successor is not there."""
+        """Return True for a replaced checkpoint whose successor exists."""
         successor = path.with_name(path.name.removeprefix("replaced-"))
         return successor != path and (successor / MANIFEST_NAME).is_file()
 
@@ -175,7 +163,7 @@ class Store:
         try:
             interim = path.with_name("replaced-" + path.name)
             if not (path / MANIFEST_NAME).exists() and (interim / MANIFEST_NAME).is_file():
-                path = interim  # the process ended between the two renames of a replacement; the next save mends it
+                path = interim  # the process ended between the two renames of a replacement; the next save completes it
             if not path.is_dir():
                 raise CheckpointError("there is no such folder")
             if not (path / MANIFEST_NAME).exists() and (held := Store(path).folders()):
@@ -192,8 +180,8 @@ class Store:
             ) from error
 
     def newest_verified(self) -> tuple[Path | None, _Skipped]:
-        """The checkpoint committed last of those that pass `verify` (None if none does), and the newer ones with
-        why they do not. One whose manifest cannot be read may be newer: nothing says when it was committed.
+        """The last committed checkpoint that passes `verify`, if any, and the newer ones with the reasons. One whose
+        manifest cannot be read counts as newer.
         """
         info, skipped = self._newest()
         return (None if info is None else info.path), skipped
@@ -208,17 +196,17 @@ class Store:
         return None, skipped
 
     def _newest_first(self) -> _Paths:
-        return sorted(self._candidates(), key=self._age_rank, reverse=True)
+        return sorted(self.folders(), key=self._age_rank, reverse=True)
 
     def _age_rank(self, path: Path) -> tuple[bool, tuple[int, int]]:
-        """Later for a later commit, and latest of all, by the step in its name, where that is unknown."""
+        """Sort key: the commit; unreadable manifests come last, by the step in their names."""
         try:
             return False, self._read(path).order
         except (CheckpointError, OSError):
             return True, (0, self._step_in(path) or 0)
 
     def resume_point(self, which: Literal[True] | str | Path) -> CheckpointInfo:
-        """What `resume_from_checkpoint` means, verified: True takes the newest and warns of newer ones it skips; a
+        """The checkpoint for `resume_from_checkpoint`, verified: True takes the newest and warns of skipped ones, a
         path takes exactly that.
 
         Raises:
@@ -378,7 +366,7 @@ class Store:
             OSError: one of them cannot be looked at now; the new one might come before it.
         """
         serials = [0]
-        for path in self._candidates():
+        for path in self.folders():
             try:
                 serials.append(self._read(path).serial)
             except (CheckpointError, OSError) as error:
@@ -387,10 +375,8 @@ class Store:
         return max([*serials, *(info.serial for info in self.committed())]) + 1
 
     def _recover(self) -> None:
-        """Finish a replacement that was cut off between its two renames: the old checkpoint gets its name
-        back.
-        """
-        for path in self._candidates():
+        """Restore the name of a replaced checkpoint if the process ended between the two renames."""
+        for path in self.folders():
             if path.name.startswith("replaced-"):
                 target = path.with_name(path.name.removeprefix("replaced-"))
                 if not target.exists():
@@ -398,9 +384,7 @@ class Store:
                     self.files.sync_folder(self.root)
 
     def _remove_leftovers(self) -> None:
-        """On the writer rank: remove files that interrupted saves and removals left. Errors are ignored: nobody needs
-        those files.
-        """
+        """Remove files that interrupted saves and removals left, on the writer rank; errors are ignored."""
         with contextlib.suppress(OSError):
             for path in sorted(self.root.iterdir()):
                 superseded = path.name.startswith("replaced-") and self._is_superseded(path)

@@ -1,46 +1,44 @@
-"""The tensors that lie in a folder, by name and one at a time, however they were written: whole, in ranks' parts, or as
-the several files that `from_pretrained` reads. No model is built for it.
-"""
+"""The tensors in a folder by name, one at a time, in any form: whole, in the parts of ranks, or in several files."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from windlass.checkpoint import strict_json
-from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
-from windlass.checkpoint.deferred import TensorSource
+from windlass.checkpoint import codec, strict_json
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
+from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.sharded import index_name, open_parts
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
-from windlass.checkpoint.tensor_file import Shaped, TensorFile, open_tensors
-from windlass.checkpoint.torch_file import TorchWeights, open_torch_file
+from windlass.checkpoint.tensor_file import TensorFile, open_tensors
 from windlass.checkpoint.verified import VerifiedFiles
-from windlass.checkpoint.weights import WEIGHTS_NAME, read_aliases
+from windlass.checkpoint.weights import WEIGHTS_NAME, fill, load_weights, read_aliases
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
 
 OPTIMIZER = "optimizer"
-_TORCH_WEIGHTS, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Weights as transformers writes them where they are not one file of safetensors.
-FURTHER_FORMS = (SPLIT_INDEX_NAME, _TORCH_WEIGHTS, _TORCH_INDEX)
+# The file that holds the weights of a folder, or their index, in order of precedence.
+_WEIGHTS = (
+    index_name("model"), WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS, "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)  # fmt: skip
+# Modules that read weights in another format (`open_weights(path, files)`), by the suffix of the file.
+_READERS = {".bin": "windlass.compat.torch_file"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder to read from, and the files in it. A checkpoint's are verified as they are opened, and are all that its
-    manifest lists; of another folder (`save_model` wrote it) they are taken as they are.
-    """
+    """A folder and the names of its files. Those of a checkpoint are listed by its manifest and verified."""
 
     path: Path
     files: Files
@@ -51,11 +49,7 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """Look at a folder; of a checkpoint only the manifest is read yet.
-
-    Raises:
-        CheckpointError: there is none, or its manifest is damaged.
-    """
+    """List the files of a folder; of a checkpoint only the manifest is read."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder")
     files = Files()
@@ -66,7 +60,7 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, files, frozenset(found))
 
 
-class StoredTensors:
+class StoredTensors(TensorSource):
     """Tensors from one or several open files, under one set of names.
 
     Attributes:
@@ -75,61 +69,36 @@ class StoredTensors:
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[TensorSource, str]] = {}
+        self._known: dict[str, Shaped] = {}
         self.aliases: dict[str, str] = {}
+        super().__init__(self._known)
 
     def add(self, source: TensorSource, rename: Callable[[str], str] = str) -> None:
-        """Take in all tensors of a file."""
-        self._places |= {rename(name): (source, name) for name in source.names}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        source, stored = self._places[name]
-        return source.shape(stored)
-
-    def dtype(self, name: str) -> torch.dtype:
-        source, stored = self._places[name]
-        return source.dtype(stored)
-
-    def shaped(self, name: str) -> Shaped:
-        return Shaped(self.dtype(name), self.shape(name))
+        """Add all tensors of a file."""
+        for name in source.names:
+            self._places[rename(name)] = source, name
+            self._known[rename(name)] = source.shaped(name)
 
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
-        """One tensor, or this part of it, on the host."""
         source, stored = self._places[name]
         return source.read(stored, wanted)
 
 
-def weights_stem(folder: Folder) -> str:
-    """What the files of the folder's weights are called: "model", or "adapter_model" where only adapters were saved.
-
-    Raises:
-        CheckpointError: it holds no weights.
-    """
-    if any(name in folder for name in (index_name("model"), WEIGHTS_NAME, SPLIT_INDEX_NAME)):
-        return "model"
-    if ADAPTER_WEIGHTS in folder:
-        return "adapter_model"
-    if _TORCH_WEIGHTS in folder or _TORCH_INDEX in folder:
-        return "model"
+def find_weights(folder: Folder) -> str:
+    """Name of the file in `folder` that holds its weights, or their index."""
+    found = next((name for name in _WEIGHTS if name in folder), None)
+    if found is not None:
+        return found
     inside = _checkpoints_inside(folder)
     if inside:
         raise CheckpointError(
             f"{folder.path} holds no weights, but checkpoints do: name one, such as {folder.path / inside[-1]}"
         )
-    raise CheckpointError(
-        f"{folder.path} holds no weights: there is no {WEIGHTS_NAME}, {index_name('model')}, {SPLIT_INDEX_NAME}, "
-        f"{ADAPTER_WEIGHTS} or {_TORCH_WEIGHTS}"
-    )
+    raise CheckpointError(f"{folder.path} holds no weights: there is none of the files {', '.join(_WEIGHTS)}")
 
 
 def _checkpoints_inside(folder: Folder) -> list[str]:
-    """Checkpoints that lie in a folder which is none itself, by their steps."""
+    """Names of the checkpoints in a folder that is not one itself, by step."""
     parents = (name.removesuffix(f"/{MANIFEST_NAME}") for name in folder.names if "/" in name)
     steps = [found for found in map(_CHECKPOINT.fullmatch, parents) if found is not None]
     return [found[0] for found in sorted(steps, key=lambda found: int(found[1]))]
@@ -137,33 +106,41 @@ def _checkpoints_inside(folder: Folder) -> list[str]:
 
 @contextmanager
 def open_weights(folder: Folder) -> Iterator[StoredTensors]:
-    """The weights of a model or of its adapters.
-
-    Raises:
-        CheckpointError: there are none, or a file is missing or damaged.
-    """
-    stem, tensors = weights_stem(folder), StoredTensors()
+    """The weights of a model or of its adapters."""
+    name, tensors = find_weights(folder), StoredTensors()
     with ExitStack() as opened:
-        if index_name(stem) in folder:
-            parts = opened.enter_context(open_parts(folder.path, stem, folder.files))
+        if name == index_name("model"):
+            parts = opened.enter_context(open_parts(folder.path, "model", folder.files))
             tensors.add(parts)
             tensors.aliases = parts.aliases
-        elif f"{stem}.safetensors" in folder:
-            file = _open_file(folder, f"{stem}.safetensors", opened)
-            tensors.add(file)
-            tensors.aliases = read_aliases(folder.path / f"{stem}.safetensors", file.metadata)
-        elif SPLIT_INDEX_NAME in folder:
-            _add_split(tensors, folder, SPLIT_INDEX_NAME, opened)
-        elif _TORCH_WEIGHTS in folder:
-            _add_file(tensors, folder, _TORCH_WEIGHTS, opened)
+        elif name.endswith(".index.json"):
+            _add_split(tensors, folder, name, opened)
         else:
-            _add_split(tensors, folder, _TORCH_INDEX, opened)
+            _add_file(tensors, folder, name, opened)
         yield tensors
+
+
+def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -> None:
+    """Copy the weights of `folder` into `model`, in place: one file or several with an index, the parts of ranks, an
+    adapter alone, or `pytorch_model.bin`. A file is loaded as it is.
+    """
+    files = files or Files()
+    if folder.is_file():
+        load_weights(folder, model, files=files)
+        return
+    source = replace(open_folder(folder), files=files)
+    name = find_weights(source)
+    if name == ADAPTER_WEIGHTS:
+        base = codec.load_state(folder / BASE_STATE, files) if f"{BASE_STATE}.json" in source else None
+        load_adapter(folder, model, base, files=files)
+        return
+    with open_weights(source) as tensors:
+        fill(folder / name, tensors, tensors.aliases, model)
 
 
 def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: ExitStack) -> None:
     path = folder.path / index_file
-    index = strict_json.parse(folder.files.read(path, MAX_JSON_BYTES), str(path))
+    index = strict_json.read(path, folder.files)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{path} is malformed: weight_map must be a map of tensors to files")
@@ -179,23 +156,21 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
 
 
 def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> None:
-    """Take in a file of safetensors or, by its suffix, of torch.save."""
-    if not name.endswith(".bin"):
-        tensors.add(_open_file(folder, name, opened))
-        return
+    """Add a file of safetensors or, by its ending, of another format."""
     path = folder.path / name
-    weights = TorchWeights(path, opened.enter_context(open_torch_file(path, folder.files)))
+    if reader := _READERS.get(path.suffix):
+        weights = opened.enter_context(importlib.import_module(reader).open_weights(path, folder.files))
+        aliases = weights.aliases
+    else:
+        weights = _open_file(folder, name, opened)
+        aliases = read_aliases(path, weights.metadata)
     tensors.add(weights)
-    tensors.aliases |= weights.aliases
+    tensors.aliases |= aliases
 
 
 @contextmanager
 def open_optimizer(folder: Folder) -> Iterator[StoredTensors]:
-    """The tensors of the optimizer's state, as `PARAMETER/KEY` however they were written.
-
-    Raises:
-        CheckpointError: there are none, or a file is missing or damaged.
-    """
+    """The tensors of the optimizer's state, named `PARAMETER/KEY`."""
     tensors = StoredTensors()
     with ExitStack() as opened:
         if f"{OPTIMIZER}.safetensors" in folder:
@@ -212,7 +187,7 @@ def open_optimizer(folder: Folder) -> Iterator[StoredTensors]:
 
 
 def state_files(folder: Folder) -> list[str]:
-    """Files of further tensors, beside the model's and the optimizer's: of other states, and of each rank."""
+    """Files with tensors of other states and of ranks, beside those of the model and the optimizer."""
     known = {WEIGHTS_NAME, ADAPTER_WEIGHTS, f"{OPTIMIZER}.safetensors"}
     return sorted(
         name
@@ -222,7 +197,7 @@ def state_files(folder: Folder) -> list[str]:
 
 
 def _is_covered(folder: Folder, name: str) -> bool:
-    """Whether an index says what is in this file."""
+    """Return True if an index lists the content of this file."""
     of_rank = _RANK_FILE.fullmatch(name)
     if of_rank is not None and index_name(of_rank[1]) in folder:
         return True
@@ -231,11 +206,7 @@ def _is_covered(folder: Folder, name: str) -> bool:
 
 @contextmanager
 def open_state_file(folder: Folder, name: str) -> Iterator[StoredTensors]:
-    """The tensors of one such file.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """The tensors of one such file."""
     tensors = StoredTensors()
     with ExitStack() as opened:
         tensors.add(_open_file(folder, name, opened))

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from windlass.checkpoint.files import Files
 from windlass.core.errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 27  # written and read: one small object costs some 20 times its text in memory
@@ -21,11 +23,7 @@ class PreparedJson:
 
 
 def dump(tree: Any, what: str) -> bytes:
-    """The bytes of `tree`, a map with each of its keys on a line of its own. `what` names it in errors.
-
-    Raises:
-        CheckpointError: it is larger than a reader would accept.
-    """
+    """The bytes of `tree`, a map with each of its keys on a line of its own. `what` names it in errors."""
     text = _lines(tree) if isinstance(tree, dict) else json.dumps(tree, allow_nan=False)
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(
@@ -45,11 +43,7 @@ def _text(value: Any) -> str:
 
 
 def parse(data: bytes, what: str, *, allow_nan: bool = False) -> Any:
-    """The value in `data`. `what` names the file in errors; `allow_nan` takes the NaN and Infinity of other programs.
-
-    Raises:
-        CheckpointError: it is not strict JSON.
-    """
+    """The value in `data`. `what` names it in errors; `allow_nan` accepts the NaN and Infinity of other programs."""
     try:
         return json.loads(
             data.decode("utf-8"),
@@ -62,6 +56,11 @@ def parse(data: bytes, what: str, *, allow_nan: bool = False) -> Any:
         ValueError
     ) as error:  # also UnicodeDecodeError, JSONDecodeError and numbers with absurdly many digits
         raise CheckpointError(f"{what} is not valid JSON: {error}") from None
+
+
+def read(path: Path, files: Files, *, limit: int = MAX_JSON_BYTES, allow_nan: bool = False) -> Any:
+    """The value in a file of at most `limit` bytes; see `parse`."""
+    return parse(files.read(path, limit), str(path), allow_nan=allow_nan)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What lies in a run's folder, as it is, for a person who looks: also what is damaged, and why."""
+"""Lists the checkpoints in a run's folder, damaged ones too, for the command line."""
 
 from __future__ import annotations
 
@@ -10,24 +10,18 @@ from typing import Any
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.foreign import is_foreign
+from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_sizes, read_manifest
 from windlass.checkpoint.retention import best_of
 from windlass.checkpoint.store import Store
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.errors import CheckpointError
-
-FOREIGN = (
-    "transformers' Trainer wrote it, without hashes to verify it by; "
-    "train(resume_from_checkpoint=...) takes its path"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A folder that is a checkpoint by its name. Without a `problem` it has all its files, each of its size; their
-    content was not read. `saved_at` is in seconds since 1970.
+    """A folder that is a checkpoint by its name. Without a `problem` it has all its files in their sizes; their content
+    was not read. `saved_at` is in seconds since 1970.
     """
 
     path: Path
@@ -37,9 +31,16 @@ class Found:
 
 
 def survey(store: Store) -> list[Found]:
-    """Every checkpoint of a run, in order of the commits, those whose manifest cannot be read first."""
+    """All checkpoints of a run in order of their commits, those with an unreadable manifest first."""
     found = [look_at(path) for path in store.folders()]
     return sorted(found, key=lambda one: (-1, 0) if one.info is None else one.info.order)
+
+
+def foreign_note(path: Path) -> str | None:
+    """A note on a checkpoint that another program wrote, None for any other folder."""
+    if (found := format_of(path)) is None:
+        return None
+    return f"{found.WRITER} wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
 
 
 def look_at(path: Path) -> Found:
@@ -52,18 +53,18 @@ def look_at(path: Path) -> Found:
         info = read_manifest(path, Files())
         check_sizes(info)
     except (CheckpointError, OSError) as error:
-        return Found(path, info, FOREIGN if is_foreign(path) else str(error), saved_at)
+        return Found(path, info, foreign_note(path) or str(error), saved_at)
     return Found(path, info, None, saved_at)
 
 
 @dataclass(frozen=True, slots=True)
 class RunNotes:
-    """What the newest whole checkpoint says of its run.
+    """Notes on a run in its newest complete checkpoint.
 
     Attributes:
-        metric: the name of the one that the run goes by.
+        metric: name of the metric for the best model.
         best: name of the folder of the best model so far.
-        keep_best: how many of the best it keeps.
+        keep_best: number of best checkpoints that are kept.
     """
 
     metric: str | None = None
@@ -73,11 +74,7 @@ class RunNotes:
 
 
 def notes_of(whole: list[CheckpointInfo]) -> RunNotes:
-    """Read the notes of the newest one; empty if there is none, or another program's code wrote it.
-
-    Raises:
-        CheckpointError: a file that has them is damaged.
-    """
+    """Read the notes of the newest one; empty if there is none, or a script wrote its own files."""
     if not whole:
         return RunNotes()
     arguments, state = _tree(whole[-1], "training_args.json"), _tree(whole[-1], "trainer_state.json")
@@ -95,12 +92,12 @@ def _tree(info: CheckpointInfo, name: str) -> Mapping[str, Any]:
     if name not in info.files:
         return {}
     path = info.path / name
-    tree = strict_json.parse(VerifiedFiles(info, Files()).read(path, MAX_JSON_BYTES), str(path))
+    tree = strict_json.read(path, VerifiedFiles(info, Files()))
     return tree if isinstance(tree, dict) else {}
 
 
 def marks_of(info: CheckpointInfo, whole: list[CheckpointInfo], notes: RunNotes) -> list[str]:
-    """What a checkpoint is to its run: "last", "best", "ephemeral"."""
+    """The roles of a checkpoint: "last", "best", "ephemeral"."""
     marks = []
     if whole and info.path.name == whole[-1].path.name:
         marks.append("last")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
@@ -65,27 +66,10 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class Shaped:
-    """What the header of a file says of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, files: Files
 ) -> FileEntry:
-    """Write a safetensors file. Tensors may lie on any device and have any strides; each is copied to the host
-    in its turn.
-
-    Raises:
-        CheckpointError: a tensor cannot be held (see `check_tensor`).
-    """
+    """Write a safetensors file. Tensors may be on any device, with any strides; one at a time is copied to the host."""
     for name, tensor in tensors.items():
         check_tensor(tensor, f"{path.name}: {name}")
     shaped = {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -100,7 +84,7 @@ def stream_tensors(
     *,
     files: Files,
 ) -> FileEntry:
-    """Write a safetensors file whose tensors are made one by one, by `read`, each of them `shaped` as is said here."""
+    """Write a safetensors file whose tensors are made one by one by `read`; `shaped` has their dtypes and shapes."""
     # Wide types first, as the package does it: every tensor is aligned to its own element size.
     order = sorted(shaped, key=lambda name: (-shaped[name].dtype.itemsize, name))
     header = _header(order, shaped, metadata)
@@ -134,14 +118,12 @@ def _chunks(header: bytes, order: list[str], read: Callable[[str], Tensor]) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+class _Slot(Shaped):
     begin: int
     end: int
 
 
-class TensorFile:
+class TensorFile(TensorSource):
     """An open safetensors file, its header checked in full before anything is allocated."""
 
     def __init__(self, path: Path, file: FileIO) -> None:
@@ -154,6 +136,7 @@ class TensorFile:
         self.metadata: dict[str, str] = metadata
         self._slots = {name: self._slot(name, entry) for name, entry in header.items()}
         self._check_tiling(size - self._data_start)
+        super().__init__(self._slots)
 
     def _error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is not a readable safetensors file: {why}")
@@ -201,27 +184,11 @@ class TensorFile:
         if position != data_size:
             raise self._error(f"its tensors need {position:,} bytes and it holds {data_size:,}")
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._slots)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._slots
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._slots[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._slots[name].dtype
-
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         """One tensor, or this part of it, on the host in memory of its own. Rows that are not wanted are not read."""
         slot = self._slots[name]
         wanted = wanted or Part((0,) * len(slot.shape), slot.shape)
-        try:
-            tensor = torch.empty(wanted.sizes, dtype=slot.dtype)
-        except (RuntimeError, OverflowError) as error:
-            raise self._error(f"tensor {name[:100]!r} cannot be made: {error}") from None
+        tensor = empty_host(wanted.sizes, slot.dtype, f"{self._path}: tensor {name[:100]!r}")
         self.read_into(tensor, name, wanted)
         return tensor
 
@@ -254,10 +221,6 @@ def _row_bytes(slot: _Slot) -> int:
 
 @contextmanager
 def open_tensors(path: Path, files: Files) -> Iterator[TensorFile]:
-    """Open a safetensors file for reading.
-
-    Raises:
-        CheckpointError: it is missing, no plain file, or not what the format says. The file is named.
-    """
+    """Open a safetensors file for reading."""
     with files.reading(path) as file:
         yield TensorFile(path, file)

@@ -1,8 +1,8 @@
-"""Reading a verified checkpoint so that nothing else is read: each byte that is loaded was hashed, once.
+"""Reading a verified checkpoint: each byte that is loaded was hashed once.
 
-Verifying and loading are two passes over a file, and a file may change between them. So each pass records inode, size
-and times of change of the file. A file that is unchanged since it was verified is read without hashing it again; any
-other is hashed first, and one that changes while it is read is refused after all.
+A file may change between verifying and loading. So inode, size and times of change are recorded when it is verified.
+If they are equal, it is read without hashing it again; otherwise it is hashed first. If they change while it is read,
+it is refused.
 """
 
 from __future__ import annotations

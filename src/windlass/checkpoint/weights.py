@@ -1,8 +1,7 @@
-"""A model's weights as `model.safetensors`, which `from_pretrained` reads too.
+"""The weights of a model as `model.safetensors`, which `from_pretrained` reads too.
 
-Names are canonical (no wrapper prefixes). Tensors that are the same memory seen the same way (tied weights) are
-written once, under the first name in the state dict's order; the file's metadata maps the others to it. Views
-that only overlap are written each in full, and rewritten in place on load.
+Names are canonical (no wrapper prefixes). Tied weights are written once, under the first name in the state dict; the
+metadata of the file maps the others to it. Views that overlap in part are each written in full, and loaded in place.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
-from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
+from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
@@ -57,9 +57,6 @@ def save_weights(
     Args:
         metadata: extra strings for the file's header; `format` and the alias map are added.
         name: of the file, where it holds other weights than a whole model's.
-
-    Raises:
-        CheckpointError: an entry is not a plain dense tensor; it is named.
     """
     stored, aliases = stored_state(state_dict)
     header = {**(metadata or {}), "format": "pt"}
@@ -71,13 +68,13 @@ def save_weights(
 
 
 def weights_bytes(state_dict: Mapping[str, Any]) -> int:
-    """How many bytes `save_weights` will write, its header aside."""
+    """Bytes that `save_weights` will write, without the header."""
     stored, _ = stored_state(state_dict)
     return sum(nbytes(tensor) for tensor in stored.values())
 
 
 def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to store by name, and the map of each further name to the stored one it equals in memory."""
+    """Tensors to store by name, and the map of other names to the stored one with the same memory."""
     first: dict[Any, str] = {}
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -91,13 +88,13 @@ def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def _memory_key(tensor: Tensor, name: str) -> Any:
-    """Equal for two tensors exactly when they are the same memory, seen the same way."""
+    """Equal for two tensors if they are the same view of the same memory."""
     if is_sharded(tensor):
-        return id(tensor)  # a rank's part may be empty, and then lies nowhere
+        return id(tensor)  # a rank's part may be empty, without memory
     if tensor.is_meta:
         return id(tensor)
     if tensor.numel() == 0 or tensor.layout != torch.strided:
-        return name  # no memory to share; what cannot be saved is refused later, by name
+        return name  # no shared memory; what cannot be saved is refused later by name
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -110,11 +107,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
 
 
 def stored_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Of a state dict, the tensors to store under canonical names, and the map of tied names (see `split_aliases`).
-
-    Raises:
-        CheckpointError: an entry can be stored neither as a tensor nor as a value (see `model_values`).
-    """
+    """The tensors of a state dict by canonical names, and the map of tied names (see `split_aliases`)."""
     names = canonical_names(state)
     return split_aliases(as_tensors({names[name]: value for name, value in state.items()}))
 
@@ -136,8 +129,7 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
 
 
 def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.Module) -> None:
-    """Load `model` from any source, with the checks of `load_weights`. Of one tensor after another this rank's part is
-    read, and nothing else.
+    """Load `model` from any source, with the checks of `load_weights`. Reads this rank's part of one tensor at a time.
 
     Args:
         path: names the source in errors.
@@ -146,11 +138,13 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     module = bare(model)
     state, extra = state_of(module), modules_with_extra_state(module)
     names = canonical_names(state)
-    # Entries that are values: of any shape, and not to be copied into.
+    # Entries that are values, of any shape, which are not filled in place.
     raw = {short: name for name, short in names.items() if name in extra or not is_plain(state[name])}
     values = StoredValues(file, frozenset(raw))
-    tensors = values.others()
+    tensors = by_names_in_memory(values.others(), frozenset(names.values()), module)
     targets: dict[str, Tensor] = {short: state[name] for name, short in names.items() if short not in raw}
+    derived = {short for short in ignored_names(module) if short not in tensors}
+    targets = {short: tensor for short, tensor in targets.items() if short not in derived}
     sources = _match(tensors, aliases, targets)
     _check_values(path, values.names, raw.keys())
     _check(path, tensors, targets, sources)
@@ -174,7 +168,7 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
 
 
 def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str, Tensor]) -> dict[str, str]:
-    """Which stored tensor each of the model's names takes. A tied name that is not stored takes its twin's."""
+    """The stored name for each name of the model. A tied name that is not stored has that of its twin."""
     sources = {name: aliases.get(name, name) for name in targets}
     _, twins = split_aliases(targets)
     groups = {name: [name] for name in targets if name not in twins}
@@ -188,11 +182,7 @@ def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str,
 
 
 def read_aliases(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The map of tied names to those they are stored under, which `save_weights` leaves in the metadata of a file.
-
-    Raises:
-        CheckpointError: it is malformed; `path` is named.
-    """
+    """The map of tied names to stored ones, which `save_weights` writes into the metadata of a file."""
     text = metadata.get(ALIASES_KEY)
     if text is None:
         return {}
@@ -217,46 +207,37 @@ def _check(path: Path, file: TensorSource, targets: Mapping[str, Tensor], source
 
 
 def _check_values(path: Path, stored: AbstractSet[str], wanted: AbstractSet[str]) -> None:
-    problems = []
-    if missing := sorted(wanted - stored):
-        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
-    if unexpected := sorted(stored - wanted):
-        problems.append(f"{len(unexpected)} that the model does not have: {shorten(unexpected)}")
-    if problems:
-        raise CheckpointError(f"{path} does not fit the extra state of this model: {'; '.join(problems)}")
+    missing, unexpected = sorted(wanted - stored), sorted(stored - wanted)
+    if problems := counted((missing, "missing in the file"), (unexpected, "that the model does not have")):
+        raise CheckpointError(f"{path} does not fit the extra state of this model: {problems}")
 
 
 def misfits(
     file: TensorSource, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str], owner: str
 ) -> str:
-    """What keeps a file from filling tensors of these shapes, in words; empty where nothing does.
+    """Why the tensors of a file do not fit tensors of these shapes, as text; empty if they do.
 
     Args:
-        sources: which tensor of the file each of them takes.
-        owner: what they belong to ("model").
+        sources: the name in the file of each of them.
+        owner: of the tensors, for the text ("model").
     """
-    missing = [name for name, source in sources.items() if source not in file]
     used = set(sources.values())
-    unexpected = [name for name in file.names if name not in used]
     wrong = [
         f"{name} is {list(file.shape(source))} in the file and {list(shapes[name])} in the model"
         for name, source in sources.items()
         if source in file and file.shape(source) != shapes[name]
     ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} missing in the file: {shorten(missing)}")
-    if unexpected:
-        problems.append(f"{len(unexpected)} that the {owner} does not have: {shorten(unexpected)}")
-    if wrong:
-        problems.append(f"{len(wrong)} of another shape: {shorten(wrong)}")
-    return "; ".join(problems)
+    return counted(
+        ((name for name, source in sources.items() if source not in file), "missing in the file"),
+        ((name for name in file.names if name not in used), f"that the {owner} does not have"),
+        (wrong, "of another shape"),
+    )
 
 
 def _check_ties(
     path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]
 ) -> None:
-    """Two different stored tensors must not go into one: whichever came last would win, silently."""
+    """Refuse different values for tied weights: the last one would silently replace the others."""
     _, twins = split_aliases(targets)
     for name, kept in twins.items():
         mine, other = sources[name], sources[kept]
@@ -267,7 +248,7 @@ def _check_ties(
 
 
 def _same_values(file: TensorSource, one: str, other: str) -> bool:
-    """Compared some rows at a time: either may be too large to be held whole."""
+    """Compare some rows at a time: tensors may not fit into memory."""
     shape = file.shape(one)
     if not shape:
         return _equal(file.read(one), file.read(other))
@@ -288,7 +269,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _check_overlaps(
     path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]
 ) -> None:
-    """Views that share some of their memory must be given the same values there: tried in memory like theirs."""
+    """Refuse different values for memory that views share, by a test in memory of the same layout."""
     for names in overlapping(split_aliases(targets)[0]):
         views = {name: targets[name].detach() for name in names}
         begin = min(view.storage_offset() for view in views.values())

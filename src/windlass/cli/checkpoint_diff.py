@@ -1,7 +1,8 @@
-"""`windlass checkpoint diff`: what differs between two checkpoints."""
+"""`windlass checkpoint diff`: the differences between two checkpoints."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from dataclasses import asdict
@@ -14,10 +15,10 @@ from windlass.core.output import one_line, say
 _SHOWN = 20  # differences of one file
 
 
-def diff_command(first: str, second: str, as_json: bool) -> int:
-    """Print the differences; returns 0 where there are none, else 1."""
-    found = compare(open_folder(local_path(first)), open_folder(local_path(second)))
-    if as_json:
+def diff_command(options: argparse.Namespace) -> int:
+    """Print the differences; return 0 if there are none, else 1."""
+    found = compare(open_folder(local_path(options.first)), open_folder(local_path(options.second)))
+    if options.json:
         say(json.dumps(asdict(found), indent=2))
     else:
         _print(found)
@@ -33,5 +34,5 @@ def _print(found: Comparison) -> None:
         if len(listed) > _SHOWN:
             say(f"{where}: {len(listed) - _SHOWN} more differ; --json lists them all")
     count = len(found.differences)
-    said = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
-    say(f"{said}; {found.equal_tensors} tensors have equal bits")
+    result = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
+    say(f"{result}; {found.equal_tensors} tensors have equal bits")

@@ -1,4 +1,4 @@
-"""`windlass checkpoint export`: tensors of a checkpoint for other programs."""
+"""`windlass checkpoint export`: write the tensors of a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -18,45 +18,40 @@ from windlass.core.locations import is_url
 from windlass.core.output import one_line, say
 
 
-def export_command(words: argparse.Namespace) -> int:
-    """Export what the words say; returns the exit code.
-
-    Raises:
-        ConfigError: they contradict each other.
-        CheckpointError: the source has no such tensors or is damaged, or the target is there already.
-    """
-    target = Path(words.target).expanduser()
-    form = words.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
-    options = _options(words, form)
-    source = open_folder(local_path(words.checkpoint))
+def export_command(options: argparse.Namespace) -> int:
+    """Export the tensors of a checkpoint, and return the exit code."""
+    target = Path(options.target).expanduser()
+    form = options.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
+    how = _export_options(options, form)
+    source = open_folder(local_path(options.checkpoint))
     if form == "hf":
-        export_folder(source, target, options)
+        export_folder(source, target, how)
         written = sorted(path for path in target.iterdir() if path.suffix == ".safetensors")
     else:
-        export_file(source, target, options)
+        export_file(source, target, how)
         written = [target]
     for path in written:
         say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
     return 0
 
 
-def _options(words: argparse.Namespace, form: str) -> ExportOptions:
+def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
     problems = []
-    if is_url(words.target):
-        problems.append(Problem("TARGET", words.target, "name a folder of this machine, and upload that"))
-    if form == "hf" and words.tensors == "optimizer":
+    if is_url(options.target):
+        problems.append(Problem("TARGET", options.target, "name a folder of this machine, and upload that"))
+    if form == "hf" and options.tensors == "optimizer":
         fix = "from_pretrained reads no optimizer state: name a file that ends with .safetensors as TARGET"
-        problems.append(Problem("--tensors", words.tensors, fix))
-    if form == "safetensors" and words.max_shard_size is not None:
+        problems.append(Problem("--tensors", options.tensors, fix))
+    if form == "safetensors" and options.max_shard_size is not None:
         fix = "divides the files of a folder: leave it out, or use --format hf"
-        problems.append(Problem("--max-shard-size", words.max_shard_size, fix))
+        problems.append(Problem("--max-shard-size", options.max_shard_size, fix))
     limit = MAX_SHARD_SIZE
-    if words.max_shard_size is not None:
+    if options.max_shard_size is not None:
         try:
-            limit = size_in_bytes(words.max_shard_size)
+            limit = size_in_bytes(options.max_shard_size)
         except ValueError as error:
-            problems.append(Problem("--max-shard-size", words.max_shard_size, str(error)))
+            problems.append(Problem("--max-shard-size", options.max_shard_size, str(error)))
     if problems:
         raise ConfigError(*problems)
-    dtype = None if words.dtype is None else getattr(torch, DTYPES[words.dtype])
-    return ExportOptions(words.tensors, dtype, limit, words.force)
+    dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
+    return ExportOptions(options.tensors, dtype, limit, options.force)

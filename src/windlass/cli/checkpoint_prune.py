@@ -1,7 +1,8 @@
-"""`windlass checkpoint prune`: remove checkpoints that need not be kept."""
+"""`windlass checkpoint prune`: remove all checkpoints but the newest and the best."""
 
 from __future__ import annotations
 
+import argparse
 from contextlib import nullcontext
 
 from windlass.checkpoint.retention import Retention, metric_of, surplus
@@ -14,38 +15,31 @@ from windlass.core.errors import CheckpointError
 from windlass.core.output import one_line, say
 
 
-def prune_command(folder: str, keep_last: int | None, keep_best: int | None, dry_run: bool) -> int:
-    """Remove all whole checkpoints but those that are to be kept, and say which; returns the exit code.
+def prune_command(options: argparse.Namespace) -> int:
+    """Remove complete checkpoints that are not to be kept, and print them; return the exit code.
 
-    The newest stays in any case, and so does the best of the run, which a resumed run would look for. A damaged one
-    is left alone.
-
-    Raises:
-        CheckpointError: nothing says what to keep, there are no checkpoints, or nothing is known of which are the best.
-        FolderInUse: a run writes to the folder. OSError: one cannot be removed.
+    The newest and the best of the run, which a resumed run needs, are always kept, and damaged ones are not touched.
     """
+    keep_last, keep_best, dry_run = options.keep_last, options.keep_best, options.dry_run
     if keep_last is None and keep_best is None:
-        raise CheckpointError("say what to keep: --keep-last N, --keep-best N or both")
-    store = Store(local_path(folder))
+        raise CheckpointError("set what to keep: --keep-last N, --keep-best N or both")
+    store = Store(local_path(options.folder))
     if is_one_checkpoint(store.root):
-        raise CheckpointError(
-            f"{store.root} is one checkpoint: name the folder it lies in, {store.root.parent}"
-        )
+        raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {store.root.parent}")
     whole = store.whole()
     if not whole:
-        raise CheckpointError(f"{store.root} holds no whole checkpoints")
+        raise CheckpointError(f"{store.root} has no complete checkpoints")
     notes = notes_of(whole)
     if keep_best is not None and all(metric_of(info) is None for info in whole):
-        raise CheckpointError(f"no checkpoint in {store.root} says how it was evaluated; use --keep-last")
+        raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
     policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
     going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
     with nullcontext() if dry_run else RunLock(store.root):
         for info in going:
             if not dry_run:
                 store.remove(info.path)
-            say(
-                f"{one_line(info.path)}: {'would be removed' if dry_run else 'removed'}, {in_words(info.nbytes)}"
-            )
+            done = "would be removed" if dry_run else "removed"
+            say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
     freed = in_words(sum(info.nbytes for info in going))
-    say(f"{len(going)} of {len(whole)} whole checkpoints, {freed}")
+    say(f"{len(going)} of {len(whole)} complete checkpoints, {freed}")
     return 0

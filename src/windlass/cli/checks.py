@@ -1,9 +1,10 @@
-"""The rules of a recipe that concern more than one key, and the files it names. Nothing is opened here."""
+"""Rules of a recipe that concern several keys, and the files that it names. No file is opened here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from windlass.cli.recipe_draft import RecipeDraft
@@ -22,19 +23,14 @@ ENDINGS = {
     ".parquet": "parquet",
 }
 PATHLESS = ("hub", "python-docs")
-# Fields that mean something under one condition only: setting them elsewhere would be ignored, so it is refused.
+# Keys that apply to one task or to some formats only. Elsewhere they would be ignored, so they are refused.
 ONLY_FOR_TASK = {"label_column": "classification", "max_length": "classification", "block_size": "causal-lm"}
-ONLY_FOR_FORMAT = {
-    "columns": ("csv", "tsv"),
-    "subset": ("hub",),
-    "split": ("hub",),
-    "eval_split": ("hub",),
-}
-Say = Callable[[str, object, str], Problem]
+ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), "subset": ("hub",), "split": ("hub",), "eval_split": ("hub",)}
+Conflict = tuple[str, object, str]  # dotted key, value, fix
 
 
 def format_of(source: str, data: DataSpec) -> str | None:
-    """The format of `source`: as the recipe says, else by the path's kind and ending; None where that tells nothing."""
+    """Return the format of `source`: that of the recipe, else by the path; None if its ending is not known."""
     if data.format != "auto":
         return data.format
     if os.path.isdir(source):
@@ -43,75 +39,54 @@ def format_of(source: str, data: DataSpec) -> str | None:
 
 
 def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
-    """All problems between keys, and all files that are not there."""
-
-    def say(dotted: str, value: object, fix: str) -> Problem:
-        return Problem(draft.label(*dotted.split(".")), value, fix)
-
-    return [
-        *_sources(recipe, say),
-        *_out_of_place(recipe, say),
-        *_model_and_tokenizer(recipe.model, recipe.tokenizer, say),
-        *_sample(recipe, say),
-    ]
+    """Return all problems between keys, and all missing files."""
+    found = chain(
+        _sources(recipe),
+        _out_of_place(recipe),
+        _model_and_tokenizer(recipe.model, recipe.tokenizer),
+        _sample(recipe),
+        _evaluation(recipe),
+    )
+    return [Problem(draft.label(*dotted.split(".")), value, fix) for dotted, value, fix in found]
 
 
-def _sources(recipe: Recipe, say: Say) -> Iterator[Problem]:
+def _sources(recipe: Recipe) -> Iterator[Conflict]:
     data = recipe.data
     if data.format == "python-docs":
         if recipe.task != "causal-lm":
-            yield say(
-                "data.format",
-                data.format,
-                "is plain text without labels; classification needs a labelled file",
-            )
+            fix = "is plain text without labels; classification needs a labelled file"
+            yield "data.format", data.format, fix
         if data.eval is not None:
-            yield say("data.eval", data.eval, "python-docs holds out its own part; leave this out")
+            yield "data.eval", data.eval, "python-docs holds out its own part; leave this out"
         if data.train:
-            yield say(
+            yield (
                 "data.train",
                 data.train,
                 "python-docs brings its own text; to read this, set data.format=auto",
             )
         return
     if not data.train:
-        yield say(
-            "data.train", data.train, "names the training data: a file, a folder or (format: hub) a hub name"
-        )
+        fix = "names the training data: a file, a folder or (format: hub) a hub name"
+        yield "data.train", data.train, fix
     for key, source in (("data.train", data.train), ("data.eval", data.eval)):
-        if source and data.format not in PATHLESS:
-            yield from _path_problems(key, source, recipe, say)
+        if source and data.format not in PATHLESS and (problem := _path_problem(source, recipe)):
+            yield key, source, problem
     if data.eval is not None and data.eval_split is not None:
-        yield say("data.eval_split", data.eval_split, "give either data.eval or data.eval_split")
+        yield "data.eval_split", data.eval_split, "give either data.eval or data.eval_split"
 
 
-def _path_problems(key: str, source: str, recipe: Recipe, say: Say) -> Iterator[Problem]:
+def _path_problem(source: str, recipe: Recipe) -> str | None:
     path = Path(source)
     if not path.exists():
-        yield say(
-            key,
-            source,
-            "no such file or folder" + _neighbour(path) + "; a dataset of the hub needs data.format=hub",
-        )
-        return
+        return f"no such file or folder{_neighbour(path)}; a dataset of the hub needs data.format=hub"
     kind = format_of(source, recipe.data)
     if kind is None:
-        known = ", ".join(sorted(set(ENDINGS)))
-        yield say(key, source, f"the ending tells no format (known: {known}); set data.format")
-    elif kind == "txt" and recipe.task == "classification":
-        yield say(
-            key,
-            source,
-            "a txt file has no labels; classification reads jsonl, csv, tsv, parquet, folder or hub",
-        )
-    elif (kind == "folder") != path.is_dir():
-        yield say(
-            key,
-            source,
-            f"is {'a folder' if path.is_dir() else 'a file'}, which data.format={kind} does not read",
-        )
-    elif not os.access(path, os.R_OK):
-        yield say(key, source, "cannot be read: permission denied")
+        return f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
+    if kind == "txt" and recipe.task == "classification":
+        return "a txt file has no labels; classification reads jsonl, csv, tsv, parquet, folder or hub"
+    if (kind == "folder") != path.is_dir():
+        return f"is {'a folder' if path.is_dir() else 'a file'}, which data.format={kind} does not read"
+    return None if os.access(path, os.R_OK) else "cannot be read: permission denied"
 
 
 def _neighbour(path: Path) -> str:
@@ -122,45 +97,46 @@ def _neighbour(path: Path) -> str:
     return f" (there is {path.parent / close})" if close else ""
 
 
-def _out_of_place(recipe: Recipe, say: Say) -> Iterator[Problem]:
+def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
     data, default = recipe.data, DataSpec()
-    formats = {format_of(source, data) for source in (data.train, data.eval) if source}
+    formats = {format_of(source, data) for source in (data.train, data.eval) if source} - {None}
     for name, task in ONLY_FOR_TASK.items():
         if getattr(data, name) != getattr(default, name) and recipe.task != task:
-            yield say(
-                f"data.{name}", getattr(data, name), f"has no meaning for task {recipe.task}; leave it out"
-            )
+            yield f"data.{name}", getattr(data, name), f"has no meaning for task {recipe.task}; leave it out"
     for name, allowed in ONLY_FOR_FORMAT.items():
-        if getattr(data, name) != getattr(default, name) and formats - {None} - set(allowed):
-            only = " and ".join(allowed)
-            yield say(
-                f"data.{name}", getattr(data, name), f"has a meaning for {only} data only; leave it out"
-            )
+        if getattr(data, name) != getattr(default, name) and formats - set(allowed):
+            fix = f"has a meaning for {' and '.join(allowed)} data only; leave it out"
+            yield f"data.{name}", getattr(data, name), fix
 
 
-def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec, say: Say) -> Iterator[Problem]:
+def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator[Conflict]:
     if (model.name is None) == (model.config is None):
         given = "both" if model.name is not None else "neither"
-        yield say("model", given, "give one: model.name (a pretrained model) or model.config (a new one)")
-    if model.config is not None and not isinstance(model.config.get("model_type"), str):
-        yield say(
-            "model.config.model_type",
-            model.config.get("model_type"),
-            "says which model: llama, bert, gpt2, ...",
-        )
+        yield "model", given, "give one: model.name (a pretrained model) or model.config (a new one)"
+    if model.config is not None and not isinstance(kind := model.config.get("model_type"), str):
+        yield "model.config.model_type", kind, "set the kind of model: llama, bert, gpt2, ..."
     if tokenizer.name is not None and tokenizer.train is not None:
-        yield say(
-            "tokenizer", "both", "give one: tokenizer.name (an existing one) or tokenizer.train (a new one)"
-        )
+        yield "tokenizer", "both", "give one: tokenizer.name (an existing one) or tokenizer.train (a new one)"
     if tokenizer.name is None and tokenizer.train is None and model.name is None:
-        yield say("tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name")
+        yield "tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name"
     if tokenizer.train is not None and tokenizer.train.lowercase and tokenizer.train.algorithm == "bpe":
-        yield say("tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte")
+        yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
     for dotted, name in (("model.name", model.name), ("tokenizer.name", tokenizer.name)):
         if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-            yield say(dotted, name, "no such folder")
+            yield dotted, name, "no such folder"
 
 
-def _sample(recipe: Recipe, say: Say) -> Iterator[Problem]:
+def _sample(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.task != "causal-lm" and recipe.sample != SampleSpec():
-        yield say("sample", recipe.sample.prompt, f"has no meaning for task {recipe.task}; leave it out")
+        yield "sample", recipe.sample.prompt, f"has no meaning for task {recipe.task}; leave it out"
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Conflict]:
+    data, strategy = recipe.data, recipe.training.get("eval_strategy", "no")
+    if (
+        strategy not in ("no", False, None)
+        and data.eval is data.eval_split is None
+        and data.eval_fraction == 0
+    ):
+        fix = "needs data to evaluate on: data.eval, or data.eval_fraction above 0"
+        yield "training.eval_strategy", strategy, fix

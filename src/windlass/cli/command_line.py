@@ -1,4 +1,4 @@
-"""What the command line said, and what it answers with: known to the parser and to the commands alike."""
+"""Exit codes, names and options that the parser and the commands share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Literal
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-# What the command line calls torch's dtypes.
+# Names of torch's dtypes on the command line.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
 @dataclass(slots=True)
 class TrainOptions:
-    """What the command line of `windlass train` said."""
+    """The options of `windlass train`."""
 
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)

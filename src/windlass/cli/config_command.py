@@ -1,4 +1,4 @@
-"""`windlass config`: asks how training is spread over processes, and writes the launch file."""
+"""`windlass config`: ask how training is distributed, and write the launch file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.prompts import Prompter, ask_until, prompter
+from windlass.cli.prompts import LinePrompter, ask_until, prompter
 from windlass.config.launch_file import basic_settings, default_file, find_file, updated, write_file
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.from_files import from_file
@@ -21,20 +21,15 @@ from windlass.core.output import say
 Answers = dict[str, Any]
 
 
-def _always(answers: Answers) -> bool:
-    return True
-
-
 def _many(answers: Answers) -> bool:
     return bool(answers["launch.machines"] > 1)
 
 
-def _sharded(answers: Answers) -> bool:
-    return bool(answers["strategy"] == "fsdp")
+def _if(name: str, value: str) -> Callable[[Answers], bool]:
+    return lambda answers: answers.get(name) == value
 
 
-def _wraps(kind: str) -> Callable[[Answers], bool]:
-    return lambda answers: answers.get("fsdp.wrap") == kind
+_sharded = _if("strategy", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +37,18 @@ class Question:
     """One question.
 
     Attributes:
-        key: the setting that it fills.
-        text: what is asked.
-        default: what an empty answer means; of a setting that is true or false it is "no".
-        words: the words to choose from; none for an answer in one's own words.
-        when: whether it is asked at all, given the answers so far.
+        key: the setting.
+        text: of the question.
+        default: of an empty answer; "no" for a setting that is true or false.
+        words: the choices; empty for any text.
+        when: returns True if it is to be asked, given the answers so far.
     """
 
     key: Key
     text: str
     default: str = ""
     words: tuple[str, ...] = ()
-    when: Callable[[Answers], bool] = _always
+    when: Callable[[Answers], bool] = lambda answers: True
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -61,7 +56,7 @@ class Question:
 
     def default_after(self, answers: Answers) -> str:
         if self.key is rows_launch.PROCESSES:
-            return str(_usual_processes(answers))
+            return str(answers["launch.machines"] * (2 if answers["cpu"] else max(_devices(), 2)))
         return self.default or ("no" if isinstance(self.key.default, bool) else "")
 
 
@@ -82,8 +77,9 @@ QUESTIONS = (
              "Which parts are gathered on their own: layers by class, those above a size, or only the whole?",
              "transformer", ("transformer", "size", "none"), _sharded),
     Question(rows_training.FSDP_LAYERS, "Classes of the layers, with commas (empty: the model's own list)?",
-             when=_wraps("transformer")),
-    Question(rows_training.FSDP_MIN_PARAMETERS, "From how many parameters on?", "100000000", when=_wraps("size")),
+             when=_if("fsdp.wrap", "transformer")),
+    Question(rows_training.FSDP_MIN_PARAMETERS, "From how many parameters on?", "100000000",
+             when=_if("fsdp.wrap", "size")),
     Question(rows_training.FSDP_OFFLOAD, "Keep the model in host memory between uses?", when=_sharded),
     Question(rows_training.FSDP_STATE, "Do checkpoints hold whole tensors (full), or every rank's shards?",
              "full", ("full", "sharded"), _sharded),
@@ -93,11 +89,6 @@ QUESTIONS = (
 )  # fmt: skip
 
 
-def _usual_processes(answers: Answers) -> int:
-    machines: int = answers["launch.machines"]
-    return machines * (2 if answers["cpu"] else max(_devices(), 2))
-
-
 def _devices() -> int:
     from windlass.core.device import visible_devices
 
@@ -105,7 +96,7 @@ def _devices() -> int:
 
 
 def config_command(words: list[str]) -> int:
-    """Write, complete or update a launch file; returns the exit code."""
+    """Write or update a launch file, and return the exit code."""
     options = _parser().parse_args(words)
     path = Path(options.config_file or default_file(os.environ)).expanduser()
     if options.action == "update":
@@ -117,7 +108,8 @@ def config_command(words: list[str]) -> int:
         else asked(prompter())
     )
     write_file(settings, path)
-    say(f"wrote {path}\nstart a script with it: windlass launch {_flag(options.config_file)}script.py")
+    flag = f"--config_file {options.config_file} " if options.config_file else ""
+    say(f"wrote {path}\nstart a script with it: windlass launch {flag}script.py")
     return 0
 
 
@@ -125,36 +117,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="windlass config",
         allow_abbrev=False,
-        description="Asks how training is spread over processes, and writes the file that `windlass launch` reads.",
+        description="Ask how training is distributed, and write the file that `windlass launch` reads.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "action",
         nargs="?",
         choices=("default", "update"),
-        help="default: ask nothing; update: write an existing file anew without keys that mean nothing",
+        help="default: ask nothing; update: remove unknown keys from an existing file",
     )
-    parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="where to write; else the cache folder"
-    )
-    parser.add_argument("--default", action="store_true", help="ask nothing")
-    parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="for the default file")
+    where = "the file to write (default: in the cache folder)"
+    add("--config_file", "--config-file", metavar="FILE", help=where)
+    add("--default", action="store_true", help="ask nothing")
+    add("--mixed_precision", "--mixed-precision", default="no", help="for the default file")
     return parser
 
 
-def _flag(config_file: str | None) -> str:
-    return f"--config_file {config_file} " if config_file else ""
-
-
-def asked(prompt: Prompter) -> Settings:
-    """The settings that the questions' answers make."""
+def asked(prompt: LinePrompter) -> Settings:
+    """Ask all questions, and return the settings."""
     answers: Answers = {}
     for question in QUESTIONS:
         if question.when(answers):
             answers[question.key.name] = _answer(prompt, question, question.default_after(answers))
-    return _settings(answers)
+    given = {name: value for name, value in answers.items() if value not in ((), None)}
+    return Settings({name: Setting(name, value, "windlass config", "file") for name, value in given.items()})
 
 
-def _answer(prompt: Prompter, question: Question, default: str) -> Any:
+def _answer(prompt: LinePrompter, question: Question, default: str) -> Any:
     if question.choices:
         return question.key.read(prompt.choose(question.text, question.choices, default))
     return ask_until(
@@ -164,21 +153,17 @@ def _answer(prompt: Prompter, question: Question, default: str) -> Any:
     )
 
 
-def _settings(answers: Answers) -> Settings:
-    said = {name: value for name, value in answers.items() if value not in ((), None)}
-    return Settings({name: Setting(name, value, "windlass config", "file") for name, value in said.items()})
-
-
 def _update(named: str | None) -> None:
     path = Path(named) if named else find_file(os.environ)[0]
     if path is None:
-        fix = "there is no launch file to update; `windlass config` writes one"
+        fix = "no launch file to update; `windlass config` writes one"
         raise ConfigError(Problem("--config_file", None, fix))
     settings = from_file(path)
     unread = [problem for problem in settings.problems if problem.field == "--config_file"]
     if unread:
         raise ConfigError(unread)
-    for note in (note for note in settings.notes if "means nothing here" in note):
-        say(f"left out: {note}")
+    for note in settings.notes:
+        if "means nothing here" in note:
+            say(f"removed: {note}")
     updated(path)
     say(f"updated {path}")

@@ -1,4 +1,4 @@
-"""`windlass train --dry-run`: everything a run does, once and small, and what the whole of it would take."""
+"""`windlass train --dry-run`: run every part of a training once, and estimate the full run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
+from windlass.cli.estimate_memory import in_words
 from windlass.cli.recipe_parts import RecipeParts, build_parts, build_trainer
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
@@ -25,14 +26,14 @@ from windlass.config.plan import CadencePlan
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
-from windlass.trainer.defaults import check_writable
+from windlass.trainer.run_folder import check_writable
 
 STEPS = 2
 EVAL_BATCHES = 2
 
 
 class StepClock(TrainerCallback):
-    """Seconds of each update and of the save. Waits for the device at both ends: an upper bound of what a run takes."""
+    """Measures updates and the save in seconds. It waits for the device, so these are upper bounds."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -50,22 +51,21 @@ class StepClock(TrainerCallback):
         self.save = _now() - self._since
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Findings:
-    """What the rehearsal measured, in seconds and bytes, and what it went through."""
+    """The updates of the full run, and measurements in seconds; `evaluation` is of all data, or None without any."""
 
-    steps: int = 0
-    step_seconds: float = 0.0
-    eval_batch_seconds: float = 0.0
-    eval_batches: int = 0
-    save_seconds: float = 0.0
-    checkpoint_bytes: int = 0
-    done: list[str] = field(default_factory=list)
+    steps: int
+    step: float
+    evaluation: float | None
+    save: float
+    checkpoint_bytes: int
 
 
 def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None]) -> None:
-    """Build all of `recipe`, run two updates, an evaluation, a save and a load in a temporary folder, and say what the
-    full run takes. Raises what the full run would raise.
+    """Build `recipe`, run two updates, an evaluation, a save and a load in a temporary folder, and print an estimate.
+
+    Raises what the full run would raise.
     """
     say("Dry run: building everything ...")
     if world_from_environment().is_main:
@@ -74,12 +74,11 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
             check_remote(str(args.output_dir))
     parts = build_parts(recipe, args)
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
-        findings = _rehearse(recipe, parts, folder, say)
-    say(_render(args, findings))
+        say(_estimate(args, _rehearse(recipe, parts, folder, say)))
 
 
 def _try_output_folder(folder: Path, shown: str) -> None:
-    """Whether the full run could write there; nothing stays behind."""
+    """Raise if the full run could not write there; leave nothing."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     check_writable(str(folder), shown)
     for path in made:
@@ -89,30 +88,28 @@ def _try_output_folder(folder: Path, shown: str) -> None:
 def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)})
     trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
-    findings = Findings(steps=_full_steps(trainer, training_arguments(recipe.training)))
+    full = training_arguments(recipe.training)
+    *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
     trainer.train()
-    findings.step_seconds = min(clock.steps)  # the first one also warms up
-    findings.save_seconds = clock.save
-    findings.done.append(f"{len(clock.steps)} updates")
-    _evaluate(trainer, parts, small, findings)
+    evaluation = _evaluate(trainer, parts, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
-    findings.checkpoint_bytes = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    findings.done.append("a save")
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     _quiet(build_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
-    findings.done.append("a load")
-    return findings
+    return Findings(
+        int(steps), min(clock.steps), evaluation, clock.save, size
+    )  # the first step also warms up
 
 
 def _quiet(trainer: Any) -> Any:
-    """Without the lines of progress: of two updates there is none to show."""
+    """Remove the lines of progress."""
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def _small(folder: str) -> dict[str, Any]:
-    """The arguments that differ from the full run's: two updates, one save, no evaluation on the way."""
+    """Return the arguments that differ from those of the full run."""
     return {
         "output_dir": folder,
         "max_steps": STEPS,
@@ -130,75 +127,50 @@ def _small(folder: str) -> dict[str, Any]:
     }
 
 
-def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments, findings: Findings) -> None:
+def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> float | None:
     if parts.evaluation is None:
-        return
+        return None
     batch = args.per_device_eval_batch_size
     few = [parts.evaluation[index] for index in range(min(len(parts.evaluation), EVAL_BATCHES * batch))]
     began = _now()
     trainer.evaluate(few)
-    findings.eval_batch_seconds = (_now() - began) / -(-len(few) // batch)
-    findings.eval_batches = -(-len(parts.evaluation) // batch)
-    findings.done.append("an evaluation")
-
-
-def _full_steps(trainer: Any, args: TrainingArguments) -> int:
-    """Updates of the whole run, as the Trainer itself counts them."""
-    *_, steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
-    return int(steps)
+    return (_now() - began) / -(-len(few) // batch) * -(-len(parts.evaluation) // batch)
 
 
 def _times(cadence: CadencePlan, steps: int, epochs: float) -> int:
-    """How often something on this cadence happens in the run."""
+    """Return how often something with this cadence happens in the run."""
     if cadence.strategy == "no":
         return 0
     return max(1, round(epochs) if cadence.strategy == "epoch" else -(-steps // cadence.steps))
 
 
-def _render(args: TrainingArguments, found: Findings) -> str:
+def _estimate(args: TrainingArguments, found: Findings) -> str:
     steps, epochs = found.steps, args.num_train_epochs
     stride = args.eval_steps or args.logging_steps
     evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), steps, epochs)
     saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), steps, epochs)
-    seconds = (
-        found.steps * found.step_seconds
-        + evaluations * found.eval_batches * found.eval_batch_seconds
-        + saves * found.save_seconds
-    )
+    seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
     kept = saves if args.save_total_limit is None else min(saves, args.save_total_limit + 1)
-    size = found.checkpoint_bytes
+    size, (peak, owner) = found.checkpoint_bytes, peak_memory()
     rows = [
-        ("checked", ", ".join(found.done)),
-        ("steps", f"{found.steps:,} at {_milliseconds(found.step_seconds)}"),
+        (
+            "checked",
+            f"{STEPS} updates, {'' if found.evaluation is None else 'an evaluation, '}a save, a load",
+        ),
+        ("steps", f"{steps:,} at {found.step * 1000:,.0f} ms"),
         ("time", f"about {duration(seconds)}, with {evaluations} evaluations and {saves} saves"),
-        ("disk", f"{_bytes(size)} a checkpoint, at most {_bytes(kept * size)} for the {kept} kept"),
-        ("memory", f"{_bytes(peak_memory())} at the peak of this rehearsal ({_memory_kind()})"),
+        ("disk", f"{in_words(size)} per checkpoint, at most {in_words(kept * size)} for the {kept} kept"),
+        ("memory", f"{in_words(peak)} at the peak of this rehearsal (memory of the {owner})"),
     ]
     return "\n".join(["", "The full run would take:", *(f"  {name:<10}{value}" for name, value in rows)])
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def peak_memory() -> int:
-    """Bytes at the peak: of the accelerator's memory where there is one, else of this process."""
+def peak_memory() -> tuple[int, str]:
+    """Return the peak in bytes, of "accelerator" memory if there is one, else of the "process"."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(), "accelerator"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but there
-
-
-def _memory_kind() -> str:
-    return "memory of the accelerator" if torch.cuda.is_available() else "memory of the process"
+    return peak if sys.platform == "darwin" else peak * 1024, "process"  # kilobytes everywhere but on macOS
 
 
 def _now() -> float:

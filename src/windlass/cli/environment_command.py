@@ -1,7 +1,8 @@
-"""`windlass env`: what a report of a problem needs to tell."""
+"""`windlass env`: versions, devices and launch settings, for a bug report."""
 
 from __future__ import annotations
 
+import argparse
 import os
 
 from windlass.callbacks.report import environment
@@ -12,8 +13,12 @@ from windlass.core.optional import require
 from windlass.core.output import say
 
 
-def environment_command() -> int:
-    """Print versions and devices, and what a launch would find configured."""
+def environment_command(words: list[str]) -> int:
+    """Print versions, devices, and the settings of a launch; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="windlass env", description="Print versions, devices and launch settings."
+    )
+    parser.parse_args(words)
     require("torch", "train")
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
     facts |= _launch_facts()
@@ -24,12 +29,11 @@ def environment_command() -> int:
 
 
 def _launch_facts() -> dict[str, object]:
-    """The launch file, and each setting that it or a variable makes, with where it was made."""
+    """Return the launch file, and each setting of it and of the environment with its source."""
     path, _ = find_file(os.environ)
     facts: dict[str, object] = {"launch file": path or "none; `windlass config` writes one"}
     try:
-        said = [from_environment(os.environ), *([from_file(path)] if path else [])]
-        settings = merge(*said)
+        settings = merge(from_environment(os.environ), *([from_file(path)] if path else []))
     except ConfigError as error:
         return facts | {"launch settings": error}
     facts |= {

@@ -1,8 +1,9 @@
-"""`windlass estimate-memory`: what a model takes in memory, before any of its weights are there."""
+"""`windlass estimate-memory`: the memory of a model, computed without its weights."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say
 
-# Bits a number takes when loaded, and bytes per parameter in training with Adam (None: nobody trains so):
-# weights, gradients and two moments in fp32 are 16; under autocast a 16-bit copy of the weights comes on top.
+# Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
+# weights, gradients and two moments in fp32 are 16; autocast adds a 16-bit copy of the weights.
 DTYPES: dict[str, tuple[int, int | None]] = {
     "float32": (32, 16),
     "float16": (16, 18),
@@ -23,48 +24,47 @@ HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
 
 
 def estimate_memory_command(words: list[str]) -> int:
-    """Print the table for one model; returns the exit code."""
+    """Print the table for one model; return the exit code."""
     options = _parser().parse_args(words)
     if options.library_name not in (None, "transformers"):
         fix = "only models of transformers can be built from a config alone"
         raise ConfigError(Problem("--library_name", options.library_name, fix))
     model = build_empty(options.model, options.trust_remote_code)
     rows = [HEADERS, *estimate(model, options.dtypes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
     parameters = sum(param.numel() for param in model.parameters())
     say(f"{type(model).__name__} of {options.model}: {parameters:,} parameters")
-    for row in rows:
-        say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    say(
-        "Training: weights, gradients and Adam's moments; activations, which depend on the batch, come on top."
-    )
+    print_table(rows, str.rjust)
+    say("Training: weights, gradients and Adam's moments, without activations, which depend on the batch.")
     return 0
+
+
+def print_table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> None:
+    """Print rows of cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        say("  ".join(map(justify, row, widths)).rstrip())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="windlass estimate-memory",
         allow_abbrev=False,
-        description="What a model takes in memory, by dtype. The model is built from its config without weights.",
+        description="Estimate the memory of a model by dtype. The model is built from its config without weights.",
     )
-    parser.add_argument("model", help="a config.json, a folder with one, or a model's name on the Hub")
-    parser.add_argument("--library_name", help="transformers, which is also what is assumed")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="the dtypes to show (default: all)"
-    )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run the modelling code that comes with the model"
-    )
+    add = parser.add_argument
+    add("model", help="a config.json, a folder with one, or a model's name on the Hub")
+    add("--library_name", help="transformers (the default)")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="the dtypes to show (default: all)")
+    add("--trust_remote_code", action="store_true", help="run the modelling code that comes with the model")
     return parser
 
 
 def build_empty(name: str, trust_remote_code: bool = False) -> Any:
-    """The model of a config, in fp32 on the meta device; of the class that the config names, if it names one.
+    """Build the model of a config in fp32 on the meta device, of the class that the config names, if it does.
 
-    Raises:
-        ModelError: there is no such config, or it is not one of a model.
+    Raises ModelError if there is no such config.
     """
-    from windlass.transforms.meta import init_empty_weights
+    from windlass.compat.meta import init_empty_weights
 
     transformers = require("transformers", "build a model from its config")
     path = Path(name)
@@ -94,8 +94,8 @@ def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any
 
 
 def estimate(model: Any, dtypes: list[str]) -> list[tuple[str, str, str, str]]:
-    """A row for each dtype: its name, the largest layer, the whole model, and training, in words."""
-    from windlass.transforms.module_sizes import calculate_maximum_sizes
+    """Return a row for each dtype: its name, and the sizes of the largest layer, the model and training."""
+    from windlass.compat.module_sizes import calculate_maximum_sizes
 
     whole, (largest, _) = calculate_maximum_sizes(model)
     rows = []
@@ -107,7 +107,7 @@ def estimate(model: Any, dtypes: list[str]) -> list[tuple[str, str, str, str]]:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes in the largest unit of which there is at least one."""
+    """Return bytes in the largest unit that is at most the size."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""`windlass explain KEY`: what a setting is, where its value comes from, and every way to say it."""
+"""`windlass explain KEY`: the meaning of a setting, the source of its value, and all its spellings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from windlass.core.output import say
 
 
 def explain_command(words: list[str]) -> int:
-    """Print what `words` ask about; returns the exit code."""
+    """Print one setting, or all that are set; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="windlass explain",
         allow_abbrev=False,
-        description="Where the value of a setting comes from. The flags and the launch file are those of a launch.",
+        description="Print the source of a setting's value. The flags and the launch file are those of a launch.",
     )
-    parser.add_argument(
-        "key", nargs="?", help="a setting, in any of its spellings; without one: all that were said"
-    )
-    parser.add_argument("--recipe", metavar="FILE", help="a recipe that is to be trained")
+    add = parser.add_argument
+    add("key", nargs="?", help="a setting in any of its spellings (default: all that are set)")
+    add("--recipe", metavar="FILE", help="a recipe that is to be trained")
     add_setting_flags(parser)
     options = parser.parse_args(words)
     settings = launch_settings(options, os.environ)
@@ -41,11 +40,7 @@ def explain_command(words: list[str]) -> int:
 
 
 def find_key(word: str) -> Key:
-    """The setting that `word` spells: a canonical name, flag, variable, key of a launch file or field of arguments.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the setting with this name, flag, variable, key of a launch file or field of arguments."""
     spelling = word.lstrip("-").replace("-", "_").removeprefix("TrainingArguments.").removeprefix("parallel.")
     last = spelling.rpartition(".")[2]
     key = SPELLINGS.get(spelling) or FLAGS.get(last)
@@ -56,15 +51,15 @@ def find_key(word: str) -> Key:
 
 
 def explain(key: Key, settings: Settings) -> Iterator[str]:
-    """The lines about one setting."""
-    said = settings.get(key.name)
+    """Yield the lines about one setting."""
+    given = settings.get(key.name)
     yield f"{key.name} = {_text(settings.value(key))}"
-    if said is None:
+    if given is None:
         yield "  from      its default"
     else:
-        yield f"  from      {said.origin}{_weakness(said)}"
-        for other in said.overridden:
-            yield f"  over      {_text(other.value)} from {other.origin}{_weakness(other)}"
+        yield f"  from      {given.origin}{_note(given)}"
+        for other in given.overridden:
+            yield f"  over      {_text(other.value)} from {other.origin}{_note(other)}"
         yield f"  default   {_text(key.default)}"
     yield f"  means     {key.doc}"
     for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
@@ -78,16 +73,16 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
 
 def _all(settings: Settings) -> Iterator[str]:
     if not settings:
-        yield "nothing was said: every setting has its default"
+        yield "no settings given; all defaults apply"
     for name in sorted(settings):
-        said = settings[name]
-        yield f"{name} = {_text(said.value)}  # {said.origin}{_weakness(said)}"
+        given = settings[name]
+        yield f"{name} = {_text(given.value)}  # {given.origin}{_note(given)}"
     for problem in settings.problems:
         yield f"problem: {problem}"
 
 
-def _weakness(said: Setting) -> str:
-    return " (as tools write it unasked; whatever is meant goes before it)" if said.implicit else ""
+def _note(given: Setting) -> str:
+    return " (written by a tool by default; any other source overrides it)" if given.implicit else ""
 
 
 def _of_recipe(path: str) -> Settings:

@@ -5,51 +5,60 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
+from windlass.config.launch_checks import Machine
 from windlass.config.nearest import did_you_mean
+from windlass.core.errors import ConfigError
 from windlass.core.optional import require
 from windlass.core.output import say
 
+if TYPE_CHECKING:
+    import torch
+
 _HELP = """\
-Start a script in many processes. What was said to `windlass config` holds where no flag says otherwise, and everything
-is checked before the first process starts.
+Start a script in many processes. The file of `windlass config` applies unless a flag overrides it, and everything is
+checked before the first process starts.
 
   windlass launch --num_processes 2 train.py --lr 3e-4
   windlass launch --config_file two_machines.yaml --machine_rank 1 train.py
   windlass launch --engine slurm --engine_options partition=long --print train.py
 
-Exit codes: 0 every process ended well; 2 the configuration is wrong; 69 the machines did not find each other, or one
-was lost; 75 the job saved and left, because a scheduler sent SIGTERM or SIGUSR1; 124 the job stood still for longer
-than --stall_timeout, or a process waited longer than ddp_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else
-that of the process that failed first, 128 + the signal where one killed it.
+Exit codes: 0 every process succeeded; 2 the configuration is wrong; 69 the machines did not find each other, or one was
+lost; 75 the job saved and exited, because a scheduler sent SIGTERM or SIGUSR1; 124 the job stalled for longer than
+--stall_timeout, or a process waited longer than ddp_timeout; 130 and 143 stopped by Ctrl-C and by SIGTERM; else that of
+the process that failed first, 128 + the signal if it was killed.
 """
 
 
 def launch_command(words: Sequence[str]) -> int:
-    """Launch what `words` say; returns the exit code."""
-    # Torch's store warns with C++ stacks when another machine has gone; the report says it in one line. The processes
-    # themselves keep the level that they were given.
-    unsaid = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    """Launch the job of a command line, and return its exit code."""
+    # Torch's store warns with C++ stacks when another machine has gone; the report has it in one line. The level of the
+    # processes does not change.
+    unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     require("torch", "launch")
     from windlass.cli.launching.engines import engine
-    from windlass.cli.machine import this_machine
     from windlass.config.launch import resolve_launch
 
-    if unsaid:
+    if unset:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = _parser().parse_args(words)
     plan = resolve_launch(options, os.environ, this_machine())
-    carrier = engine(plan.engine)
+    if options.compat:
+        from windlass.compat.import_hook import environment
+
+        plan = replace(plan, environment={**plan.environment, **environment(os.environ)})
+    chosen = engine(plan.engine)
     if options.print:
-        say(carrier.show(plan))
+        say(chosen.show(plan))
         return 0
-    return carrier.run(plan)
+    return chosen.run(plan)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line: the usage of so many flags would hide it."""
+    """Reports an error in one line, without the long usage."""
 
     def error(self, message: str) -> NoReturn:
         flags = [name.lstrip("-") for name in self._option_string_actions]
@@ -68,5 +77,34 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--print", action="store_true", help="show the job that would run, and start nothing")
+    compat = (
+        "the script's imports of transformers' trainer and of accelerate get Windlass, as in `windlass run`"
+    )
+    parser.add_argument("--compat", action="store_true", help=compat)
     add_launch_flags(parser)
     return parser
+
+
+def this_machine() -> Machine:
+    """Return its accelerators and their precisions (imports torch)."""
+    from windlass.core.device import choose_device, visible_devices
+
+    device = choose_device()
+    return Machine(visible_devices(), device.type, lambda precision, cpu: _lacks(precision, cpu, device))
+
+
+def _lacks(precision: str, cpu: bool, device: torch.device) -> str | None:
+    """Return why `precision` is not available; None if it is."""
+    import torch
+
+    from windlass.config.plan import PrecisionPlan
+    from windlass.precision.check import check_precision
+
+    if precision == "no":
+        return None
+    plan = PrecisionPlan("bf16" if precision == "bf16" else "fp16")
+    try:
+        check_precision(plan, torch.device("cpu") if cpu else device)
+    except ConfigError as error:
+        return "; ".join(problem.fix for problem in error.problems)
+    return None

@@ -1,4 +1,4 @@
-"""The `windlass` command. Nothing heavy is imported before a subcommand runs, so `--help` answers at once."""
+"""The `windlass` command. Nothing heavy is imported before a subcommand runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from windlass import __version__
 from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
-from windlass.core.output import say, settle
+from windlass.core.output import flush_standard_streams, say
 
 TRAIN_HELP = """\
-Train a model as a recipe says. Without a recipe: a small language model on English text that every Python
+Train a model as a recipe configures it. Without a recipe: a small language model on English text that every Python
 installation carries, in under two minutes on two CPU cores.
 
   windlass train
@@ -26,9 +26,7 @@ installation carries, in under two minutes on two CPU cores.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 well, 2 an error of the user's to mend, 75 asked to leave by a
-    scheduler, 130 interrupted.
-    """
+    """Run the command line, and return the exit code: 2 for a user error, 75 if preempted, 130 if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with surviving_hangup() if arguments[:1] in (["train"], ["launch"]) else contextlib.nullcontext():
@@ -39,22 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("windlass: interrupted", error=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # what argparse printed, into `| head`
+    except BrokenPipeError:  # of argparse, into `| head`
         return 0
     finally:
-        settle()
+        flush_standard_streams()
 
 
-# Commands that read their words themselves: module, function, and what `windlass --help` says of them. The last words
-# of a launch belong to its script.
+# Commands that parse their arguments themselves: module, function, and help.
 _COMMANDS = {
     "launch": ("launch_command", "launch_command", "start a script in many processes"),
+    "run": ("run_command", "run_command", "run a script of transformers or accelerate on this engine"),
     "config": ("config_command", "config_command", "write the file that a launch reads"),
-    "explain": ("explain", "explain_command", "where the value of a setting comes from"),
+    "explain": ("explain", "explain_command", "print the source of a setting's value"),
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
-    "estimate-memory": ("estimate_memory", "estimate_memory_command", "what a model takes in memory"),
-    "checkpoint": ("checkpoint", "checkpoint_command", "look at checkpoints, check, compare, export, remove them"),
-    "merge-weights": ("merge_weights", "merge_weights_command", "weights in parts as one file"),
+    "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory of a model"),
+    "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
+    "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
+    "env": ("environment_command", "environment_command", "print versions and devices, for a bug report"),
 }  # fmt: skip
 
 
@@ -74,64 +73,53 @@ def _dispatch(arguments: list[str]) -> int:
         from windlass.cli.train import train_command
 
         return train_command(_train_options(options, rest, train), arguments)
-    if options.command == "env":
-        from windlass.cli.environment_command import environment_command
-
-        return environment_command()
     if options.command == "version":
         say(f"windlass {__version__}")
-        return 0
-    parser.print_help()
+    else:
+        parser.print_help()
     return 0
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    parser = argparse.ArgumentParser(
-        prog="windlass", description="Train PyTorch models, and never lose a step."
-    )
+    description = "Train PyTorch models, and never lose a step."
+    parser = argparse.ArgumentParser(prog="windlass", description=description)
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
         "train",
-        help="train a model as a recipe says",
+        help="train a model as a recipe configures it",
         description=TRAIN_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument(
-        "words", nargs="*", metavar="RECIPE.yaml | key=value", help="a recipe, and overrides of its keys"
-    )
-    train.add_argument("--output-dir", metavar="DIR", help="where checkpoints, metrics and the report go")
-    train.add_argument(
+    add = train.add_argument
+    add("words", nargs="*", metavar="RECIPE.yaml | key=value", help="a recipe, and overrides of its keys")
+    add("--output-dir", metavar="DIR", help="where checkpoints, metrics and the report go")
+    add(
         "--resume",
         nargs="?",
         const=True,
         metavar="CHECKPOINT",
-        help="go on from the newest whole checkpoint of the output folder, or from the one named; "
-        "auto: from the newest, or afresh where there is none",
+        help="resume from the newest complete checkpoint of the output folder, or from the one given; "
+        "auto: from the newest, or start if there is none",
     )
-    train.add_argument(
-        "--print-config", action="store_true", help="print the whole recipe as it would run, and stop"
-    )
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="build everything, run two steps, an evaluation, a save and a load, and say what the full run takes",
-    )
+    add("--print-config", action="store_true", help="print the complete recipe, and exit")
+    rehearse = "build everything, run two steps, an evaluation, a save and a load, and estimate the full run"
+    add("--dry-run", action="store_true", help=rehearse)
     for name, (_, _, help_) in _COMMANDS.items():
         commands.add_parser(name, help=help_, add_help=False)
-    commands.add_parser("env", help="versions and devices, for a report of a problem")
-    commands.add_parser("version", help="the version of Windlass")
+    commands.add_parser("version", help="print the version of Windlass")
     return parser, train
 
 
 def _train_options(
     options: argparse.Namespace, rest: list[str], train: argparse.ArgumentParser
 ) -> TrainOptions:
-    # argparse stops taking words at the first option between them; what it left over are words too.
+    # argparse collects positional arguments up to the first option only.
     words = [*options.words, *rest]
     resume = options.resume
-    if isinstance(resume, str) and _is_word(resume):
-        # `--resume key=value` and `--resume recipe.yaml`: the word after the option is not its checkpoint.
+    # `--resume key=value` and `--resume recipe.yaml` name no checkpoint.
+    is_word = isinstance(resume, str) and (resume.endswith((".yaml", ".yml")) or "=" in resume)
+    if is_word and not os.path.isdir(resume):
         words.append(resume)
         resume = True
     recipes = [word for word in words if "=" not in word]
@@ -145,7 +133,3 @@ def _train_options(
         print_config=options.print_config,
         dry_run=options.dry_run,
     )
-
-
-def _is_word(text: str) -> bool:
-    return (text.endswith((".yaml", ".yml")) or "=" in text) and not os.path.isdir(text)

@@ -1,4 +1,4 @@
-"""`windlass merge-weights`: weights that many processes wrote in parts, as one `model.safetensors`."""
+"""`windlass merge-weights`: merge sharded weights into one `model.safetensors`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from windlass.core.output import say
 
 
 def merge_weights_command(words: list[str]) -> int:
-    """Merge one checkpoint; returns the exit code.
-
-    Raises:
-        ConfigError: a pickle is asked for.
-        CheckpointError: there are no parts, they are damaged, or the result would replace other weights.
-    """
+    """Merge one checkpoint, and return the exit code."""
     options = _parser().parse_args(words)
     if options.unsafe_serialization:
         fix = "weights are written as safetensors only; leave it out"
@@ -28,9 +23,9 @@ def merge_weights_command(words: list[str]) -> int:
     from windlass.checkpoint.weights import WEIGHTS_NAME
 
     if not (source / index_name("model")).is_file():
-        raise CheckpointError(f"{source} holds no weights in parts: there is no {index_name('model')}")
+        raise CheckpointError(f"{source} has no sharded weights: there is no {index_name('model')}")
     if (target / WEIGHTS_NAME).exists():
-        raise CheckpointError(f"{target / WEIGHTS_NAME} is there already; name another folder")
+        raise CheckpointError(f"{target / WEIGHTS_NAME} exists already; name another folder")
     inside = target.resolve().is_relative_to(source.resolve())
     if options.remove_checkpoint_dir and inside:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
@@ -47,16 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="windlass merge-weights",
         allow_abbrev=False,
-        description="Put the weights that each process wrote for itself together, one tensor at a time.",
+        description="Merge the weights that each process wrote, one tensor at a time.",
     )
-    parser.add_argument(
-        "checkpoint_directory", help="a folder with model.parts.json and the files of each rank"
-    )
-    parser.add_argument("output_path", help="the folder that model.safetensors is written to")
-    parser.add_argument(
-        "--unsafe_serialization", action="store_true", help="refused: nothing is written as a pickle"
-    )
-    parser.add_argument(
-        "--remove_checkpoint_dir", action="store_true", help="remove the parts once they are merged"
-    )
+    add = parser.add_argument
+    add("checkpoint_directory", help="a folder with model.parts.json and the files of each rank")
+    add("output_path", help="the folder that model.safetensors is written to")
+    add("--unsafe_serialization", action="store_true", help="refused: nothing is written as a pickle")
+    add("--remove_checkpoint_dir", action="store_true", help="remove the parts once they are merged")
     return parser

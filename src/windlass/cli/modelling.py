@@ -1,4 +1,4 @@
-"""The model of a run: fresh from a config, or loaded by name."""
+"""The model of a run: new from a config, or loaded by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 
-# What the recipe's data and tokenizer decide; saying it twice could only contradict them.
-DECIDED = ("num_labels", "id2label", "label2id")
+# Determined by the data of the recipe.
+DERIVED = ("num_labels", "id2label", "label2id")
 AUTO_CLASSES = {"causal-lm": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}
 
 
 def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
-    """A `PreTrainedModel` on the CPU, with weights drawn from the current default generator where they are new.
+    """Return a `PreTrainedModel` on the CPU; new weights are drawn from the current default generator.
 
     Args:
         labels: names of the classes, in the order of their ids; empty for a language model.
@@ -40,9 +40,8 @@ def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
         return auto.from_config(config, dtype=torch_dtype)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            Problem("model.config", recipe.model.config, f"cannot be built for {recipe.task}: {reason}")
-        ) from error
+        fix = f"cannot be built for {recipe.task}: {reason}"
+        raise ConfigError(Problem("model.config", recipe.model.config, fix)) from error
 
 
 def _head(labels: list[str]) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def _head(labels: list[str]) -> dict[str, Any]:
 
 def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
     if not sys.stderr.isatty():
-        # Its bar of weights read would fill a log file with carriage returns.
+        # Its progress bar would fill a log file with carriage returns.
         require("transformers.utils.logging", "run a recipe").disable_progress_bar()
     try:
         return auto.from_pretrained(name, **options)
@@ -73,7 +72,7 @@ def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any]) -> Any:
     problems = [
         _unknown_key(key, value, known, model_type) for key, value in given.items() if key not in known
     ]
-    problems += [_decided_key(key, given[key]) for key in DECIDED if key in given]
+    problems += [_derived_key(key, given[key]) for key in DERIVED if key in given]
     if problems:
         raise ConfigError(problems)
     implied = {**_implied(recipe, tokenizer, known), **head}
@@ -89,29 +88,28 @@ def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any]) -> Any:
 def _config_class(transformers: Any, model_type: str) -> Any:
     mapping = transformers.CONFIG_MAPPING
     if model_type not in mapping:
-        fix = f"transformers knows no such model{did_you_mean(model_type, mapping)}"
+        fix = f"transformers has no such model{did_you_mean(model_type, mapping)}"
         raise ConfigError(Problem("model.config.model_type", model_type, fix))
     return mapping[model_type]
 
 
 def _keywords(kind: Any) -> set[str]:
-    """Names that a config class takes. Its constructor swallows any other name in silence, so they are checked here."""
-    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DECIDED)
+    """Return the keys of a config class, whose constructor would accept any other key silently."""
+    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DERIVED)
     return names - {"self", "kwargs"}
 
 
 def _unknown_key(key: str, value: Any, known: set[str], model_type: str) -> Problem:
-    return Problem(
-        f"model.config.{key}", value, f"{model_type} has no such setting{did_you_mean(key, sorted(known))}"
-    )
+    fix = f"{model_type} has no such setting{did_you_mean(key, sorted(known))}"
+    return Problem(f"model.config.{key}", value, fix)
 
 
-def _decided_key(key: str, value: Any) -> Problem:
+def _derived_key(key: str, value: Any) -> Problem:
     return Problem(f"model.config.{key}", value, "is taken from the data; leave it out")
 
 
 def _implied(recipe: Recipe, tokenizer: Any, known: set[str]) -> dict[str, Any]:
-    """What follows from tokenizer and data unless the recipe says otherwise."""
+    """Return the defaults that follow from tokenizer and data."""
     length = recipe.data.block_size if recipe.task == "causal-lm" else recipe.data.max_length
     implied = {
         "vocab_size": len(tokenizer),
@@ -131,8 +129,7 @@ def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     key = "block_size" if recipe.task == "causal-lm" else "max_length"
     length, most = getattr(recipe.data, key), getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
-        problems.append(
-            Problem(f"data.{key}", length, f"the model reaches {most} positions (max_position_embeddings)")
-        )
+        fix = f"the model has {most} positions (max_position_embeddings)"
+        problems.append(Problem(f"data.{key}", length, fix))
     if problems:
         raise ConfigError(problems)

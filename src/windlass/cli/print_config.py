@@ -1,4 +1,4 @@
-"""`windlass train --print-config`: the whole recipe as it would run, as YAML that can be run again."""
+"""`windlass train --print-config`: print the complete recipe as YAML that can be run."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ from windlass.core.redact import is_secret_name, redact_text
 
 MARK = "# * "
 HEAD = f"""\
-# The whole recipe, defaults included. Lines marked `{MARK.strip()}` differ from the default.
+# The complete recipe, defaults included. Lines marked `{MARK.strip()}` differ from the default.
 # Save it and run it: windlass train FILE
 """
 
 
 def render_config(recipe: Recipe) -> str:
-    """YAML of every key of `recipe`; reading it back gives an equal recipe."""
+    """Return YAML of every key of `recipe`, from which an equal recipe is read."""
     lines = [HEAD]
     for item in fields(recipe):
-        if item.name == "training":
-            continue
-        value = getattr(recipe, item.name)
-        lines += _entry(item.name, value, _default(item), item.metadata.get("help", ""), indent="")
+        if item.name != "training":
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            doc = item.metadata.get("help", "")
+            lines += _entry(item.name, getattr(recipe, item.name), default, doc, indent="")
     lines.append("\ntraining:")
     lines += _training(recipe)
     return "\n".join(lines) + "\n"
-
-
-def _default(item: Any) -> Any:
-    return item.default_factory() if callable(item.default_factory) else item.default
 
 
 def _entry(name: str, value: Any, default: Any, doc: str, indent: str) -> Iterator[str]:
@@ -51,12 +47,8 @@ def _training(recipe: Recipe) -> Iterator[str]:
     from windlass.config.arguments import describe
 
     for name, value, is_default in describe(training_arguments(recipe.training)):
-        if is_secret_name(name):
-            continue  # secrets stay out of what is printed; the environment holds them
-        if name in recipe.training or not is_default:
+        if not is_secret_name(name):
             yield _line(f"  {name}: {one_line(_plain(value))}", "", changed=not is_default)
-        else:
-            yield f"  {name}: {one_line(_plain(value))}"
 
 
 def _line(text: str, comment: str, *, changed: bool) -> str:
@@ -66,7 +58,7 @@ def _line(text: str, comment: str, *, changed: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Values of arguments as YAML knows them: enums by value, tuples as lists."""
+    """Return a value for YAML: enums by value, tuples as lists."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Questions on a terminal, where arrow keys choose, and from a pipe, where each answer is a line."""
+"""Questions on a terminal, with arrow keys, and on a pipe, where each answer is a line."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _UP, _DOWN, _ENTER = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j"), ("\r", "\n")
 _STOP = ("", "\x03", "\x04")  # the terminal is gone, Ctrl-C, Ctrl-D
 
 
-class Prompter(Protocol):
-    """Asks one thing at a time; an empty answer takes the default."""
-
-    def ask(self, question: str, default: str) -> str: ...
-
-    def choose(self, question: str, choices: Sequence[str], default: str) -> str: ...
-
-
 def ask_until(read: Callable[[str], Any], ask: Callable[[], str], complain: Callable[[str], None]) -> Any:
-    """What `read` makes of the first answer that it can read; after any other it is asked again."""
+    """Ask until `read` accepts the answer, and return what it returns."""
     while True:
         try:
             return read(ask())
@@ -30,7 +22,7 @@ def ask_until(read: Callable[[str], Any], ask: Callable[[], str], complain: Call
 
 
 class LinePrompter:
-    """Plain lines: the question is printed, one line is read. At the end of the input every default is taken."""
+    """Prints a question and reads one line. An empty answer, or the end of the input, selects the default."""
 
     def __init__(self, source: TextIO, sink: TextIO) -> None:
         self._source, self._sink = source, sink
@@ -39,13 +31,13 @@ class LinePrompter:
         print(f"{question} [{default}]: ", end="", file=self._sink, flush=True)
         answer = self._source.readline()
         if not self._source.isatty():
-            print(file=self._sink)  # nobody pressed Enter on the screen
+            print(file=self._sink)  # no Enter was echoed
         return answer.strip() or default
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         listed = ", ".join(f"{number}) {choice}" for number, choice in enumerate(choices))
         answer: str = ask_until(
-            lambda said: _chosen(said, choices),
+            lambda text: _chosen(text, choices),
             lambda: self.ask(f"{question} {listed}", default),
             self._complain,
         )
@@ -55,17 +47,17 @@ class LinePrompter:
         print(text, file=self._sink)
 
 
-def _chosen(said: str, choices: Sequence[str]) -> str:
-    """The choice meant: by itself, or by its number."""
-    if said in choices:
-        return said
-    if said.isdigit() and int(said) < len(choices):
-        return choices[int(said)]
+def _chosen(text: str, choices: Sequence[str]) -> str:
+    """Return the choice with this name or number."""
+    if text in choices:
+        return text
+    if text.isdigit() and int(text) < len(choices):
+        return choices[int(text)]
     raise ValueError(f"must be one of {', '.join(choices)}, or a number from 0 to {len(choices) - 1}")
 
 
 class ArrowPrompter(LinePrompter):
-    """A terminal: choices are walked with the arrow keys (or j and k) or their numbers, and taken with Enter."""
+    """Selects a choice on a terminal with the arrow keys (or j and k) or numbers, and Enter."""
 
     def choose(self, question: str, choices: Sequence[str], default: str) -> str:
         at = choices.index(default)
@@ -96,7 +88,7 @@ def _moved(at: int, key: str, count: int) -> int:
 
 
 def _keys(descriptor: int) -> Iterator[str]:
-    """Pressed keys, one by one; an arrow comes as one. Keys that follow stay for the next question."""
+    """Yield pressed keys, an arrow as one. Later keys are left for the next question."""
     while True:
         key = os.read(descriptor, 1).decode(errors="ignore")
         if key == "\x1b":
@@ -108,7 +100,7 @@ def _keys(descriptor: int) -> Iterator[str]:
 
 @contextmanager
 def _key_by_key(descriptor: int) -> Iterator[None]:
-    """Keys reach the program when they are pressed, and are not shown."""
+    """Deliver keys when they are pressed, without echo."""
     import termios
 
     before = termios.tcgetattr(descriptor)
@@ -121,8 +113,8 @@ def _key_by_key(descriptor: int) -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def prompter(source: TextIO | None = None, sink: TextIO | None = None) -> Prompter:
-    """The prompter that fits where questions are asked: arrow keys need a terminal on both sides."""
+def prompter(source: TextIO | None = None, sink: TextIO | None = None) -> LinePrompter:
+    """Return the prompter for two streams: arrow keys require terminals."""
     source, sink = source or sys.stdin, sink or sys.stdout
     arrows = source.isatty() and sink.isatty() and os.name == "posix"
     return ArrowPrompter(source, sink) if arrows else LinePrompter(source, sink)

@@ -1,11 +1,12 @@
-"""Read records from files: one reader per format, each error naming the file and the line."""
+"""Read records from files: one reader per format; errors name the file and the line."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Callable, Iterator
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,32 @@ from windlass.core.errors import DataError
 from windlass.core.optional import require
 from windlass.core.plain_text import parse_json
 
-# (where it stands, its values)
+# (file and line or row, values)
 Record = tuple[str, dict[str, Any]]
-# Cells of a csv file may hold whole documents; the csv module's own limit is 128 KiB.
+# Cells of a csv file may be whole documents; the default limit of the csv module is 128 KiB.
 LONGEST_CELL = 1 << 30
 
 
 def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
-    """All records of `source`, in its order, at most `data.max_samples`.
+    """Return the records of `source` in order, at most `data.max_samples`.
 
     Args:
-        source: path, or hub name where `data.format` is hub.
-        split: read by the hub reader only.
+        source: path, or hub name if `data.format` is hub.
+        split: for the hub reader only.
 
     Raises:
-        DataError: a line or a file that cannot be read, naming it; or no record at all.
+        DataError: a line or a file cannot be read, or there are no records.
     """
     kind = format_of(source, data)
-    if kind == "hub":
-        records = _hub(source, data, split)
-    elif kind == "python-docs":
-        records = _python_docs(data)
-    else:
-        records = FILE_READERS[kind or ""](Path(source), data)
+    records = _hub(source, data, split) if kind == "hub" else READERS[kind or ""](Path(source), data)
     found = list(islice(records, data.max_samples))
     if not found:
-        raise DataError(f"{source or kind}: holds no records")
+        raise DataError(f"{source or kind}: has no records")
     return found
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line) without line ends; only line feeds separate lines, as other tools count them."""
+    """Yield (number, line) without line ends. Only line feeds separate lines, as in other tools."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
@@ -73,20 +69,10 @@ def _jsonl(path: Path, data: DataSpec) -> Iterator[Record]:
         yield f"{path}:{number}", value
 
 
-def _csv(path: Path, data: DataSpec) -> Iterator[Record]:
-    return _table(path, data, delimiter=",", quoting=csv.QUOTE_MINIMAL)
-
-
-def _tsv(path: Path, data: DataSpec) -> Iterator[Record]:
-    # Tab-separated files carry quotation marks as text: nothing is quoted in them.
-    return _table(path, data, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
 def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(
-        (line + "\n" for _, line in _lines(path)), delimiter=delimiter, quoting=quoting, strict=True
-    )
+    lines = (line + "\n" for _, line in _lines(path))
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     names = list(data.columns) if data.columns else None
     try:
         for cells in reader:
@@ -97,9 +83,7 @@ def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Itera
                 continue
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(names):
-                raise DataError(
-                    f"{where}: {len(cells)} columns where {len(names)} are expected ({', '.join(names)})"
-                )
+                raise DataError(f"{where}: {len(cells)} columns, {len(names)} expected ({', '.join(names)})")
             yield where, dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num}: {error}") from None
@@ -109,8 +93,8 @@ def _header(path: Path, cells: list[str], data: DataSpec) -> list[str]:
     if data.text_column not in cells:
         shown = ", ".join(cell[:40] for cell in cells)
         raise DataError(
-            f"{path}:1: no column {data.text_column!r} in the first line ({shown}). If that line is a header, set "
-            f"data.text_column; if the file has none, name its columns: data.columns='[text, label]'"
+            f"{path}:1: no column {data.text_column!r} in the first line ({shown}). Set data.text_column if that line "
+            "is a header, else name the columns: data.columns='[text, label]'"
         )
     return cells
 
@@ -123,10 +107,9 @@ def _txt(path: Path, data: DataSpec) -> Iterator[Record]:
 
 
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
-    """Every text file below `path` is a record; its folder's name is its label."""
-    for file in sorted(
-        p for p in path.rglob("*") if p.suffix.lower() in (".txt", ".text", ".md") and p.is_file()
-    ):
+    """Each text file below `path` is a record, with the name of its folder as label."""
+    endings = (".txt", ".text", ".md")
+    for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file()):
         for where, values in _txt(file, data):
             yield where, {**values, data.label_column: file.parent.name}
 
@@ -138,47 +121,42 @@ def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
     except Exception as error:  # pyarrow raises several unrelated types for a damaged file
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
     wanted = [name for name in (data.text_column, data.label_column) if name in file.schema_arrow.names]
-    row = 0
-    for batch in file.iter_batches(columns=wanted or None):
-        for values in batch.to_pylist():
-            row += 1
-            yield f"{path}: row {row}", values
+    batches = file.iter_batches(columns=wanted or None)
+    for row, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+        yield f"{path}: row {row}", values
 
 
 def _hub(name: str, data: DataSpec, split: str) -> Iterator[Record]:
     datasets = require("datasets", "read a dataset of the hub")
     try:
         dataset = datasets.load_dataset(name, data.subset, split=split)
-    except Exception as error:  # network, name, split and configuration each raise a type of their own
+    except Exception as error:  # network, name, split and configuration raise different types
         raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
     for row, values in enumerate(dataset):
         yield f"{name}[{split}] row {row}", values
 
 
-def _python_docs(data: DataSpec) -> Iterator[Record]:
-    """English that every Python carries: the language reference behind `help("if")`."""
+def _python_docs(_: Path, data: DataSpec) -> Iterator[Record]:
+    """English that every Python has: the language reference of `help("if")`."""
     from pydoc_data.topics import topics
 
     for name, text in topics.items():
         yield f"pydoc_data.topics[{name!r}]", {data.text_column: text}
 
 
-FILE_READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
+READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
     "jsonl": _jsonl,
-    "csv": _csv,
-    "tsv": _tsv,
+    "csv": partial(_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
+    "tsv": partial(_table, delimiter="\t", quoting=csv.QUOTE_NONE),  # quotation marks are text there
     "txt": _txt,
     "folder": _folder,
     "parquet": _parquet,
+    "python-docs": _python_docs,
 }
 
 
 def column(records: list[Record], name: str) -> list[Any]:
-    """The values of column `name`.
-
-    Raises:
-        DataError: a record lacks it or has nothing in it; names the record and the columns it does have.
-    """
+    """Return the values of column `name`. Raises DataError for a record without a value, with its columns."""
     values = []
     for where, record in records:
         value = record.get(name)
@@ -191,7 +169,7 @@ def column(records: list[Record], name: str) -> list[Any]:
 
 
 def texts(records: list[Record], name: str) -> list[str]:
-    """As `column`, and each value must be text."""
+    """Return the values of a column of text; otherwise as `column`."""
     values = column(records, name)
     for (where, _), value in zip(records, values, strict=True):
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""From records to what the model eats: packed blocks of tokens, or encoded texts with a class."""
+"""Samples of a model: packed blocks of tokens, or encoded texts with a class."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from windlass.core.errors import DataError
 
 IGNORED = -100
-# Texts are encoded so many at a time: enough to keep the tokenizer's threads busy, little enough to stay in cache.
+# Texts encoded at once: enough for the threads of the tokenizer, few enough for the cache.
 ENCODE_BATCH = 256
 
 
 class Blocks:
-    """Texts joined by end marks and cut into blocks of fixed length; the last one is filled up and its filling ignored.
+    """Texts joined by end tokens and cut into blocks of fixed length; the padding of the last one has no labels.
 
     Items are `{"input_ids": int64 [block], "labels": int64 [block]}`. The model shifts the labels.
     """
 
-    def __init__(self, tokens: Tensor, block: int, filler: int) -> None:
+    def __init__(self, tokens: Tensor, block: int, padding: int) -> None:
         self.tokens = len(tokens)
         missing = -len(tokens) % block
-        self._ids = torch.cat([tokens, tokens.new_full((missing,), filler)]).view(-1, block)
+        self._ids = torch.cat([tokens, tokens.new_full((missing,), padding)]).view(-1, block)
         self._labels = self._ids
         if missing:
             self._labels = self._ids.clone()
@@ -39,23 +39,19 @@ class Blocks:
 
 
 def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
-    """Encode and pack `texts`.
-
-    Raises:
-        DataError: they hold no token to predict.
-    """
+    """Encode and pack `texts`. Raises DataError if they have no token to predict."""
     end = tokenizer.eos_token_id
     encoded = _encode(texts, tokenizer, add_special_tokens=False)
     pieces = [np.asarray(ids if end is None else [*ids, end], dtype=np.int64) for ids in encoded]
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
     if len(tokens) < 2:
-        raise DataError("the text holds no tokens to train on")
-    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or 0)
-    return Blocks(torch.from_numpy(tokens), block, filler)
+        raise DataError("the text has no tokens to train on")
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or 0)
+    return Blocks(torch.from_numpy(tokens), block, padding)
 
 
 class LabelledTexts:
-    """Encoded texts with their class: items `{"input_ids": list[int], "labels": int}`; padding is the collator's."""
+    """Encoded texts with their class: items `{"input_ids": list[int], "labels": int}`, to be padded by a collator."""
 
     def __init__(self, ids: list[list[int]], labels: list[int]) -> None:
         self._ids, self._labels = ids, labels
@@ -70,12 +66,12 @@ class LabelledTexts:
 def encode_labelled(
     texts: Sequence[str], labels: list[int], tokenizer: Any, max_length: int
 ) -> LabelledTexts:
-    """Encode texts, each cut to `max_length` tokens, marks included."""
+    """Encode texts, each truncated to `max_length` tokens, special tokens included."""
     return LabelledTexts(list(_encode(texts, tokenizer, truncation=True, max_length=max_length)), labels)
 
 
 def _encode(texts: Sequence[str], tokenizer: Any, **options: Any) -> Iterator[list[int]]:
     for start in range(0, len(texts), ENCODE_BATCH):
         batch = list(texts[start : start + ENCODE_BATCH])
-        # verbose=False: a text longer than the model reaches is no mistake here, it is cut into blocks
+        # verbose=False: no warning of texts longer than the model's context, which are cut into blocks
         yield from tokenizer(batch, return_attention_mask=False, verbose=False, **options)["input_ids"]

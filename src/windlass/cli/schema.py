@@ -1,7 +1,7 @@
 # ruff: noqa: RUF009 (`setting` makes a dataclass field)
-"""What a recipe may say. Pure data: no file is opened and no heavy package imported here.
+"""The keys of a recipe. Pure data: no file is opened and no heavy package imported here.
 
-A field's text is printed by `windlass train --print-config`; `choices` and `bounds` limit what it may be.
+`windlass train --print-config` prints the text of a field; `choices` and `bounds` limit its value.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Where the samples come from and how they are cut."""
+    """The source of the samples, and their length."""
 
     train: str = setting("", "file, folder or hub name")
     eval: str | None = setting(None, "the same for evaluation; without it a part of train is held out")
     eval_fraction: float = setting(
         0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=between(0, 1)
     )
-    format: str = setting("auto", "auto goes by the file's ending", choices=FORMATS)
+    format: str = setting("auto", "auto follows the file's ending", choices=FORMATS)
     columns: list[str] | None = setting(
         None, "names of the columns of a csv/tsv file that has no header line"
     )
@@ -79,16 +79,16 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """What is shown before and after training; causal-lm only."""
+    """The text generated before and after training; causal-lm only."""
 
-    prompt: str | None = setting(None, "text to continue; null = show nothing")
+    prompt: str | None = setting(None, "text to continue; null = generate nothing")
     max_new_tokens: int = setting(40, "length of the continuation, in tokens", bounds=at_least(1))
     temperature: float = setting(0.8, "0 = always the likeliest token", bounds=_NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that `windlass train` needs to know. `training` holds any field of `TrainingArguments`."""
+    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`."""
 
     task: str = setting("causal-lm", "what the model learns", choices=TASKS)
     data: DataSpec = field(default_factory=DataSpec)
@@ -121,5 +121,5 @@ NESTED: dict[tuple[type, str], type] = {
 
 
 def field_names(kind: type) -> list[str]:
-    """Names of a section's fields, in order."""
+    """Return the names of a section's fields, in order."""
     return [item.name for item in fields(kind)]

@@ -1,4 +1,4 @@
-"""What each process of `windlass test` does: an update in each way that processes can share it, held against one alone.
+"""The checks of `windlass test` in each process: updates of several processes, compared with those of one.
 
 Run by the launcher, as `windlass launch -m windlass.cli.selftest_ranks`.
 """
@@ -15,24 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.accelerator.state import AcceleratorState
 from windlass.config.plugins import FullyShardedDataParallelPlugin
 from windlass.core.output import say
 from windlass.dist.beacon import beacon
 from windlass.dist.operations import gather_object
 
 _SAMPLES, _WIDTH = 12, 8
-# fp32 on devices that order sums differently; the updates compared are of the order of 0.1.
+# fp32 on devices that order sums differently; updates are of the order of 0.1.
 _TOLERANCE = 1e-5
-_CHECKPOINT = "a checkpoint comes back as it was saved"
+_CHECKPOINT = "a checkpoint is loaded as it was saved"
 
 
 def main() -> int:
-    """Run the checks in turn; each prints its line from the main process. Returns 1 where one does not hold."""
+    """Run the checks, each of which prints a line from the main process; return 1 if one fails."""
     checks: dict[str, Callable[[], str | None]] = {
         "values reach every process": exchanges,
-        "a replicated update equals that of one process": lambda: update(None),
-        "a sharded update equals that of one process": lambda: update(sharded()),
+        "a replicated update equals that of one process": update,
+        "a sharded update equals that of one process": lambda: update(
+            FullyShardedDataParallelPlugin(fsdp_version=2)
+        ),
     }
     several_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if not several_machines:
@@ -40,26 +41,25 @@ def main() -> int:
     failed = 0
     for name, check in checks.items():
         beacon().call(name)
-        AcceleratorState._reset_state(True)
         wrong = check()
         failed += wrong is not None
         if Accelerator().is_main_process:
             say(f"  {'ok  ' if wrong is None else 'FAIL'} {name}{f': {wrong}' if wrong else ''}")
     if several_machines and Accelerator().is_main_process:
-        say(f"  --   {_CHECKPOINT}: left out, for no folder is known that all machines share")
+        say(f"  --   {_CHECKPOINT}: skipped, since no folder is known that all machines share")
     return min(failed, 1)
 
 
 def exchanges() -> str | None:
-    """Gather each rank's number."""
+    """Gather the number of each rank."""
     accelerator = Accelerator()
     mine = torch.tensor([accelerator.process_index], device=accelerator.device)
     found = accelerator.gather(mine).tolist()
     return None if found == list(range(accelerator.num_processes)) else f"gathered {found}"
 
 
-def update(plugin: FullyShardedDataParallelPlugin | None) -> str | None:
-    """One update by all processes on shares of a batch, against one on the whole batch."""
+def update(plugin: FullyShardedDataParallelPlugin | None = None) -> str | None:
+    """Compare an update by all processes on shares of a batch with one on the whole batch."""
     accelerator = Accelerator(fsdp_plugin=plugin)
     model, inputs, targets = _problem()
     expected = _updated_alone(model, inputs, targets)
@@ -68,8 +68,8 @@ def update(plugin: FullyShardedDataParallelPlugin | None) -> str | None:
 
 
 def checkpoint() -> str | None:
-    """Save a sharded model, spoil it, and load it again."""
-    accelerator = Accelerator(fsdp_plugin=sharded())
+    """Save a sharded model, overwrite it, and load it."""
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     with tempfile.TemporaryDirectory() as own:
         folder = Path(str(gather_object([own])[0])) / "state"
         model = _updated_together(accelerator, *_problem())
@@ -82,11 +82,6 @@ def checkpoint() -> str | None:
         found = accelerator.get_state_dict(model)
         accelerator.wait_for_everyone()
     return _difference(found, saved) if accelerator.is_main_process else None
-
-
-def sharded() -> FullyShardedDataParallelPlugin:
-    """Sharding with its defaults."""
-    return FullyShardedDataParallelPlugin(fsdp_version=2)
 
 
 def _problem() -> tuple[nn.Module, Tensor, Tensor]:
@@ -115,7 +110,7 @@ def _updated_together(
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     rank, size = accelerator.process_index, accelerator.num_processes
     share = [part.tensor_split(size)[rank].to(accelerator.device) for part in (inputs, targets)]
-    # Means of shares, averaged over ranks, are the mean of the whole only where shares are equal; sums always add up.
+    # A sum, since the mean over ranks of means is the mean of the batch only for equal shares.
     loss = nn.functional.mse_loss(model(share[0]), share[1], reduction="sum") * size / _SAMPLES
     accelerator.backward(loss)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Hold out a part of the data for evaluation, the same part in every run with the same seed."""
+"""Hold out a part of the data for evaluation, the same in every run with the same seed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from windlass.cli.schema import DataSpec, Recipe
 from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
-# Fewer texts than this are too unequal to be shared out whole: then every text gives up its tail instead.
+# Fewer texts are too unequal to be split as a whole: the tail of every text is held out instead.
 ENOUGH_DOCUMENTS = 200
 
 
 def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]:
-    """(train, evaluation) records of a recipe; the second is empty where it asks for no evaluation."""
+    """Return the (train, evaluation) records of a recipe; the second is empty without evaluation."""
     data = recipe.data
     train = read_records(data.train, data, data.split)
     if data.eval is not None:
@@ -43,7 +43,7 @@ def _hold_out_records(
 
 
 def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[list[Record], list[Record]]:
-    """The last `fraction` of every text, cut at the end of a line."""
+    """Hold out the last `fraction` of every text, cut at the end of a line."""
     train, held = [], []
     for (where, values), text in zip(records, texts(records, name), strict=True):
         cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1
@@ -61,27 +61,19 @@ def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[
 
 
 def label_names(train: list[Record], name: str) -> list[str]:
-    """The classes of the training data, in order: numbers by value, words by the alphabet.
-
-    Raises:
-        DataError: there are fewer than two.
-    """
+    """Return the two or more classes of the training data: numbers ordered by value, words alphabetically."""
     found = set(map(str, column(train, name)))
     whole = all(label.lstrip("-").isdigit() for label in found)
     names = sorted(found, key=int) if whole else sorted(found)
     if len(names) < 2:
         raise DataError(
-            f"column {name!r} of the training data holds one class only ({names[0]}); two are needed"
+            f"column {name!r} of the training data has one class only ({names[0]}); two are needed"
         )
     return names
 
 
 def label_ids(records: list[Record], name: str, names: list[str]) -> list[int]:
-    """The class of each record as its index in `names`.
-
-    Raises:
-        DataError: a class that the training data does not have.
-    """
+    """Return the class of each record as its index in `names`. Raises DataError for an unknown class."""
     ids = {label: index for index, label in enumerate(names)}
     found = []
     for (where, _), label in zip(records, map(str, column(records, name)), strict=True):

@@ -12,22 +12,17 @@ from windlass.core.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
-# The marks between which a classifier's text stands.
-CLASSIFIER_MARKS = {
-    "pad_token": PAD,
-    "unk_token": UNKNOWN,
-    "cls_token": CLASS,
-    "sep_token": SEPARATOR,
-    "mask_token": MASK,
-}
+CLASSIFIER_TOKENS = {
+    "pad_token": PAD, "unk_token": UNKNOWN, "cls_token": CLASS, "sep_token": SEPARATOR, "mask_token": MASK,
+}  # fmt: skip
 
 
 def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = None) -> Any:
-    """A `PreTrainedTokenizerFast` for `recipe`.
+    """Return a `PreTrainedTokenizerFast` for `recipe`.
 
     Args:
-        texts: the *training* text only: a tokenizer that has seen the evaluation text flatters its loss.
-        saved: folder of a checkpoint that holds this run's tokenizer; wins over training a new one.
+        texts: the *training* text only: a tokenizer trained on the evaluation text lowers its loss.
+        saved: checkpoint with the tokenizer of this run, used instead of training a new one.
     """
     transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
@@ -47,10 +42,9 @@ def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = N
 def _with_padding(tokenizer: Any) -> Any:
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise ConfigError(
-                Problem("tokenizer.name", tokenizer.name_or_path, "has neither a pad nor an end token")
-            )
-        tokenizer.pad_token = tokenizer.eos_token  # masked out wherever it pads, so it is never learnt from
+            fix = "has neither a pad nor an end token"
+            raise ConfigError(Problem("tokenizer.name", tokenizer.name_or_path, fix))
+        tokenizer.pad_token = tokenizer.eos_token  # masked as padding, so it has no loss
     return tokenizer
 
 
@@ -58,24 +52,24 @@ def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> An
     algorithm = training.algorithm
     if algorithm == "auto":
         algorithm = "bpe" if task == "causal-lm" else "wordpiece"
-    marks = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     if task == "classification":
-        marks = CLASSIFIER_MARKS
-    specials = list(dict.fromkeys(marks.values()))
+        special = CLASSIFIER_TOKENS
+    specials = list(dict.fromkeys(special.values()))
     if algorithm == "bpe":
         tokenizer = _byte_level_bpe(texts, training.vocab_size, specials)
     else:
         tokenizer = _wordpiece(texts, training, specials)
     if task == "classification":
-        _stand_between_marks(tokenizer)
+        _add_special_tokens(tokenizer)
     transformers = require("transformers", "run a recipe")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **marks
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
     )
 
 
 def _byte_level_bpe(texts: Sequence[str], vocab_size: int, specials: list[str]) -> Any:
-    """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019): no text is unknown to it."""
+    """Byte-pair encoding over bytes (Sennrich et al. 2016; Radford et al. 2019), which encodes any text."""
     tk = require("tokenizers", "train a tokenizer")
     tokenizer = tk.Tokenizer(tk.models.BPE())
     tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,7 +85,7 @@ def _byte_level_bpe(texts: Sequence[str], vocab_size: int, specials: list[str]) 
 
 
 def _wordpiece(texts: Sequence[str], training: TokenizerTraining, specials: list[str]) -> Any:
-    """WordPiece over words cut at blanks and punctuation (Devlin et al. 2019)."""
+    """WordPiece over words separated by blanks and punctuation (Devlin et al. 2019)."""
     tk = require("tokenizers", "train a tokenizer")
     if UNKNOWN not in specials:
         specials = [*specials, UNKNOWN]
@@ -99,8 +93,8 @@ def _wordpiece(texts: Sequence[str], training: TokenizerTraining, specials: list
     tokenizer.normalizer = tk.normalizers.BertNormalizer(lowercase=training.lowercase)
     tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = tk.decoders.WordPiece()
-    # The trainer numbers letters within words as a hash table happens to give them, and breaks ties by number: each
-    # run, and each process of one run, would get a vocabulary of its own. Listed with the marks they have an order.
+    # The trainer numbers letters within words in the order of a hash table, and breaks ties by number, so vocabularies
+    # would differ between runs and processes. As special tokens the letters have an order.
     trainer = tk.trainers.WordPieceTrainer(
         vocab_size=training.vocab_size,
         special_tokens=[*specials, *_letters_within_words(tokenizer, texts)],
@@ -115,7 +109,7 @@ def _wordpiece(texts: Sequence[str], training: TokenizerTraining, specials: list
 
 
 def _letters_within_words(tokenizer: Any, texts: Sequence[str]) -> list[str]:
-    """The letters that follow another one in a word of `texts`, as WordPiece writes them; sorted."""
+    """Return the letters within words of `texts`, as WordPiece spells them; sorted."""
     letters: set[str] = set()
     for text in texts:
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)):
@@ -123,7 +117,7 @@ def _letters_within_words(tokenizer: Any, texts: Sequence[str]) -> list[str]:
     return [f"##{letter}" for letter in sorted(letters)]
 
 
-def _stand_between_marks(tokenizer: Any) -> None:
+def _add_special_tokens(tokenizer: Any) -> None:
     tk = require("tokenizers", "train a tokenizer")
     ids = [(mark, tokenizer.token_to_id(mark)) for mark in (CLASS, SEPARATOR)]
     tokenizer.post_processor = tk.processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The `training` section of a recipe: any field of `TrainingArguments`, checked by it."""
+"""The sections `training` of a recipe, any field of `TrainingArguments`, and `parallel`, settings of a launch."""
 
 from __future__ import annotations
 
@@ -10,39 +10,73 @@ from typing import Any
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import coerce
+from windlass.config.parallel import from_recipe
+from windlass.config.parallel.settings import Setting
+from windlass.config.parallel.spelling import to_arguments
+from windlass.config.parallel.table import KEYS
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
 
+_ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with the flag or a launch file"
+
 
 def training_fields() -> list[str]:
-    """Names that the `training` section may hold."""
+    """Return the keys of the `training` section."""
     return [item.name for item in fields(TrainingArguments) if item.init]
 
 
 def coerced(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Text where a field wants a number or a truth value, read as such."""
+    """Convert text to the number or bool that a field requires."""
     return coerce(TrainingArguments, values)
 
 
 def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
-    """The arguments of a checked recipe."""
+    """Return the arguments of a checked recipe."""
     return TrainingArguments(**coerced(values))
 
 
 def run_folder(args: TrainingArguments) -> Path:
-    """Where the run keeps everything. A recipe always has one: it is named after its file."""
+    """Return the output folder, which a recipe always has."""
     assert args.output_dir is not None
     return local_folder(args.output_path)
 
 
 def training_problems(values: Mapping[str, Any], draft: RecipeDraft) -> list[Problem]:
-    """What `TrainingArguments` says about the section, with the place in the recipe."""
+    """Return the problems that `TrainingArguments` reports, with the place in the recipe."""
     try:
         training_arguments(values)
     except ConfigError as error:
-        return [_placed(problem, draft) for problem in error.problems]
+        return [
+            Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)
+            for problem in error.problems
+        ]
     return []
 
 
-def _placed(problem: Problem, draft: RecipeDraft) -> Problem:
-    return Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)
+def merge_parallel(
+    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the `training` section with the settings of `parallel` added, and the problems of the latter."""
+
+    def problem(setting: Setting, fix: str) -> Problem:
+        return Problem(draft.label("parallel", *setting.key.split(".")), setting.value, fix)
+
+    settings = from_recipe(parallel, "recipe")
+    problems = [
+        Problem(draft.label(*found.field.partition(" in ")[0].split(".")), found.value, found.fix)
+        for found in settings.problems
+    ]
+    joined = dict(training)
+    for setting in settings.values():
+        arguments = to_arguments(KEYS[setting.key], setting.value)
+        if not arguments:
+            problems.append(problem(setting, _ONLY_AT_LAUNCH))
+        for name, value in arguments.items():
+            if isinstance(value, dict):
+                value = {**(joined.get(name) or {}), **value}
+            elif joined.get(name, value) != value:
+                problems.append(
+                    problem(setting, f"contradicts training.{name}={joined[name]!r}; set only one")
+                )
+            joined[name] = value
+    return joined, problems

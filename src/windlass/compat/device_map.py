@@ -1,7 +1,7 @@
-"""Device maps: which module of a model lies on which accelerator, on the host or on disk.
+"""Device maps: on which accelerator, or on the host or the disk, each module of a model is.
 
-A map goes from module names to places: the number of an accelerator, a torch device, `"cpu"` or `"disk"`. A name stands
-for all that is in the module; `""` is the whole model.
+A map goes from module names to places: the index of an accelerator, a torch device, `"cpu"` or `"disk"`. An entry
+applies to the whole module of that name; `""` is the whole model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from windlass.compat.module_sizes import children_of
+from windlass.compat.module_tensors import Place
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.transforms.module_sizes import children_of
-from windlass.transforms.module_tensors import Place
 
 DeviceMap = Mapping[str, Place]
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -23,11 +23,7 @@ _logger = get_logger(__name__)
 
 
 def check_and_set_device_map(device_map: Place | DeviceMap | None) -> DeviceMap | str | None:
-    """A `device_map` argument in one form: a map, the name of a strategy (`"auto"`, ...) or None.
-
-    Raises:
-        ConfigError: neither a device nor a strategy.
-    """
+    """Normalize a `device_map` argument to a map, the name of a strategy (`"auto"`, ...) or None."""
     if device_map is None or isinstance(device_map, Mapping) or device_map in STRATEGIES:
         return device_map
     if isinstance(device_map, int) and device_map < 0:
@@ -44,7 +40,7 @@ def check_and_set_device_map(device_map: Place | DeviceMap | None) -> DeviceMap 
 
 
 def lookup(device_map: DeviceMap, name: str) -> Place | None:
-    """Where the map puts a module or tensor: the entry of the innermost module around it, or None."""
+    """The place of a module or tensor: the entry of the innermost module that contains it, or None."""
     while name not in device_map:
         if not name:
             return None
@@ -53,51 +49,51 @@ def lookup(device_map: DeviceMap, name: str) -> Place | None:
 
 
 def expand_device_map(device_map: DeviceMap | None, param_names: Iterable[str]) -> dict[str, Place]:
-    """The place of each tensor by name; what the map does not cover goes to the host."""
+    """The place of each tensor by name; a tensor that the map does not cover is on the host."""
     places = {name: lookup(device_map or {}, name) for name in param_names}
     return {name: "cpu" if place is None else place for name, place in places.items()}
 
 
 def get_device(device_map: DeviceMap | None, param_name: str, valid_torch_device: bool = False) -> Place:
-    """The place of one tensor. With `valid_torch_device`, `"cpu"` stands for the disk."""
+    """The place of one tensor. With `valid_torch_device`, `"disk"` is replaced by `"cpu"`."""
     place = expand_device_map(device_map, [param_name])[param_name]
     return "cpu" if valid_torch_device and place == "disk" else place
 
 
-def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Check that a map covers all of a model's parameters and persistent buffers.
-
-    Raises:
-        ConfigError: some have no place; they are named.
-    """
-    names = [name for name, _ in model.state_dict().items()]
-    known = {"", *names, *(name for name, _ in model.named_modules())}
-    strangers = [key for key in device_map if key not in known]
-    if strangers:
-        _logger.warning("device_map names what the model does not have: %s", ", ".join(strangers))
-    uncovered = [name for name in names if lookup(device_map, name) is None]
-    if uncovered:
-        fix = f"gives no place for {', '.join(uncovered)}; add them, or '' for all the rest"
+def _refuse_uncovered(device_map: DeviceMap, names: Iterable[str]) -> None:
+    if uncovered := [name for name in names if lookup(device_map, name) is None]:
+        fix = f"gives no place for {', '.join(uncovered)}; add them, or '' for all other modules"
         raise ConfigError(Problem("device_map", dict(device_map), fix))
 
 
-def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: DeviceMap) -> None:
-    """Warn of tied parameters that a map puts on different devices: each device would hold a copy of its own.
+def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
+    """Check that a map covers all parameters and persistent buffers of a model.
 
     Raises:
-        ConfigError: the map gives no place for one of them.
+        ConfigError: some are not covered; they are named.
+    """
+    names = list(model.state_dict())
+    known = {"", *names, *(name for name, _ in model.named_modules())}
+    if unknown := [key for key in device_map if key not in known]:
+        _logger.warning("device_map names modules that the model does not have: %s", ", ".join(unknown))
+    _refuse_uncovered(device_map, names)
+
+
+def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: DeviceMap) -> None:
+    """Log a warning for tied parameters on different devices, because each device would hold its own copy.
+
+    Raises:
+        ConfigError: the map does not cover one of them.
     """
     for group in tied_params:
+        _refuse_uncovered(device_map, group)
         places = {name: lookup(device_map, name) for name in group}
-        if missing := [name for name, place in places.items() if place is None]:
-            fix = f"gives no place for {', '.join(missing)}"
-            raise ConfigError(Problem("device_map", dict(device_map), fix))
         if len(set(places.values())) > 1:
             _logger.warning("tied parameters are on different devices: %s; each gets a copy", places)
 
 
 def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dict[str, Place]:
-    """Replace, in place, the entries of a module by one where they all name the same device."""
+    """In place, replace the entries of a module by a single one if they all name the same device."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     places = [device_map[name] for name in inside]
@@ -113,33 +109,19 @@ def clean_device_map(device_map: dict[str, Place], module_name: str = "") -> dic
 
 
 def without_nesting(model: nn.Module, device_map: DeviceMap) -> dict[str, Place]:
-    """The same map with no entry inside another: `{"": 0, "head": "cpu"}` names the other children instead of `""`."""
-    known = [name for name in device_map if name == "" or _has(model, name)]
+    """The same map without entries inside others: `{"": 0, "head": "cpu"}` names the other children instead of `""`."""
     flat: dict[str, Place] = {}
-    for name in known:
-        _flatten(name, model, device_map, known, flat)
-    return flat
 
-
-def _has(model: nn.Module, name: str) -> bool:
-    owner, _, last = name.rpartition(".")
-    try:
-        return hasattr(model.get_submodule(owner), last)
-    except AttributeError:
-        return False
-
-
-def _flatten(
-    name: str, model: nn.Module, device_map: DeviceMap, known: list[str], flat: dict[str, Place]
-) -> None:
-    prefix = f"{name}." if name else ""
-    if not any(key.startswith(prefix) and key != name for key in known):
+    def flatten(name: str, module: nn.Module | torch.Tensor) -> None:
+        prefix = f"{name}." if name else ""
         place = lookup(device_map, name)
-        assert place is not None
-        flat[name] = place
-        return
-    module = model.get_submodule(name)
-    parts = [*children_of(name, module), *((prefix + n, b) for n, b in module.named_buffers(recurse=False))]
-    for child, _ in parts:
-        if child not in known:
-            _flatten(child, model, device_map, known, flat)
+        if place is not None and not any(key.startswith(prefix) and key != name for key in device_map):
+            flat[name] = place
+        elif isinstance(module, nn.Module):
+            for child, part in children_of(name, module):
+                flatten(child, part)
+            for buffer, part in module.named_buffers(recurse=False):
+                flatten(prefix + buffer, part)
+
+    flatten("", model)
+    return flat

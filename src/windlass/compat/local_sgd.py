@@ -1,4 +1,4 @@
-"""Local SGD: processes update on their own, and average their weights every few updates.
+"""Local SGD: processes update independently, and average their weights every few updates.
 
 Zhang et al., arXiv:1606.07365; Stich, arXiv:1805.09767.
 """
@@ -17,19 +17,19 @@ from windlass.dist.operations import reduce
 
 
 class LocalSGD:
-    """Around a training loop, with `step()` after every update: `with LocalSGD(accelerator, model, 8) as local: ...`.
+    """Context of a loop that calls `local.step()` after each update: `with LocalSGD(accelerator, model, 8) as local:`.
 
-    Gradients are not reduced inside; weights are averaged every `local_sgd_steps` calls of `step` and at the end. What
-    the optimizer remembers stays each process's own.
+    Gradients are not reduced. Weights are averaged every `local_sgd_steps` calls of `step`, and at the end. Optimizer
+    states are not averaged.
 
     Args:
         accelerator: the one that prepared the model.
-        model: as `prepare` returned it.
+        model: as returned by `prepare`.
         local_sgd_steps: updates between two averages.
-        enabled: False does nothing, and gradients are reduced in every update as usual.
+        enabled: False does nothing; gradients are reduced in every update.
 
     Raises:
-        ConfigError: the model is sharded, so that no process has weights of its own to average.
+        ConfigError: the model is sharded, so no process has whole weights to average.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._unsynchronised.close()
-        # After an error the others may not come to average, and waiting for them would hide it.
+        # After an error, other processes may not call this, and waiting for them would hide the error.
         if self.enabled and error is None:
             self._average()
 
     def step(self) -> None:
-        """One update was made; average if it is time."""
+        """Count an update, and average the weights every `local_sgd_steps` updates."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self._every == 0:
             self._average()

@@ -1,4 +1,4 @@
-"""Models and modules that a script moves to a device for a time: for a forward, or within a context."""
+"""Move models and modules to a device temporarily: for a forward, or within a context."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import nn
 
-from windlass.core.device import choose_device
-from windlass.core.trees import send_to_device
-from windlass.transforms.model_hooks import Inputs, ModelHook, remove_hook_from_module, without_compiler
-from windlass.transforms.module_tensors import (
+from windlass.accelerator.offloaded_weights import offload_hook
+from windlass.compat.model_hooks import Inputs, ModelHook, remove_hook_from_module, without_compiler
+from windlass.compat.module_tensors import (
     Place,
     device_of,
-    owner_of,
+    get_tensor,
     put_tensor,
     set_module_tensor_to_device,
 )
-from windlass.transforms.offload import offload_hook
+from windlass.core.device import choose_device
+from windlass.core.trees import send_to_device
 
 
 class CpuOffload(ModelHook):
     """Keeps a model on the host until its forward, and then on the device until `UserCpuOffloadHook.offload`.
 
     Args:
-        execution_device: where the model runs; by default this process's accelerator, if it has one.
-        prev_module_hook: of a model that is to leave the device before this one comes.
+        execution_device: the device on which the model runs; by default this process's accelerator, if it has one.
+        prev_module_hook: the hook of a model that is offloaded before this one is moved to the device.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Take the model to the host."""
+        """Move the model to the host."""
         return module.to("cpu")
 
     @without_compiler
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Inputs:
-        """Bring the model and its inputs to the device."""
+        """Move the model and its inputs to the device."""
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
@@ -49,25 +49,25 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` hands out: a model, and the means to take it off the device."""
+    """Returned by `cpu_offload_with_hook`: offloads a model."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model, self.hook = model, hook
 
     def offload(self) -> None:
-        """Take the model to the host, where it stays until its next forward."""
+        """Move the model to the host until its next forward."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off; the model stays where it is."""
+        """Remove the hook; the model is not moved."""
         remove_hook_from_module(self.model)
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
-    """Within this context the direct parameters of `module` are on `execution_device` (or where the module runs).
+    """Context: the direct parameters of `module` are on `execution_device`, by default where the module runs.
 
-    Offloaded weights are brought for the while; what is changed in them is lost.
+    Offloaded weights are loaded for the context, and changes to them are lost.
     """
     hook = offload_hook(module)
     if hook is None:
@@ -87,16 +87,18 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
 
 @contextmanager
 def _moved(module: nn.Module, device: Place | None) -> Iterator[None]:
-    """Direct parameters on `device` for a while; what is changed in them meanwhile is kept."""
-    originals = dict(module.named_parameters(recurse=False)) if device is not None else {}
+    """Direct parameters are on `device`; changes to them are kept."""
+    if device is None:
+        yield
+        return
+    originals = dict(module.named_parameters(recurse=False))
     try:
         for name in originals:
-            assert device is not None
             set_module_tensor_to_device(module, name, device)
         yield
     finally:
         for name, original in originals.items():
-            moved = getattr(*owner_of(module, name))
+            moved = get_tensor(module, name)
             if moved is not original and not moved.is_meta:
                 original.data.copy_(moved.data)
             put_tensor(module, name, original)

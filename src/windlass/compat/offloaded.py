@@ -1,8 +1,8 @@
-"""Weights that wait on disk (or in host memory) until a layer needs them.
+"""Weights on disk (or in host memory) that are read when a layer needs them.
 
-A folder of offloaded weights holds an `index.json`, `{name: {"safetensors_file", "weight_name", "dtype"}}`, as
-transformers writes it too. A file is named relative to the folder, or by its whole path where the weights of a
-checkpoint are used where they are. Reading takes memory for one tensor.
+A folder of offloaded weights has an `index.json`, `{name: {"safetensors_file", "weight_name", "dtype"}}`, in the format
+of transformers. Files are named relative to the folder, or by absolute path if they belong to a checkpoint. A read
+allocates one tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from windlass.checkpoint.tensor_file import CODES, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 
 INDEX_NAME = "index.json"
-_OURS = "offloaded-"  # file names of weights written here
+_OURS = "offloaded-"  # prefix of the files that are written here
 
 Index = dict[str, dict[str, str]]
 
@@ -30,9 +29,9 @@ Index = dict[str, dict[str, str]]
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
 ) -> Index:
-    """Write one tensor into a folder of offloaded weights; return `index` with its entry.
+    """Write one tensor to a folder of offloaded weights, and return `index` with its entry.
 
-    The folder's own index is not touched: see `save_offload_index`.
+    The folder's index does not change; see `save_offload_index`.
     """
     index = {} if index is None else index
     index.update(_write(Path(offload_folder), {weight_name: weight}, Files()))
@@ -40,7 +39,7 @@ def offload_weight(
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors into a folder of offloaded weights, beside those that are there under other names."""
+    """Write tensors to a folder of offloaded weights, and keep those that are there under other names."""
     if state_dict:
         save_offload_index(_write(Path(save_dir), state_dict, Files()), save_dir)
 
@@ -55,12 +54,12 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], files: Files) -> Index:
 
 
 def index_entry(file: str, weight_name: str, dtype: torch.dtype) -> dict[str, str]:
-    """What an index says of one tensor: its file, its name there, and the dtype it is wanted in."""
+    """The entry of one tensor in an index: its file, its name there, and the dtype to load it in."""
     return {"safetensors_file": file, "weight_name": weight_name, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's index, replacing those of the same names. Files that none names any more go."""
+    """Add entries to a folder's index, replace those of the same names, and remove files that are no longer named."""
     if not index:
         return
     files, folder = Files(), Path(offload_folder)
@@ -76,30 +75,20 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
 
 
 def read_offload_index(folder: str | os.PathLike[str]) -> Index:
-    """The index of a folder of offloaded weights.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or speaks of raw `.dat` files, which are not read.
-    """
+    """The index of a folder of offloaded weights; `CheckpointError` if it is damaged or names raw `.dat` files."""
     path = Path(folder) / INDEX_NAME
-    index = strict_json.parse(Files().read(path, strict_json.MAX_JSON_BYTES), str(path))
+    index = strict_json.read(path, Files())
     if not isinstance(index, dict):
         raise CheckpointError(f"{path} is not a map")
     for name, entry in index.items():
-        _check_entry(path, name, entry)
+        if isinstance(entry, dict) and "safetensors_file" not in entry:
+            raise CheckpointError(
+                f"{path}: {name!r} is not in a safetensors file. Raw .dat files, as accelerate writes them, have no "
+                "header to verify and are not read; offload the model to an empty folder"
+            )
+        if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+            raise CheckpointError(f"{path}: the entry of {name!r} is malformed")
     return index
-
-
-def _check_entry(path: Path, name: str, entry: Any) -> None:
-    if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: the entry of {name!r} is not a map")
-    if "safetensors_file" not in entry:
-        raise CheckpointError(
-            f"{path}: {name!r} is not in a safetensors file. Raw .dat files, as accelerate writes them, carry no "
-            "header to check them by and are not read; offload the model into an empty folder"
-        )
-    if not all(isinstance(value, str) for value in entry.values()):
-        raise CheckpointError(f"{path}: the entry of {name!r} is malformed")
 
 
 def _dtype(name: str, key: str) -> torch.dtype:
@@ -110,16 +99,16 @@ def _dtype(name: str, key: str) -> torch.dtype:
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Tensors by name: those of `state_dict` as they are, others read from their files each time.
+    """Tensors by name: those of `state_dict` as they are; others are read from their files at each access.
 
     Args:
-        state_dict: tensors in memory; they come before those on disk.
+        state_dict: tensors in memory; they have precedence over those on disk.
         save_folder: a folder with an index; files in the index are relative to it.
-        index: instead of the folder's own.
-        device: where tensors that are read go; the host by default.
+        index: replaces the folder's index.
+        device: the device of tensors that are read; the host by default.
 
     Raises:
-        ConfigError: none of the first three is given.
+        ConfigError: none of the first three arguments is given.
     """
 
     def __init__(
@@ -148,14 +137,14 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         with open_tensors(path, Files()) as file:
             if name not in file:
                 raise CheckpointError(
-                    f"{path} has no tensor {name!r}, which the index of offloaded weights says it has"
+                    f"{path} has no tensor {name!r}, which the index of offloaded weights lists"
                 )
             tensor = file.read(name)
         dtype = _dtype(entry["dtype"], key) if "dtype" in entry else None
         return tensor.to(device=self.device, dtype=dtype)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index  # the inherited one would read the tensor
+        return key in self.state_dict or key in self.index  # unlike the inherited one, reads no tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -1,4 +1,4 @@
-"""A logger that speaks on the main process, on all, or on one after another."""
+"""A logger that logs on the main process, on all processes, or on one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from windlass.accelerator.state import PartialState
+from windlass.compat.state import PartialState
 from windlass.core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -18,27 +18,27 @@ else:
 
 
 class MultiProcessAdapter(_Adapter):
-    """Takes two more keywords in every call: `main_process_only` (True by default), and `in_order`."""
+    """A logger with two more keywords in each call: `main_process_only` (True by default) and `in_order`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Name the process."""
+        """Add the rank to the message."""
         msg, kwargs = super().process(msg, kwargs)
-        kwargs.setdefault("stacklevel", 2)  # the line that called, not this file's
+        kwargs.setdefault("stacklevel", 2)  # show the line of the caller
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log here if it is this process's turn.
+        """Log a message.
 
         Args:
-            main_process_only: the others stay silent.
-            in_order: all speak, the first process first; then the call is collective.
+            main_process_only: log on the main process only.
+            in_order: log on all processes in order of rank. Collective.
 
         Raises:
-            ModelError: it is not known yet who this process is.
+            ModelError: there is no state of the process yet.
         """
         if not PartialState._shared_state:
             raise ModelError(
-                "this logger asks which process it is in; make a PartialState() or an Accelerator() first"
+                "this logger needs the rank of the process; create a PartialState() or an Accelerator() first"
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
@@ -57,7 +57,7 @@ class MultiProcessAdapter(_Adapter):
 
     @functools.cache  # noqa: B019 (loggers live as long as the process)
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn the first time these arguments come, and never again."""
+        """Log a warning the first time it is called with these arguments."""
         self.warning(*args, **kwargs)
 
 
@@ -65,8 +65,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger `name`, for several processes.
 
     Args:
-        log_level: "DEBUG", "INFO", ... for it and the root logger; by default what `ACCELERATE_LOG_LEVEL` says, if it
-            says anything.
+        log_level: "DEBUG", "INFO", ... for it and the root logger; by default the environment variable
+            ACCELERATE_LOG_LEVEL, if it is set.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")

@@ -4,60 +4,64 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from windlass.config.nearest import did_you_mean
-from windlass.config.plugin_base import count_problems
+from windlass.config.parallel import rows_loop as rows
+from windlass.config.parallel.keys import setting_of
 from windlass.config.plugins import GradientAccumulationPlugin
 from windlass.config.sections.setting import rules_of, setting
 from windlass.core.errors import ConfigError, Problem
-
-ACCUMULATION_OPTIONS = tuple(field.name for field in dataclasses.fields(GradientAccumulationPlugin))
+from windlass.core.plain_text import parse_json
 
 
 @dataclass
 class AcceleratorConfig:
-    """How batches reach the processes. What Windlass always does is accepted; what it never does is refused.
+    """How batches are distributed. What Windlass always does is accepted; what it never does is refused."""
 
-    Each field is declared with its help and with what is not honoured of it.
-    """
-
-    split_batches: bool = setting(
-        False,
-        "Per-device batch sizes mean the whole batch of all processes.",
+    split_batches: bool = setting_of(
+        rows.SPLIT_BATCHES,
         refused="is not built: set per_device_train_batch_size to the whole batch divided by the processes",
     )
-    dispatch_batches: bool | None = setting(
-        None,
-        "The main process reads for all.",
-        refused="is not built: every process reads its own share of the data",
+    dispatch_batches: bool | None = setting_of(
+        rows.DISPATCH_BATCHES, refused="is not built: every process reads its own share of the data"
     )
-    even_batches: bool = setting(
-        True,
-        "Pad the last batch by repeating samples.",
-        mapped="is never done: uneven last batches are shared out, no sample is repeated",
+    even_batches: bool = setting_of(
+        rows.EVEN_BATCHES,
+        mapped="is never done: the last batch is distributed as it is, and no sample is repeated",
     )
-    use_seedable_sampler: bool = setting(
-        True,
-        "The order of samples follows from the seed.",
-        mapped="is always so: the order of samples follows from the seed",
+    use_seedable_sampler: bool = setting_of(
+        rows.SEEDABLE_SAMPLER, True, mapped="is always on: the order of samples follows from the seed"
     )
-    non_blocking: bool = setting(
-        False, "Copy batches to the device without waiting.", mapped="is always so from pinned memory"
-    )
+    non_blocking: bool = setting_of(rows.NON_BLOCKING, mapped="is always on from pinned memory")
     gradient_accumulation_kwargs: dict[str, Any] | None = setting(
-        None, "Options of accumulation; `num_steps` stands in for gradient_accumulation_steps=1."
+        None, "Options of accumulation; `num_steps` replaces gradient_accumulation_steps=1."
     )
     use_configured_state: bool = setting(
         False,
-        "Take an accelerator state made before.",
-        refused="is not built: the state of the processes is read from the environment",
+        "Use an accelerator state that was made before.",
+        mapped="is always so: processes that have met are not introduced again, and need no setting",
     )
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
+        """Read the options from a JSON file.
+
+        Raises:
+            ConfigError: it has an unknown key, or is not an object.
+        """
+        return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """Take an option out of this object, as scripts do before they pass the rest on."""
+        return self.__dict__.pop(key, default)
 
     @property
     def num_steps(self) -> int | None:
@@ -65,58 +69,74 @@ class AcceleratorConfig:
 
 
 def read(value: Any) -> AcceleratorConfig:
-    """An `AcceleratorConfig` from None, a dict or part of one, or any dataclass with the same fields.
+    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them.
 
     Raises:
-        ConfigError: an unknown key, or a class where an instance is meant.
+        ConfigError: an unknown key, or a class instead of an instance.
     """
-    if value is None:
-        return AcceleratorConfig()
     if isinstance(value, AcceleratorConfig):
         return value
     if isinstance(value, type):
         raise ConfigError(Problem("accelerator_config", value, "is a class; give an instance of it"))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if not isinstance(value, dict):
+    given: Any = {} if value is None else value
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = dataclasses.asdict(given)
+    if not isinstance(given, dict):
         raise ConfigError(
             Problem("accelerator_config", value, "must be a dict, JSON, a JSON file or a dataclass")
         )
-    known = [f.name for f in dataclasses.fields(AcceleratorConfig)]
-    unknown = [
-        Problem(f"accelerator_config.{key}", item, f"there is no such option{did_you_mean(str(key), known)}")
-        for key, item in value.items()
-        if key not in known
-    ]
-    if unknown:
+    if unknown := list(_unknown("accelerator_config", given, AcceleratorConfig)):
         raise ConfigError(unknown)
-    return AcceleratorConfig(**value)
+    return AcceleratorConfig(**given)
+
+
+# Trainers of other libraries switch it off themselves for the data that it does not suit, after the arguments exist.
+_CHECKED_BEFORE_TRAINING = ("dispatch_batches",)
 
 
 def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
     """What of `config` cannot be honoured, or contradicts `gradient_accumulation_steps`."""
+    yield from (p for name, p in _refused(config) if name not in _CHECKED_BEFORE_TRAINING)
+    yield from _accumulation(config.gradient_accumulation_kwargs or {}, accumulation)
+
+
+def objections_before_training(config: AcceleratorConfig) -> Iterator[Problem]:
+    """What cannot be honoured of those fields that may still change when the arguments are checked."""
+    yield from (p for name, p in _refused(config) if name in _CHECKED_BEFORE_TRAINING)
+
+
+def _refused(config: AcceleratorConfig) -> Iterator[tuple[str, Problem]]:
     for name, rules in rules_of(AcceleratorConfig).items():
         if rules.refused and getattr(config, name):
-            yield Problem(f"accelerator_config.{name}", True, rules.refused)
-    yield from _accumulation(config, accumulation)
+            yield name, Problem(f"accelerator_config.{name}", True, rules.refused)
 
 
-def _accumulation(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
-    options = config.gradient_accumulation_kwargs or {}
+_REFUSED_ACCUMULATION = {
+    "sync_each_batch": (True, "is not built: gradients are reduced once per update"),
+    "sync_with_dataloader": (False, "is not built: an epoch always ends with an update"),
+}
+
+
+def _accumulation(options: dict[str, Any], accumulation: int) -> Iterator[Problem]:
     where = "accelerator_config.gradient_accumulation_kwargs"
-    for key in options:
-        if key not in ACCUMULATION_OPTIONS:
-            hint = did_you_mean(str(key), ACCUMULATION_OPTIONS)
-            yield Problem(f"{where}.{key}", options[key], f"there is no such option{hint}")
-    if options.get("sync_each_batch"):
-        yield Problem(f"{where}.sync_each_batch", True, "is not built: gradients are reduced once per update")
-    if options.get("sync_with_dataloader") is False:
-        yield Problem(
-            f"{where}.sync_with_dataloader", False, "is not built: an epoch always ends with an update"
-        )
-    steps = config.num_steps
-    wrong = list(count_problems(GradientAccumulationPlugin(steps), ("num_steps",)))
-    yield from (Problem(f"{where}.num_steps", steps, problem.fix) for problem in wrong)
-    if steps is not None and not wrong and steps != accumulation:
+    unknown = list(_unknown(where, options, GradientAccumulationPlugin))
+    yield from unknown
+    if unknown:
+        return
+    plugin = GradientAccumulationPlugin(**options)
+    wrong = list(plugin.objections())
+    yield from (Problem(f"{where}.{p.field.partition('.')[2]}", p.value, p.fix) for p in wrong)
+    for name, (value, reason) in _REFUSED_ACCUMULATION.items():
+        if getattr(plugin, name) is value:
+            yield Problem(f"{where}.{name}", value, reason)
+    if plugin.num_steps not in (None, accumulation) and not wrong:
         fix = f"contradicts gradient_accumulation_steps={accumulation}; give one of the two"
-        yield Problem(f"{where}.num_steps", steps, fix)
+        yield Problem(f"{where}.num_steps", plugin.num_steps, fix)
+
+
+def _unknown(where: str, given: dict[str, Any], cls: Any) -> Iterator[Problem]:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            yield Problem(f"{where}.{name}", value, f"there is no such option{hint}")

@@ -1,26 +1,25 @@
-"""`TrainingArguments`: everything a script sets about a run, as one object of plain data.
+"""`TrainingArguments`: all settings of a run, as one object of plain data.
 
-It makes no folder, touches no device and writes no environment. It stays assignable, because scripts assign to it;
-each `train()` and `evaluate()` checks it again as a whole.
+It makes no folder, touches no device and does not write the environment. Scripts may assign to it; each `train()` and
+`evaluate()` checks it again as a whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from windlass.config.accepting import AcceptsOldNames
-from windlass.config.helpers import SerialHelpers, WorldHelpers
+from windlass.config.helpers import Helpers
 from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
-from windlass.config.sections import (
-    compute,
-    evaluation,
-    optimisation,
-    reporting,
-    running,
-    saving,
-)
+from windlass.config.sections.compute import ComputeSection
+from windlass.config.sections.evaluation import EvaluationSection
+from windlass.config.sections.optimisation import OptimisationSection
+from windlass.config.sections.reporting import ReportingSection
+from windlass.config.sections.running import RunningSection
+from windlass.config.sections.saving import SavingSection
+from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.setters import Setters
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError
@@ -29,36 +28,15 @@ from windlass.core.locations import working_folder
 
 @dataclass(repr=False)
 class TrainingArguments(
-    # A dataclass takes the fields of its last base first, so the sections stand in reverse: `output_dir` is last.
-    running.WindlassSection,
-    running.ProcessSection,
-    saving.ResumeFromSection,
-    running.ScriptSection,
-    running.DebugSection,
-    running.ShardingSection,
-    running.DistributedSection,
-    running.DataSection,
-    running.HardwareSection,
-    running.SeedSection,
-    saving.ResumeSection,
-    saving.BestSection,
-    saving.HubSection,
-    saving.SaveSection,
-    evaluation.EvaluationSection,
-    reporting.TrackingSection,
-    reporting.LoggingSection,
-    compute.MemorySection,
-    compute.KernelSection,
-    compute.CompileSection,
-    compute.RecomputeSection,
-    compute.PrecisionSection,
-    optimisation.StabilitySection,
-    optimisation.OptimizerSection,
-    optimisation.ScheduleSection,
-    optimisation.DurationSection,
+    # A dataclass has the fields of its last base first, so the sections are in reverse order: `output_dir` is first.
+    RunningSection,
+    SavingSection,
+    EvaluationSection,
+    ReportingSection,
+    ComputeSection,
+    OptimisationSection,
     Setters,
-    SerialHelpers,
-    WorldHelpers,
+    Helpers,
     metaclass=AcceptsOldNames,
 ):
     """The settings of a run; `docs/support.md` lists each name. Scripts may subclass it as a dataclass.
@@ -71,6 +49,9 @@ class TrainingArguments(
             out of range, contradictions, and features that are not built.
     """
 
+    # Fields that may be given as JSON text. Subclasses of scripts add their own to it.
+    _VALID_DICT_FIELDS: ClassVar[list[str]]
+
     def __post_init__(self) -> None:
         check(self)
 
@@ -82,7 +63,7 @@ class TrainingArguments(
             self.__dict__["_base"] = working_folder()
         derived = self.__dict__.get("_derived")
         if derived is not None:
-            # After construction: what is assigned is no longer derived, and twins stay equal.
+            # After construction: an assigned value is no longer derived, and both names of a choice stay equal.
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
             if name in BOTH_WAYS:
@@ -90,7 +71,7 @@ class TrainingArguments(
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached by names that are no attributes: old ones are read through the field they became.
+        # Only called for names that are not attributes: an old name reads the field that replaced it.
         old = OLD_NAMES.get(name)
         if old is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -114,10 +95,8 @@ class TrainingArguments(
         )
 
     def _switch_off(self, name: str) -> None:
-        """An old switch assigned False: its field goes back to its default."""
-        field = self.__dataclass_fields__[name]
-        made = field.default_factory
-        setattr(self, name, made() if made is not dataclasses.MISSING else field.default)
+        """Reset the field of an old switch to its default."""
+        setattr(self, name, default_of(self.__dataclass_fields__[name]))
 
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
@@ -126,10 +105,15 @@ class TrainingArguments(
     __repr__ = __str__
 
 
-def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
-    """Every argument as (name, value, is default), in the order of the fields; secrets are masked.
+TrainingArguments._VALID_DICT_FIELDS = [
+    name for name, rule in rules_of(TrainingArguments).items() if rule.document
+]
 
-    What was derived from other arguments counts as default.
+
+def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
+    """Each argument as (name, value, is default), in the order of the fields; secrets are masked.
+
+    A value that was derived from other arguments counts as default.
     """
     values = args.to_dict()
     plain = type(args)().to_dict() if _needs_nothing(type(args)) else {}
@@ -137,10 +121,12 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
 
 
+def shared_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that must be the same on all ranks. Fields of a script's subclass are not compared."""
+    values = args.to_dict()
+    rules = rules_of(TrainingArguments).items()
+    return {name: values[name] for name, rule in rules if not rule.per_rank and name in values}
+
+
 def _needs_nothing(cls: type) -> bool:
-    missing = dataclasses.MISSING
-    return all(
-        f.default is not missing or f.default_factory is not missing
-        for f in dataclasses.fields(cls)
-        if f.init
-    )
+    return all(default_of(f) is not dataclasses.MISSING for f in dataclasses.fields(cls) if f.init)

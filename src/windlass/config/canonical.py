@@ -1,22 +1,20 @@
-"""Convert the spellings of a value to one form, in place. Wrong values are left for `validate` to report."""
+"""Convert the values of arguments to one form, in place. Wrong values are left for `validate` to report."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 import os
-import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
 from windlass.config.renamed import TWINS
 from windlass.config.sections.setting import STRIDE, Rules, rules_of
+from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_verbosity
 from windlass.core.plain_text import parse_json, read_text
@@ -24,34 +22,15 @@ from windlass.core.plain_text import parse_json, read_text
 DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
-def hints(cls: Any) -> dict[str, Any]:
-    """The resolved types of the fields that Windlass itself declares (not those of a script's subclass)."""
-    return _hints(cls)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if base.__module__.startswith("windlass.") and dataclasses.is_dataclass(base):
-            found = {**get_type_hints(base), **found}
-    return {name: hint for name, hint in found.items() if name in getattr(cls, "__dataclass_fields__", {})}
-
-
-def members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type: `int | None` gives (int, NoneType)."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
 def normalise(args: Any) -> None:
-    """Normalise `args`. May be called again after any assignment: derived values are derived again."""
+    """Normalise `args`. May be called again after any assignment, and then derives values again."""
     values = args.__dict__
     for name, said in values.get("_derived", {}).items():
         values[name] = said
     values["_derived"] = {}
     _paths(values)
     rules = rules_of(type(args))
-    _documents(values, rules)
+    _documents(values, rules, getattr(type(args), "_VALID_DICT_FIELDS", ()))
     _words(values)
     for name, hint in hints(type(args)).items():
         values[name] = _plain(values[name], members(hint))
@@ -70,15 +49,15 @@ def _paths(values: dict[str, Any]) -> None:
     if isinstance(values["output_dir"], str):
         values["output_dir"] = os.path.expanduser(values["output_dir"])
     if values["hub_token"] == "<HUB_TOKEN>":
-        # Read back from written arguments, where the secret was left out.
+        # From written arguments, which have a placeholder instead of the secret.
         values["hub_token"] = None
 
 
 def read_document(text: str) -> dict[str, Any]:
-    """A dict from JSON text, or from the JSON file that `text` is the path of.
+    """Return the dict in JSON text, or in the JSON file whose path is `text`.
 
     Raises:
-        ValueError: neither of the two, with the reason.
+        ValueError: it is neither; with the reason.
     """
     source = text if text.lstrip().startswith("{") else None
     try:
@@ -108,8 +87,11 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _documents(values: dict[str, Any], rules: Mapping[str, Rules]) -> None:
-    for name in (name for name, rule in rules.items() if rule.document):
+def _documents(values: dict[str, Any], rules: Mapping[str, Rules], declared: Iterable[str]) -> None:
+    documents = [name for name, rule in rules.items() if rule.document]
+    # Fields of a script's subclass; their text is taken for JSON only if it looks so.
+    documents += [name for name in declared if name not in rules and str(values.get(name)).startswith("{")]
+    for name in documents:
         if isinstance(values[name], os.PathLike):
             values[name] = os.fspath(values[name])
         if not isinstance(values[name], str) or not values[name] or name == "deepspeed":
@@ -137,7 +119,7 @@ def _words(values: dict[str, Any]) -> None:
 
 
 def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """An enum's member for its word, a Python number for a NumPy one, a whole number for 8.0 where one is meant."""
+    """Convert words to members of an enum, NumPy numbers to Python's, and 8.0 to 8 if the type is int."""
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
             return next((member for member in kind if member.value == str(value)), value)
@@ -185,7 +167,7 @@ def _twins(values: dict[str, Any]) -> None:
 
 
 def _derive(args: Any) -> None:
-    """Fill what follows from other fields, and remember what had been said, so that it can follow them again."""
+    """Set fields that follow from others, and keep their given values so that they can be derived again."""
     values = args.__dict__
 
     def follow(name: str, value: Any) -> None:

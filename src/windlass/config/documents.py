@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from windlass.config.canonical import hints, members
 from windlass.config.parallel.kinds import flag
 from windlass.config.plain_yaml import load_yaml
+from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json, read_text
 
@@ -23,11 +23,11 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A mapping that was read from text, and where each of its keys stood.
+    """A mapping that was read from text, with the line of each key.
 
     Attributes:
         values: the mapping, as plain Python values.
-        source: the file's name, or what stands for it.
+        source: the name of the file, or a placeholder.
         lines: line number (from 1) of each key, by its path of keys.
     """
 
@@ -36,7 +36,7 @@ class Document:
     lines: Mapping[Keys, int] = field(default_factory=dict)
 
     def where(self, *keys: str) -> str:
-        """`recipe.yaml:12: a.b`, for an error about the value at `keys`."""
+        """Return `recipe.yaml:12: a.b`, for an error about the value at `keys`."""
         line = self.lines.get(keys)
         place = f"{self.source}:{line}" if line else self.source
         return f"{place}: {'.'.join(keys)}"
@@ -66,7 +66,7 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
-# Re-registered behind float's wider pattern they would never match: whole numbers are tried first.
+# Whole numbers are tried first, because the pattern of floats matches them too.
 for _resolvers in _Loader.yaml_implicit_resolvers.values():
     _resolvers.sort(key=lambda pair: pair[0] != "tag:yaml.org,2002:int")
 
@@ -87,7 +87,7 @@ def load(path: str | Path) -> Document:
 
 
 def loads(text: str, source: str = "<settings>", *, json_text: bool = False) -> Document:
-    """Read a mapping from YAML, or from JSON with `json_text`. Raises as `load`."""
+    """Read a mapping from YAML, or from JSON with `json_text`. Raises the errors of `load`."""
     values, lines = _read_json(text, source) if json_text else _read_yaml(text, source)
     if values is None:
         values = {}
@@ -147,7 +147,7 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Keys, int]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: a word that YAML 1.2 would take for a number or truth value is quoted."""
+    """Writes what `_Loader` reads: words that YAML 1.2 would read as a number or bool are quoted."""
 
     yaml_implicit_resolvers = {
         first: [
@@ -159,7 +159,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Text with line breaks in double quotes, where they are escaped; in single ones they would stay."""
+    """Represent text with line breaks in double quotes, which escape them."""
     broken = len(text.splitlines()) > 1 or text != text.rstrip("\r\n")
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if broken else None)
 
@@ -168,13 +168,13 @@ _Dumper.add_representer(str, _text)
 
 
 def one_line(value: Any) -> str:
-    """`value` (of plain Python types) on one line of YAML that `loads` reads back as it was."""
+    """Return `value` (of plain Python types) as one line of YAML that `loads` reads back unchanged."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
     return str(text).removesuffix("...\n").strip()
 
 
 def parse_override(text: str) -> tuple[Keys, Any]:
-    """`"a.b=1"` as (("a", "b"), 1); the value is read as YAML: `1e-5`, `true`, `[1, 2]` are what they look like.
+    """`"a.b=1"` as (("a", "b"), 1); the value is read as YAML, such as `1e-5`, `true`, `[1, 2]`.
 
     Raises:
         ConfigError: there is no `=`, no name before it, or the value is not valid YAML.
@@ -195,7 +195,7 @@ def parse_override(text: str) -> tuple[Keys, Any]:
 
 
 def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Text values whose field is a number or a truth value, read as such; anything else is left as it is."""
+    """Convert text values of fields that are numbers or bools; leave all others unchanged."""
     types = hints(cls) if dataclasses.is_dataclass(cls) else {}
     return {name: _coerced(value, members(types.get(name, Any))) for name, value in values.items()}
 

@@ -1,4 +1,4 @@
-"""The closed sets of words that arguments take. Members are strings, so `args.eval_strategy == "steps"` holds."""
+"""The words that arguments accept. Members are strings, so `args.eval_strategy == "steps"` holds."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from windlass.config.nearest import did_you_mean
 
 
 class Choice(StrEnum):
-    """A string enumeration whose error lists what could have been said."""
+    """A string enumeration whose error lists the possible words."""
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         words = [str(member.value) for member in cls]
         hint = did_you_mean(str(value), words)
-        raise ValueError(f"{value!r} is no {cls.__name__}; choose one of {', '.join(words)}{hint}")
+        raise ValueError(f"{value!r} is not a valid {cls.__name__}; choose one of {', '.join(words)}{hint}")
 
 
 class IntervalStrategy(Choice):
-    """When something that happens repeatedly does."""
+    """When a repeated action happens."""
 
     NO = "no"
     STEPS = "steps"
     EPOCH = "epoch"
 
 
-# The name this had before; scripts still import it.
+# Its earlier name, which scripts still import.
 EvaluationStrategy = IntervalStrategy
 
 
 class SaveStrategy(Choice):
-    """When a checkpoint is written; `best` is at each evaluation that beats all before it."""
+    """When a checkpoint is written; `best` is at each evaluation that is better than all before it."""
 
     NO = "no"
     STEPS = "steps"
@@ -40,7 +40,7 @@ class SaveStrategy(Choice):
 
 
 class HubStrategy(Choice):
-    """What is published on the hub, and when: the last model, every save, or checkpoints that can be resumed."""
+    """What is published on the hub, and when: the final model, each save, or checkpoints that can be resumed."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -49,7 +49,7 @@ class HubStrategy(Choice):
 
 
 class SchedulerType(Choice):
-    """The learning rate's course."""
+    """Schedules of the learning rate."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -65,12 +65,12 @@ class SchedulerType(Choice):
     GREEDY = "greedy"
 
 
-# Schedules that follow an evaluated metric, and so need evaluations to follow.
+# Schedules that follow an evaluated metric.
 METRIC_DRIVEN = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class OptimizerNames(Choice):
-    """Every optimizer name that scripts use; the support table says which of them are built."""
+    """All optimizer names that scripts use; the support table lists which are built."""
 
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
@@ -116,14 +116,14 @@ class OptimizerNames(Choice):
 
 
 class DebugOption(Choice):
-    """Debugging aids: modules whose numbers overflow or vanish; figures of PyTorch/XLA."""
+    """Debugging aids: detection of overflow and underflow; metrics of PyTorch/XLA."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
 
 
 class ParallelMode(Enum):
-    """How the processes of a job share the work. Windlass runs one device per process, so two of these never occur."""
+    """How the processes of a job share the work. Windlass only has the first and the third: one device per process."""
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"

@@ -1,4 +1,4 @@
-"""How the type of a dataclass field becomes a command-line flag."""
+"""Command-line flags of dataclass fields, by their types."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
-from windlass.config.canonical import members
 from windlass.config.parallel.kinds import flag
-from windlass.config.sections.setting import flag_options
+from windlass.config.sections.setting import default_of, flag_options
+from windlass.config.values import members
 
 
 def string_to_bool(text: str | bool) -> bool:
@@ -22,11 +22,11 @@ def string_to_bool(text: str | bool) -> bool:
     try:
         return flag(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no truth value; use true or false") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a truth value; use true or false") from None
 
 
 def _bool_or_text(text: str) -> bool | str:
-    """For fields that take both: only the two words are truth values, so that a path named `1` or `no` stays one."""
+    """Read a field of bool or text: only `true` and `false` are bools, so that a path named `1` stays a path."""
     return text.lower() == "true" if text.lower() in ("true", "false") else text
 
 
@@ -51,9 +51,9 @@ def add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     names = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))
     kwargs = {**metadata, **_conversion(field, hint), **_default(field, hint)}
     group.add_argument(*names, *aliases, **kwargs)
-    if field.default is True and _is_bool(hint):
+    if default_of(field) is True and _is_bool(hint):
         negated = list(dict.fromkeys([f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"]))
-        # Behind the flag itself: of two actions with one destination the first sets the default.
+        # After the flag itself: of two actions with one destination the first sets the default.
         extra = {key: value for key, value in metadata.items() if key == "help"}
         group.add_argument(*negated, action="store_false", dest=field.name, default=False, **extra)
 
@@ -63,10 +63,8 @@ def _is_bool(hint: Any) -> bool:
 
 
 def _default(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    if field.default is not dataclasses.MISSING:
-        return {"default": field.default}
-    if field.default_factory is not dataclasses.MISSING:
-        return {"default": field.default_factory()}
+    if (default := default_of(field)) is not dataclasses.MISSING:
+        return {"default": default}
     return {"default": False} if hint is bool else {"required": True}
 
 
@@ -74,7 +72,7 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     """The `type`, `nargs`, `choices` of a flag, from the type of its field.
 
     Raises:
-        ValueError: a union of types that one flag cannot tell apart.
+        ValueError: a union of types that one flag cannot distinguish.
     """
     kinds = [kind for kind in members(hint) if kind is not type(None)]
     if _is_bool(hint):
@@ -105,7 +103,7 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _bool_flag(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    if hint is bool or field.default not in (None, dataclasses.MISSING):
+    if hint is bool or default_of(field) not in (None, dataclasses.MISSING):
         return {"type": string_to_bool, "nargs": "?", "const": True}
     return {"type": string_to_bool}
 

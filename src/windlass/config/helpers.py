@@ -1,8 +1,9 @@
-"""What `TrainingArguments` answers beyond its fields: where this process stands, and itself as plain data."""
+"""Methods and properties of `TrainingArguments`: the place of this process, and the arguments as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.enums import ParallelMode
 from windlass.config.parallel.from_launcher import from_environment
@@ -24,15 +25,19 @@ from windlass.core.world import World, world_from_environment
 if TYPE_CHECKING:
     import torch
 
+# Named only, since it is of a higher floor: scripts reach it through the arguments, and nothing here uses it.
+_STATE = "windlass.compat.state"
 
-class WorldHelpers:
-    """Answers that depend on the process. A world of one is the normal case; one process drives one device."""
+
+class Helpers:
+    """The mixin of `TrainingArguments` with them. Each process drives one device."""
 
     if TYPE_CHECKING:
         per_device_train_batch_size: int
         per_device_eval_batch_size: int
         use_cpu: bool
         ddp_timeout: int
+        ddp_backend: str | None
         log_level: str
         log_level_replica: str
         log_on_each_node: bool
@@ -40,20 +45,23 @@ class WorldHelpers:
         warmup_steps: float
         output_dir: str | None
 
+    # DeepSpeed is not built. Scripts look if there is one.
+    deepspeed_plugin: ClassVar[None] = None
+
     @property
     def _world(self) -> World:
         return world_from_environment()
 
     @property
     def output_path(self) -> str:
-        """`output_dir` as an absolute path, or the URL: a relative one starts at the directory in which it was set."""
+        """`output_dir` as an absolute path or URL; a relative one is in the directory in which it was set."""
         return anchored(str(self.output_dir), self.__dict__.get("_base", ""))
 
     def resolve_path(self, path: str) -> str:
-        """A path that a script gives to a run, as an absolute path or URL.
+        """Return a path of a script as an absolute path or URL.
 
-        A relative one that begins as `output_dir` does is meant in that folder, wherever the script works by now.
-        Another one starts at the working directory, or where `output_dir` was set if it only exists there.
+        A relative path in `output_dir` is resolved as that is. Others are relative to the working directory, or to the
+        directory in which `output_dir` was set if they exist only there.
         """
         base, here = self.__dict__.get("_base", ""), anchored(path, working_folder())
         there = anchored(path, base)
@@ -109,27 +117,34 @@ class WorldHelpers:
 
     @property
     def should_log(self) -> bool:
-        """Whether this process logs: the first of its machine, or of all with log_on_each_node=False."""
+        """True if this process logs: the first of its machine, or of the job with log_on_each_node=False."""
         return self._world.is_local_main if self.log_on_each_node else self._world.is_main
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes what is shared by all."""
+        """True if this process writes the files that all share."""
         return self._world.is_local_main if self.save_on_each_node else self._world.is_main
 
     @property
+    def distributed_state(self) -> Any:
+        """The `PartialState` of this process; the first call joins the process group (imports torch)."""
+        state = importlib.import_module(_STATE)
+        options = {"timeout": self.ddp_timeout_delta, "backend": self.ddp_backend}
+        return state.PartialState(cpu=self.use_cpu, **options)
+
+    @property
     def place_model_on_device(self) -> bool | None:
-        """None: the Trainer decides. A subclass may say otherwise."""
+        """None: the Trainer decides. A subclass may override it."""
         return None
 
     def get_process_log_level(self) -> int:
-        """The logging level of this process: INFO on the main one and WARNING on replicas, unless set otherwise."""
+        """The logging level of this process; by default INFO on the main process and WARNING on the others."""
         if self.should_log:
             return log_levels.get(self.log_level, logging.INFO)
         return log_levels.get(self.log_level_replica, logging.WARNING)
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
-        """`with args.main_process_first(): ...` runs the block on the main process first, then on the others.
+        """Context: run the block on the main process first, then on the others.
 
         Args:
             local: the first process of each machine goes first; otherwise only the first of all.
@@ -138,21 +153,15 @@ class WorldHelpers:
         return main_process_first(self._world, local, desc, self.ddp_timeout_delta)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of warm-up in a run of `num_training_steps` updates."""
+        """Return the updates of warm-up in a run of `num_training_steps` updates."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
-
-class SerialHelpers:
-    """The arguments as plain data."""
-
-    if TYPE_CHECKING:
-        train_batch_size: int
-        eval_batch_size: int
+    # --- as plain data ---
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as JSON-ready values; secrets become `<NAME>`. `cls(**args.to_dict())` gives equal arguments."""
+        """All fields as JSON values, with `<NAME>` for secrets; `cls(**args.to_dict())` makes equal arguments."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
 
@@ -160,7 +169,7 @@ class SerialHelpers:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """As trackers want it: numbers, truth values and text alone."""
+        """All fields as numbers, bools and text, for trackers."""
         values = {
             **self.to_dict(),
             "train_batch_size": self.train_batch_size,
@@ -170,7 +179,7 @@ class SerialHelpers:
 
 
 def placeholder(name: str) -> str:
-    """What stands for the secret `name` in written arguments."""
+    """What replaces the secret `name` in written arguments."""
     return f"<{name.upper()}>"
 
 

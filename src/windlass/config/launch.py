@@ -42,12 +42,12 @@ def resolve_launch(
     """Resolve the command line, the launch file and the environment into a plan.
 
     Args:
-        options: as parsed with `add_launch_flags`; what was not said is absent.
+        options: as parsed with `add_launch_flags`; options that were not given are absent.
         environ: of this process.
         machine: what this machine can do; None assumes no accelerator.
 
     Raises:
-        ConfigError: with every problem there is.
+        ConfigError: with every problem.
     """
     here = machine or Machine()
     settings = launch_settings(options, environ)
@@ -56,8 +56,8 @@ def resolve_launch(
         *launch_problems(plan, here),
         *requeue_problems(plan, environ),
         *token_problems(plan, environ),
+        *parallel_problems(settings, _world(plan)),
     ]
-    problems += [*parallel_problems(settings, _world(plan))]
     if problems:
         raise ConfigError(problems)
     for note in settings.notes:

@@ -17,13 +17,16 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.core.errors import Problem
 
-# Settings that an engine decides itself, and that are refused with it.
-_PLACES = "it settles by itself where the processes meet"
+# Engine -> (reason, settings that it decides itself), which are refused with it.
+_PLACES = "it decides itself where the processes connect"
 _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
     "local": (("it has no options of its own", (rows.ENGINE_OPTIONS,)),),
     "slurm": ((_PLACES, (rows.MACHINE_RANK, rows.MAIN_ADDRESS)),),
     "ray": (
-        ("it spreads the processes over its cluster, and num_processes is their number", (rows.MACHINES,)),
+        (
+            "it distributes the processes over its cluster, and num_processes is their number",
+            (rows.MACHINES,),
+        ),
         (
             _PLACES,
             (
@@ -36,12 +39,12 @@ _LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
             ),
         ),
         (
-            "it does not watch the marks of its processes",
+            "it does not monitor the progress of its processes",
             (rows.STALL_TIMEOUT, rows.MACHINE_TIMEOUT, rows.MONITOR_INTERVAL),
         ),
-        ("it keeps the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
+        ("it stores the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
         ("it gives each process its device", (rows.DEVICES,)),
-        ("it tells its processes itself when they are to leave", (rows.PREEMPTION_GRACE, rows.REQUEUE)),
+        ("it requests its processes to exit itself", (rows.PREEMPTION_GRACE, rows.REQUEUE)),
     ),
 }
 SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
@@ -60,13 +63,13 @@ def _port_in_use(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine has. The command line fills it in; nothing here loads torch.
+    """The devices of this machine, as the command line determines them; nothing here imports torch.
 
     Attributes:
-        devices: how many accelerators there are.
-        device_kind: what they are called ("cuda"); "cpu" when there are none.
-        lacks: (precision, whether the CPU is meant) -> why it cannot be had; None when it can.
-        port_in_use: whether somebody listens on a port.
+        devices: number of accelerators.
+        device_kind: their type ("cuda"); "cpu" if there are none.
+        lacks: (precision, True for the CPU) -> why it is not available; None if it is.
+        port_in_use: (port) -> True if a program listens on it.
     """
 
     devices: int = 0
@@ -84,7 +87,7 @@ def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
         yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
     yield from _left_to_engine(plan)
     if plan.engine == "local":
-        # A cluster's machines are others than the one that asks for them.
+        # The machines of a cluster are not this machine.
         yield from _meeting_point(plan, machine)
         yield from _devices(plan, machine)
 
@@ -101,20 +104,22 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem("--no_python", True, "contradicts --module: the script is a program or a module")
     elif plan.no_python:
         if shutil.which(plan.script) is None and not Path(plan.script).is_file():
-            yield Problem("script", plan.script, "is no program that can be found; give its path")
+            yield Problem("script", plan.script, "is not a program that can be found; give its path")
     elif plan.module:
         if not _is_module(plan.script):
             yield Problem(
-                "script", plan.script, "is no module that can be imported; is its folder on PYTHONPATH?"
+                "script", plan.script, "is not a module that can be imported; is its folder on PYTHONPATH?"
             )
     elif not Path(plan.script).is_file():
-        fix = f"is no file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
+        fix = (
+            f"is not a file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
+        )
         yield Problem("script", plan.script, fix)
 
 
 def _is_module(name: str) -> bool:
     first = name.partition(".")[0]
-    # The folder that a script is started from is on its path, and not always on the launcher's.
+    # The working directory is on the path of the script, and not always on that of the launcher.
     if Path(f"{first}.py").is_file() or Path(first).is_dir():
         return True
     return importlib.util.find_spec(first) is not None
@@ -134,9 +139,7 @@ def _sizes(plan: LaunchPlan) -> Iterator[Problem]:
 def _multi_gpu(settings: Settings) -> Iterator[Problem]:
     flag, strategy = settings.get("launch.multi_gpu"), settings.get(rows_training.STRATEGY.name)
     if flag is not None and flag.source == "flag" and strategy is not None and strategy.value == "fsdp":
-        fix = (
-            f"asks for whole copies of the model, and {strategy.origin} for shards; leave one of the two out"
-        )
+        fix = f"requests replicas of the model, and {strategy.origin} shards; leave one of the two out"
         yield Problem(flag.origin, True, fix)
 
 
@@ -150,11 +153,11 @@ def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
 
 
 def requeue_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of starting a preempted job again."""
+    """Problems of restarting a preempted job."""
     if plan.max_requeues is not None and not plan.requeue:
-        yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which was not asked for; add it")
+        yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which is not set; add it")
     if plan.requeue and plan.engine == "local" and plan.machines > 1 and SLURM_JOB_VARIABLE not in environ:
-        fix = "needs Slurm for several machines, whose launchers cannot start a job again by themselves; leave it out"
+        fix = "needs Slurm for several machines, whose launchers cannot restart a job by themselves; leave it out"
         yield _problem(plan, rows.REQUEUE, fix)
 
 
@@ -166,10 +169,10 @@ def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
             )
         if not plan.main_port:
             yield _problem(plan, rows.MAIN_PORT, "is needed for several machines: a free port on machine 0")
-    # Without ranks, whoever can listens at the port, and the others find it there.
+    # Without ranks, the first machine that can listens on the port, and the others connect to it.
     listens = plan.machine_rank == 0 and (plan.machines == 1 or plan.rendezvous == "static")
     if plan.main_port and listens and machine.port_in_use(plan.main_port):
-        fix = "is in use on this machine; take another, or 0 on one machine, which chooses a free one"
+        fix = "is in use on this machine; use another, or 0 on one machine, which selects a free one"
         yield _problem(plan, rows.MAIN_PORT, fix)
 
 
@@ -182,7 +185,7 @@ def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
         fix = f"means {here} processes on this machine, which has {count} device(s); start at most {count}, or --cpu"
         yield _problem(plan, rows.PROCESSES, fix)
     if plan.settings.value(rows.MULTI_GPU) and cpu:
-        fix = "asks for accelerators, and this launch has none; leave it out to run on the CPU"
+        fix = "requests accelerators, and this launch has none; leave it out to run on the CPU"
         yield _problem(plan, rows.MULTI_GPU, fix)
     absent = [word for word in wanted if word.isdigit() and int(word) >= machine.devices]
     if absent and not plan.cpu:

@@ -24,7 +24,7 @@ def default_file(environ: Mapping[str, str]) -> Path:
 def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Find the launch file to read if none is named, and a note to log about it.
 
-    Without one of Windlass's own, that of `accelerate config` is taken.
+    Without one of Windlass, that of `accelerate config` is used.
     """
     own = default_file(environ)
     if own.is_file():
@@ -35,7 +35,7 @@ def find_file(environ: Mapping[str, str]) -> tuple[Path | None, str]:
         if other.is_file():
             return (
                 other,
-                f"read {other}, which `accelerate config` wrote; `windlass config` makes one of our own",
+                f"read {other}, which `accelerate config` wrote; `windlass config` writes one for Windlass",
             )
     return None, ""
 
@@ -45,10 +45,10 @@ def _cache(environ: Mapping[str, str]) -> Path:
 
 
 def basic_settings(precision: str, devices: int, origin: str) -> Settings:
-    """One process for each accelerator of this machine, or one on the CPU.
+    """Settings for one process per accelerator of this machine, or one on the CPU.
 
     Raises:
-        ConfigError: there is no such precision; `origin` says where it was asked for.
+        ConfigError: unknown precision, with `origin` as the place where it was set.
     """
     settings = Settings()
     settings.record(rows_training.PRECISION, precision, origin, "flag", implicit=False)
@@ -89,7 +89,7 @@ def _dump(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _kind(settings: Settings) -> str:
-    """`distributed_type`: FSDP, or how many processes there are and on what."""
+    """`distributed_type`: FSDP, or by the number and the device of processes."""
     if "strategy" in settings and settings["strategy"].value == "fsdp":
         return "FSDP"
     processes = settings["launch.processes"].value if "launch.processes" in settings else 1

@@ -14,8 +14,8 @@ _SHORT = {"tee": "-t", "quiet": "-q"}
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags, and the script with its arguments, to `parser` (made with `allow_abbrev=False`).
 
-    What the command line did not say is absent from the parsed options. Values stay text: `resolve_launch` reads
-    them, so that all that is wrong with them is told at once.
+    Options that were not given are absent from the parsed ones. Values stay text: `resolve_launch` reads them, so that
+    all problems are reported together.
     """
     add_setting_flags(parser)
     how = parser.add_argument_group("the script")
@@ -28,7 +28,7 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--config_file` and the flags of all settings, without a script."""
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags go before them"
+        "--config_file", "--config-file", metavar="FILE", help="settings in YAML; flags override them"
     )
     titles = {name: family.title for name, family in FAMILIES.items() if family.title}
     groups = {name: parser.add_argument_group(title) for name, title in titles.items()}
@@ -42,12 +42,12 @@ def _add(group: argparse._ActionsContainer, key: Key, word: str) -> None:
     if word in _SHORT:
         names.insert(0, _SHORT[word])
     said = argparse.SUPPRESS
-    # One spelling of each setting is enough to read about.
+    # Help lists one spelling of each setting.
     about = said if key.refused or word != key.flags[0] else key.doc.replace("%", "%%")
     if key.is_switch(word):
         group.add_argument(*names, dest=word, action="store_true", default=said, help=about)
     else:
-        # Torch's word for pairs takes all of them at once; the others may hold commas within a pair.
+        # Torch's flag for pairs takes all of them at once; pairs of the others may contain commas.
         several = (key.read is kinds.options and word != "rdzv_conf") or word == "vm"
         action = "append" if several else "store"
         group.add_argument(*names, dest=word, action=action, default=said, help=about, metavar="VALUE")

@@ -18,7 +18,7 @@ class LaunchPlan:
     Attributes:
         script: path of a script, name of a module (`module`), or a program (`no_python`).
         devices: numbers of the accelerators to use; empty uses all.
-        environment: variables that every process finds, `WINDLASS_PARALLEL` among them.
+        environment: environment variables of all processes, `WINDLASS_PARALLEL` among them.
         settings: all settings with their origins.
         grace: seconds that processes have to save and exit after a request to exit.
     """

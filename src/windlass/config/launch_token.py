@@ -1,4 +1,4 @@
-"""The token that the machines of a job prove to each other that they belong to it."""
+"""The token with which the machines of a job prove that they belong to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def token_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Pro
 
 
 NEEDS_TOKEN = (
-    "is reachable from other machines, and whoever reaches it could join the job: set the same secret on every "
+    "is reachable from other machines, which could join the job: set the same secret on every "
     f"machine, as {TOKEN_VARIABLE} or in a file with --{rows.TOKEN_FILE.flags[0]} (`openssl rand -hex 32` makes one)"
 )
 

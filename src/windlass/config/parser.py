@@ -15,6 +15,7 @@ from windlass.config.accepting import AcceptsOldNames
 from windlass.config.flags import add_field, string_to_bool
 from windlass.config.nearest import did_you_mean
 from windlass.config.renamed import OLD_NAMES
+from windlass.config.sections.setting import default_of
 from windlass.core.plain_text import read_text
 
 __all__ = ["HfArg", "HfArgumentParser", "string_to_bool"]
@@ -39,10 +40,10 @@ def HfArg(  # noqa: N802 (scripts know it by this name)
 
 
 class HfArgumentParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that takes its flags from dataclasses and gives back their instances.
+    """An `ArgumentParser` that takes its flags from dataclasses and returns their instances.
 
     Each field becomes `--name` (and `--na-me`). A bool that defaults to True also gets `--no_name`. Flags added by
-    hand come back in one more namespace. Dataclasses that know old names (`TrainingArguments`) take their flags too.
+    hand are returned in an additional namespace. `TrainingArguments` also takes the flags of its old names.
 
     Args:
         dataclass_types: one dataclass, or several; the flags of all share one command line.
@@ -99,7 +100,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Args:
             args: its words; `sys.argv[1:]` if not given.
-            return_remaining_strings: give words that no flag takes as one more list at the end, instead of raising.
+            return_remaining_strings: return words that no flag takes as an additional list, instead of raising.
             look_for_args_file: read more words from the file beside the script that ends in `.args`, if there is one.
             args_filename: read them from this file instead.
             args_file_flag: a flag that names files of words; may be given several times, later ones win.
@@ -114,7 +115,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         """
         words = list(sys.argv[1:] if args is None else args)
         files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)
-        # The command line stands after the files, because the last word about a flag counts.
+        # The command line is after the files, because the last value of a flag counts.
         words = [word for path in files if path.exists() for word in path.read_text().split()] + words
         namespace, remaining = self.parse_known_args(words)
         outputs = self._instances(namespace, self._given(words))
@@ -130,7 +131,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         return tuple(outputs)
 
     def _given(self, words: Sequence[str]) -> set[str]:
-        """Names of the arguments that the command line mentions."""
+        """Names of the arguments whose flags are on the command line."""
         actions = self._option_string_actions
         flags = (word.partition("=")[0] for word in words)
         return {actions[flag].dest for flag in flags if flag in actions}
@@ -138,8 +139,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _instances(self, namespace: argparse.Namespace, given: set[str]) -> list[Any]:
         """Build each dataclass and take its values out of the namespace.
 
-        A value equal to its field's default is only passed on when the command line mentions it, so that a dataclass
-        can tell what was asked for.
+        A default is only passed on if the command line has its flag, so that the dataclass knows what was requested.
         """
         found = vars(namespace)
         old = {
@@ -186,7 +186,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_json_file(
         self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
-        """Fill the dataclasses from a JSON file. Raises as `parse_dict`."""
+        """Fill the dataclasses from a JSON file. Raises the errors of `parse_dict`."""
         text = read_text(Path(json_file))
         values = documents.loads(text, str(json_file), json_text=True).values
         return self.parse_dict(values, allow_extra_keys)
@@ -194,7 +194,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_yaml_file(
         self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
-        """Fill the dataclasses from a YAML file. Raises as `parse_dict`."""
+        """Fill the dataclasses from a YAML file. Raises the errors of `parse_dict`."""
         text = read_text(Path(yaml_file))
         return self.parse_dict(documents.loads(text, str(yaml_file)).values, allow_extra_keys)
 
@@ -214,9 +214,8 @@ def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
 def _passed_on(field: dataclasses.Field[Any], value: Any, given: set[str]) -> bool:
     if field.name in given:
         return True
-    if field.default_factory is not dataclasses.MISSING:
-        return bool(value != field.default_factory())
-    return field.default is dataclasses.MISSING or bool(value != field.default)
+    default = default_of(field)
+    return default is dataclasses.MISSING or bool(value != default)
 
 
 def _args_files(

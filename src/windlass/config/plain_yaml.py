@@ -1,4 +1,4 @@
-"""YAML that anybody may have written: bounded in depth and in what its aliases unfold to."""
+"""Untrusted YAML: limited in depth and in the size to which its aliases expand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MAX_NODES = 1 << 17
 def load_yaml(
     text: str, loader_class: type[yaml.SafeLoader] = yaml.SafeLoader
 ) -> tuple[Any, yaml.Node | None]:
-    """The plain value in a YAML text, and the node that it was made of.
+    """Return the plain value in a YAML text, and its node.
 
     Raises:
-        yaml.YAMLError: it is not valid, nested too deeply, or its aliases would unfold to more than there is room for.
+        yaml.YAMLError: it is not valid, nested too deeply, or its aliases would expand to too much.
     """
     loader = loader_class(text)
     try:
@@ -26,14 +26,14 @@ def load_yaml(
         return loader.construct_document(node), node
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except ValueError as error:  # a date that is none, a number of absurdly many digits
+    except ValueError as error:  # an invalid date, or a number with too many digits
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
 
 
 def _check_extent(node: yaml.Node) -> None:
-    """Count what a walk that knows nothing of aliases would visit: one that contains itself has no end."""
+    """Refuse a node that has too many nodes with its aliases expanded; one that contains itself has no end."""
     visited, waiting = 0, [node]
     while waiting:
         visited += 1

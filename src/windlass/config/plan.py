@@ -1,16 +1,51 @@
-"""The resolved configuration, frozen. The floors below `assemble/` read it and nothing else."""
+"""The resolved configuration, frozen. Modules below `assemble/` read nothing else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from windlass.core.types import State
 
 NonFinitePolicy = Literal["raise", "skip", "rollback"]
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateSize:
+    """The batches of an update.
+
+    Attributes:
+        micro, accumulation, world: samples of a micro-batch, micro-batches of an update, processes.
+        asked: `gradient_accumulation_steps` of the arguments, from which `accumulation` may have been derived.
+        asked_micro: `per_device_train_batch_size` of the arguments, if only smaller micro-batches fit in memory.
+    """
+
+    micro: int
+    accumulation: int
+    world: int
+    asked: int
+    asked_micro: int | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.micro * self.accumulation * self.world
+
+    def within(self, limit: int) -> UpdateSize:
+        """The same update, in micro-batches of at most `limit` samples."""
+        if limit >= self.micro:
+            return self
+        samples = self.micro * self.accumulation
+        micro = max(size for size in range(1, limit + 1) if samples % size == 0)
+        asked = self.asked_micro or self.micro
+        return replace(self, micro=micro, accumulation=samples // micro, asked_micro=asked)
+
+    def to_dict(self) -> State:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Sizes in samples. `update = micro * accumulation * world` samples make one update."""
+    """The batches of a loader on rank `rank`; sizes in samples, `accumulation` in micro-batches."""
 
     micro: int
     accumulation: int
@@ -34,7 +69,7 @@ class DurationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """`name` is a key of the optimizer registry, `schedule` one of the schedule registry."""
+    """`name` and `schedule` are keys of the registries of optimizers and schedules."""
 
     name: str = "adamw_torch"
     learning_rate: float = 5e-5
@@ -58,7 +93,7 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """What is done to the model before it trains, in the order of `transforms/apply.py`. No backend: no compilation."""
+    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled."""
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
@@ -74,9 +109,14 @@ class StabilityPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
-    """How data is read. `worker_init` is called in each worker with its number; a worker that gives nothing for
-    `worker_timeout` seconds is an error (0: never); one that has not started `start_timeout` seconds after its fork is
-    replaced. `purpose` is what messages say the data are read for."""
+    """How data is read.
+
+    Attributes:
+        worker_init: called in each worker with its number.
+        worker_timeout: seconds without a batch after which a worker is an error; 0 waits without a limit.
+        start_timeout: seconds after which a forked worker that has not started is replaced.
+        purpose: what the data is for, in messages.
+    """
 
     workers: int = 0
     pin_memory: bool = True
@@ -109,11 +149,11 @@ class SavePlan:
     Attributes:
         keep_last: how many of the newest checkpoints are kept; None: all, up to `total_limit`.
         keep_best: how many checkpoints of the best evaluations are kept; None: that of `load_best_at_end` alone.
-        model_only: checkpoints hold the model and nothing that a run could continue from.
+        model_only: checkpoints contain only the model, so a run cannot be resumed.
         on_each_node: the final model is written on every disk.
         every: seconds between ephemeral checkpoints, beside those of the cadence; None: none are made.
         background: checkpoints are written while training goes on.
-        host_memory: bytes that the copies for it may take; None: what the host has.
+        host_memory: limit in bytes on the copies for it; None: the memory of the host.
         max_failures: failed saves in a row at which the run ends; None: never.
     """
 
@@ -135,11 +175,11 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """How a run leaves a machine that a scheduler wants back.
+    """How a run exits at the request of a scheduler.
 
     Attributes:
-        signals: names of the signals that say so.
-        deadline: seconds after the first of them at which the process exits, saved or not; None: never.
+        signals: names of the signals that request it.
+        deadline: seconds after the first of them at which the process exits, even if it has not saved; None: no limit.
         deadline_text: `deadline` as the user wrote it.
     """
 
@@ -158,7 +198,7 @@ class EvaluationPlan:
         include: what else `compute_metrics` is given: "inputs", "loss".
         accumulate_steps: batches after which kept predictions move to the host; None: at the end.
         concat: join batches into one array.
-        cast: the dtype that weights are cast to; None: they stay.
+        cast: the dtype to which weights are cast; None keeps theirs.
         start_timeout: seconds for a data worker to start.
     """
 
@@ -197,16 +237,15 @@ class ShardPlan:
     Attributes:
         reshard: True frees gathered parameters after each forward (full_shard), False keeps them until the backward
             (shard_grad_op), an integer reshards to that many ranks.
-        replicas: whole copies of the model over all ranks; above 1 it is hybrid sharding, `world / replicas` ranks a
-            copy. `replicas == world` shards nothing (no_shard).
-        wrap: which submodules are gathered on their own: those of `layers` (class names; none given: the model's own
+        replicas: replicas of the model over all ranks; above 1 it is hybrid sharding, with `world / replicas` ranks per
+            replica. `replicas == world` shards nothing (no_shard).
+        wrap: which submodules are gathered separately: those of `layers` (class names; by default the model's
             `_no_split_modules`), those of at least `min_parameters`, or only the whole model.
         cpu_offload: parameters, gradients and optimizer state stay in host memory between uses.
         param_dtype, reduce_dtype, output_dtype: None keeps that of the parameters.
         forward_prefetch, backward_prefetch: how many layers ahead are gathered explicitly; 0 leaves it to PyTorch.
-        state: how checkpoints hold it: one file of whole tensors, or every rank its shards.
-        ram_efficient: only rank 0 holds the weights on the host before sharding; the others start from the meta
-            device.
+        state: format in checkpoints: one file of whole tensors, or the shards of each rank.
+        ram_efficient: only rank 0 loads the weights into host memory; the others start from the meta device.
         ignored: regular expression or names of modules that are not sharded.
     """
 
@@ -233,7 +272,7 @@ class DistPlan:
 
     Attributes:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
-        comm_hook: how DDP compresses gradients on their way.
+        comm_hook: how DDP compresses gradients during communication.
     """
 
     timeout_seconds: int = 1800
@@ -250,10 +289,10 @@ class DistPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Everything a run does, decided before it starts."""
+    """The complete configuration of a run."""
 
     seed: int
-    batch: BatchPlan
+    batch: UpdateSize
     duration: DurationPlan
     optimizer: OptimizerPlan
     precision: PrecisionPlan

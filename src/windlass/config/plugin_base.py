@@ -4,15 +4,59 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from windlass.core.errors import Problem
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
+from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.table import KEYS, SECTIONS
+from windlass.config.sections.setting import rules_in
+from windlass.config.values import hints, value_fault
+from windlass.core.errors import ConfigError, Problem
+
+Cls = TypeVar("Cls", bound=type)
 
 
-class KwargsHandler:
-    """A group of options that knows which of them differ from the defaults."""
+def launched(family: str) -> dict[str, Any]:
+    """What the environment of this process sets of a family of settings, as its launcher exports it: {word: value}.
+
+    Settings that are not built are included: the object that has them refuses them on use.
+
+    Raises:
+        ConfigError: a variable cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for key in (key for key in KEYS.values() if key.family == family):
+        for variable in key.variables:
+            if (raw := os.environ.get(variable, "")) not in ("", "None"):
+                try:
+                    found[key.words[0]] = key.read(raw)
+                except ValueError as error:
+                    raise ConfigError(Problem(variable, raw, str(error))) from None
+    own = from_environment(os.environ) if OWN_VARIABLE in os.environ else Settings()
+    return found | {KEYS[name].words[0]: own[name].value for name in own if KEYS[name].family == family}
+
+
+class Options:
+    """A dataclass of options. Those that `setting` declares are checked on use, not on construction."""
+
+    def objections(self) -> Iterator[Problem]:
+        """Problems of these options."""
+        types = hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if not field.metadata:
+                continue  # a setting, which is checked when it is recorded
+            rules, value = rules_in(field), getattr(self, field.name)
+            fault = value_fault(value, types[field.name], rules)
+            if fault is None and value != field.default:
+                fault = rules.refused
+            if fault:
+                yield Problem(f"{type(self).__name__}.{field.name}", value, fault)
+
+
+class KwargsHandler(Options):
+    """A group of options that can list those which differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:
         """All options, as copies."""
@@ -23,57 +67,26 @@ class KwargsHandler:
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
-    def objections(self) -> Iterator[Problem]:
-        """Problems of these options. They are checked on use, not on construction."""
-        yield from type_problems(self)
 
-
-def type_problems(options: Any, **least: int) -> Iterator[Problem]:
-    """A problem for each flag that is not a bool or None, and for each number that is too small.
+def described(section: str = "") -> Callable[[Cls], Cls]:
+    """Return a decorator that lists the fields of a dataclass of options in its docstring.
 
     Args:
-        least: the smallest value of a whole number, by field; 1 for those that are not named.
+        section: section of a launch file that has the settings of fields which `setting` does not declare.
     """
-    for name, hint in get_type_hints(type(options)).items():
-        value, kinds = getattr(options, name), get_args(hint) or (hint,)
-        if value is None:
-            continue
-        if bool in kinds and not isinstance(value, bool):
-            yield Problem(f"{type(options).__name__}.{name}", value, "must be True or False")
-        elif int in kinds:
-            yield from count_problems(options, (name,), least.get(name, 1))
+    keys = SECTIONS.get(section, {})
 
+    def describe(cls: Cls) -> Cls:
+        lines = []
+        for field in dataclasses.fields(cls):
+            if text := field.metadata.get("help"):
+                lines.append(f"        {field.name}: {text}")
+            elif key := keys.get(field.name):
+                reason = key.refused or key.idle
+                lines.append(f"        {field.name}: {key.doc}{f' It {reason}.' if reason else ''}")
+        doc = (cls.__doc__ or "").rstrip()
+        heading = [] if "Attributes:" in doc else ["", "    Attributes:"]
+        cls.__doc__ = "\n".join([doc, *heading, *lines, "    "])
+        return cls
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A field that has one value Windlass can honour; every other is refused with the reason."""
-
-    field: str
-    honoured: Any
-    reason: str
-
-
-def refused(options: Any, refusals: tuple[Refusal, ...]) -> Iterator[Problem]:
-    """A problem for each field of `options` whose value cannot be honoured."""
-    for refusal in refusals:
-        value = getattr(options, refusal.field)
-        if value != refusal.honoured:
-            yield Problem(f"{type(options).__name__}.{refusal.field}", value, refusal.reason)
-
-
-def count_problems(options: Any, names: tuple[str, ...], least: int = 1) -> Iterator[Problem]:
-    """A problem for each of the named fields that is set and is not a whole number of at least `least`."""
-    for name in names:
-        value = getattr(options, name)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-            continue
-        yield Problem(
-            f"{type(options).__name__}.{name}", value, f"must be a whole number of at least {least}"
-        )
-
-
-def stated(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from those of one made without arguments."""
-    unsaid = type(options)()
-    values = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(options)}
-    return {name: value for name, value in values.items() if value != getattr(unsaid, name)}
+    return describe

@@ -1,4 +1,4 @@
-"""Engines and number formats that scripts can ask for and Windlass does not run: named, and refused with the reason."""
+"""Engines and number formats that scripts can request and Windlass does not have: each is refused with the reason."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.support_accelerate import ARGUMENTS_REFUSED
+from windlass.config.support_rows import ACCELERATOR_REFUSED
 from windlass.core.errors import ConfigError, Problem
 
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's ZeRO, as scripts configure it. It can be written down; using it is refused.
+    """DeepSpeed's ZeRO. The object can be made; using it is refused.
 
     Attributes:
         hf_ds_config: a DeepSpeed configuration, as a dict or a file.
-        gradient_accumulation_steps, gradient_clipping: how updates are made.
+        gradient_accumulation_steps, gradient_clipping: as in `TrainingArguments`.
         zero_stage: 0 to 3.
         is_train_batch_min: which loader decides the batch size.
         offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme".
-        offload_optimizer_nvme_path, offload_param_nvme_path: where to on a disk.
+        offload_optimizer_nvme_path, offload_param_nvme_path: folders for "nvme".
         zero3_init_flag, zero3_save_16bit_model: how models of stage 3 are made and saved.
         transformer_moe_cls_names: classes of expert layers.
         enable_msamp, msamp_opt_level: eight-bit training.
@@ -42,19 +42,23 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def objections(self) -> Iterator[Problem]:
-        """That it is used at all."""
-        said = f"DeepSpeedPlugin(zero_stage={self.zero_stage})"
-        yield Problem("deepspeed_plugin", said, ARGUMENTS_REFUSED["deepspeed_plugin"])
+        """Refuse any use."""
+        given = f"DeepSpeedPlugin(zero_stage={self.zero_stage})"
+        yield Problem("deepspeed_plugin", given, ACCELERATOR_REFUSED["deepspeed_plugin"])
 
 
 class _Refused:
-    """A configuration object that cannot be made: nothing here would read it."""
+    """A configuration object that cannot be made."""
 
     reason = ""
 
     def __init__(self, *values: Any, **options: Any) -> None:
-        said = ", ".join([*map(repr, values), *(f"{key}={value!r}" for key, value in options.items())])
-        raise ConfigError(Problem(type(self).__name__, f"({said})", self.reason))
+        given = ", ".join([*map(repr, values), *(f"{key}={value!r}" for key, value in options.items())])
+        raise ConfigError(Problem(type(self).__name__, f"({given})", self.reason))
+
+
+class _EightBits(_Refused):
+    reason = "eight-bit training is not built; use mixed_precision='bf16'"
 
 
 class MegatronLMPlugin(_Refused):
@@ -63,31 +67,20 @@ class MegatronLMPlugin(_Refused):
     reason = "Megatron-LM is not built; shard the model with FullyShardedDataParallelPlugin"
 
 
-_NO_FP8 = "eight-bit training is not built; use mixed_precision='bf16'"
-
-
-class TERecipeKwargs(_Refused):
+class TERecipeKwargs(_EightBits):
     """Eight-bit training with Transformer Engine; refused."""
 
-    reason = _NO_FP8
 
-
-class MSAMPRecipeKwargs(_Refused):
+class MSAMPRecipeKwargs(_EightBits):
     """Eight-bit training with MS-AMP; refused."""
 
-    reason = _NO_FP8
 
-
-class AORecipeKwargs(_Refused):
+class AORecipeKwargs(_EightBits):
     """Eight-bit training with torchao; refused."""
 
-    reason = _NO_FP8
 
-
-class FP8RecipeKwargs(_Refused):
-    """Eight-bit training, as older scripts ask for it; refused."""
-
-    reason = _NO_FP8
+class FP8RecipeKwargs(_EightBits):
+    """Eight-bit training, under its earlier name; refused."""
 
 
 class BnbQuantizationConfig(_Refused):

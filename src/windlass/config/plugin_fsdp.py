@@ -1,7 +1,6 @@
-"""Sharding as scripts configure it, in the words of either version of PyTorch's sharded data parallelism.
+"""The FSDP plugin of scripts, in the spellings of FSDP1 or FSDP2, or with PyTorch's own objects.
 
-Windlass shards with the second version. This object takes the first version's words and PyTorch's own objects as well;
-the table of settings reads them.
+The table of settings reads its values; FSDP2 is always what runs.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ from typing import Any
 
 from windlass.config.parallel import kinds
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.table import SECTIONS, described
-from windlass.config.plugin_base import stated
+from windlass.config.parallel.table import SECTIONS
+from windlass.config.plan import ShardPlan
+from windlass.config.plugin_base import described
+from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import warn_of_argument
 
 _KEYS = SECTIONS["fsdp_config"]
 
 
 def _resharding(raw: Any) -> Any:
-    """A whole number is one of FSDP1's strategies here, and a number of ranks elsewhere."""
+    """Read one of FSDP1's strategies from a number, which elsewhere is a number of ranks."""
     return raw if isinstance(raw, bool) else kinds.either(_TRUTH, rows.SHARDING, says=_RESHARDING)(raw)
 
 
@@ -34,9 +36,10 @@ _OWN_READERS: dict[str, kinds.Reader] = {
 }
 
 
+@described("fsdp_config")
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How a model is spread over processes, each with a shard of it. None: not set, so another source may set it.
+    """How a model is sharded over processes. None: not set, so another source may set it.
 
     Words may have any case. Those that PyTorch numbers may be given by number from 1, or as PyTorch's own enumerations,
     functions and objects.
@@ -44,9 +47,9 @@ class FullyShardedDataParallelPlugin:
     Attributes:
         mixed_precision_policy: a dtype for all ("bf16"), a dict of `param_dtype`, `reduce_dtype`, `output_dtype`, or
             PyTorch's object.
-        state_dict_config, optim_state_dict_config: PyTorch's objects. Checkpoints are written from the host by the
-            process that owns the data, so only that may be said.
-        param_init_fn: refused: what the meta device holds is filled with the first process's weights.
+        state_dict_config, optim_state_dict_config: PyTorch's objects. Checkpoints are always written from host memory,
+            whole tensors by the first process; other values are accepted with a warning.
+        param_init_fn: refused: parameters on the meta device get the first process's weights.
     """
 
     fsdp_version: int | None = None
@@ -87,7 +90,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = mixed_precision
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Does nothing: the layers are looked up in the model when it is prepared."""
+        """Do nothing: the layers are determined when the model is prepared."""
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a `ConfigError` if something here cannot be honoured."""
@@ -96,13 +99,15 @@ class FullyShardedDataParallelPlugin:
     validate_cpu_offload = validate_mixed_precision_policy
 
     def settings(self) -> dict[str, Any]:
-        """The fields that are set, by the words of a launch file, with canonical values.
+        """Return the fields that are set, by the words of a launch file, with canonical values.
 
         Raises:
-            ConfigError: something that cannot be honoured, all of it at once.
+            ConfigError: with every problem.
         """
         if problems := list(self.objections()):
             raise ConfigError(problems)
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            _warn_of_state_config(f"{type(self).__name__}.{name}", getattr(self, name))
         said = {word: _reader(word)(value) for _, word, value in self._said() if not _KEYS[word].refused}
         return {word: value for word, value in said.items() if value is not None}
 
@@ -120,10 +125,8 @@ class FullyShardedDataParallelPlugin:
             if fix := _objection(word, value):
                 yield Problem(f"{where}.{field}", value, fix)
         if self.param_init_fn is not None:
-            fix = "is not needed: weights on the meta device are filled with the first process's"
+            fix = "is not needed: parameters on the meta device get the first process's weights"
             yield Problem(f"{where}.param_init_fn", self.param_init_fn, fix)
-        for name in ("state_dict_config", "optim_state_dict_config"):
-            yield from _state_config_problems(f"{where}.{name}", getattr(self, name))
 
     def _said(self) -> Iterator[tuple[str, str, Any]]:
         """(field, word of a launch file, value) of each field that is set and is in the table."""
@@ -131,7 +134,7 @@ class FullyShardedDataParallelPlugin:
             if name == "mixed_precision_policy":
                 yield from ((f"{name}.{role}", role, dtype) for role, dtype in rows.dtypes_of(value).items())
             elif name == "ignored_modules" and not isinstance(value, str):
-                continue  # objects, which get their names from the model (`ignored_names`)
+                continue  # objects, whose names `ignored_names` finds in the model
             elif name in _KEYS:
                 yield name, name, value
         if isinstance(self.auto_wrap_policy, functools.partial):
@@ -143,7 +146,22 @@ class FullyShardedDataParallelPlugin:
                 yield "auto_wrap_policy", "min_num_params", int(least)
 
 
-described(FullyShardedDataParallelPlugin, "fsdp_config")
+def fsdp_plugin_of(plan: ShardPlan) -> FullyShardedDataParallelPlugin:
+    """The plugin that says what `plan` does, for scripts that read it."""
+    dtypes = {role: getattr(plan, role) for role in ("param_dtype", "reduce_dtype", "output_dtype")}
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=plan.reshard,
+        mixed_precision_policy={role: dtype for role, dtype in dtypes.items() if dtype} or None,
+        auto_wrap_policy=rows.WRAPPING[plan.wrap],
+        cpu_offload=plan.cpu_offload,
+        ignored_modules=plan.ignored,
+        state_dict_type=rows.STATES[plan.state],
+        activation_checkpointing=plan.recompute,
+        cpu_ram_efficient_loading=plan.ram_efficient,
+        transformer_cls_names_to_wrap=list(plan.layers) or None,
+        min_num_params=plan.min_parameters if plan.wrap == "size" else None,
+    )
 
 
 def _reader(word: str) -> kinds.Reader:
@@ -163,9 +181,11 @@ def _objection(word: str, value: Any) -> str:
     return ""
 
 
-def _state_config_problems(field: str, config: Any) -> Iterator[Problem]:
-    """State is written from the host, and whole tensors by the first process; only that can be asked for."""
+def _warn_of_state_config(field: str, config: Any) -> None:
+    """Warn of state written from a device, or whole tensors on several processes: PyTorch's own defaults."""
     for option in ("offload_to_cpu", "rank0_only"):
         if getattr(config, option, True) is False:
-            fix = "checkpoints are written from host memory, whole tensors by the first process; leave both True"
-            yield Problem(f"{field}.{option}", False, fix)
+            warn_of_argument(
+                f"{field}.{option}=False is accepted as True: checkpoints are written from host memory, whole tensors "
+                "by the first process"
+            )

@@ -1,6 +1,6 @@
-"""The words that distributed scripts compare against: kinds of job, precisions, trackers, compilers, gradient hooks.
+"""The words that distributed scripts compare with: kinds of job, precisions, trackers, compilers, gradient hooks.
 
-Members are strings with the values that scripts know, so `state.distributed_type == "MULTI_CPU"` holds as well.
+Members are strings, so `state.distributed_type == "MULTI_CPU"` holds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from windlass.config.enums import Choice
 
 
 class _Contains(EnumMeta):
-    """Lets `"fp16" in PrecisionType` ask for a value, which Python does by itself from 3.12 on."""
+    """Let `"fp16" in PrecisionType` test for a value, as Python does from 3.12 on."""
 
     def __contains__(cls, item: object) -> bool:
         return isinstance(item, cls) or item in [member.value for member in cls]  # type: ignore[var-annotated]
 
 
 class Word(Choice, metaclass=_Contains):
-    """A choice that knows whether it contains a value, and lists its values."""
+    """A choice with a list of its values and a test for them."""
 
     @classmethod
     def list(cls) -> list[str]:
@@ -27,7 +27,7 @@ class Word(Choice, metaclass=_Contains):
 
 
 class DistributedType(Word):
-    """What kind of job this is: one process, several on one kind of device, or an engine that spreads the model."""
+    """The kind of a job: one process, several on one kind of device, or an engine that distributes the model."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -54,7 +54,7 @@ def distributed_type_of(device: str, processes: int) -> DistributedType:
 
 
 class SageMakerDistributedType(Word):
-    """How a managed service spreads a job; kept because configuration files name it."""
+    """How a managed service distributes a job; only for configuration files that name it."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -62,7 +62,7 @@ class SageMakerDistributedType(Word):
 
 
 class FP8BackendType(Word):
-    """Which library computes in eight bits."""
+    """Libraries of eight-bit training."""
 
     NO = "NO"
     TE = "TE"
@@ -71,14 +71,14 @@ class FP8BackendType(Word):
 
 
 class ComputeEnvironment(Word):
-    """Where the machines of a job come from."""
+    """Providers of the machines of a job."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class PrecisionType(Word):
-    """The type that matrix products are computed in; `no` is that of the weights."""
+    """The dtype of matrix products; `no` is that of the weights."""
 
     NO = "no"
     FP8 = "fp8"
@@ -87,7 +87,7 @@ class PrecisionType(Word):
 
 
 class LoggerType(Word):
-    """Experiment trackers; `all` means every one that is installed."""
+    """Experiment trackers; `all` is all that are installed."""
 
     ALL = "all"
     AIM = "aim"
@@ -102,7 +102,7 @@ class LoggerType(Word):
 
 
 class RNGType(Word):
-    """Generators that can be made equal on all processes: torch's own, a device's, or one that a sampler was given."""
+    """Random generators that can be synchronised over processes: torch's, that of a device, or that of a sampler."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -118,7 +118,7 @@ class RNGType(Word):
 
 
 class CustomDtype(Word):
-    """Widths of weights for which PyTorch has no type, when planning where a model's layers go."""
+    """Formats of weights without a PyTorch dtype, for planning the devices of a model's layers."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -126,7 +126,7 @@ class CustomDtype(Word):
 
 
 class DDPCommunicationHookType(Word):
-    """How gradients are compressed on their way between processes."""
+    """Compression of gradients during communication."""
 
     NO = "no"
     FP16 = "fp16"

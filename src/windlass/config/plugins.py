@@ -1,24 +1,21 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """Configuration objects of a user-owned loop, under the names and with the defaults that scripts know.
 
-They are data: making one reads no environment variable and touches no device. What an object asks for and Windlass
-cannot do is found by `objections()` when the object is used, and raised together with everything else that is wrong.
-`tests/config/test_plugins.py` holds their names and defaults against those that scripts were written for.
+They are data: making one reads no environment variable and touches no device. Their `objections()` list what is wrong
+or cannot be honoured when they are used, so that everything is raised together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from windlass.config.parallel.table import described
-from windlass.config.plugin_base import (
-    KwargsHandler,
-    Refusal,
-    refused,
-    type_problems,
-)
+from windlass.config.parallel import rows_loop as rows
+from windlass.config.parallel.keys import setting_of
+from windlass.config.parallel.rows_training import ACCUMULATION
+from windlass.config.plugin_base import KwargsHandler, Options, described, launched
 from windlass.config.plugin_engines import (
     AORecipeKwargs,
     BnbQuantizationConfig,
@@ -37,7 +34,7 @@ from windlass.config.plugin_parallelism import (
     TorchTensorParallelPlugin,
 )
 from windlass.config.plugin_words import DDPCommunicationHookType, DynamoBackend
-from windlass.core.errors import Problem
+from windlass.config.sections.setting import Range, above, at_least, setting
 
 __all__ = [
     "AORecipeKwargs",
@@ -66,120 +63,102 @@ __all__ = [
 ]
 
 
+_ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
+
+
+@described()
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How forward passes are run in mixed precision.
+    """Mixed precision of forward passes."""
 
-    Attributes:
-        enabled: False runs them in the weights' own type.
-        cache_enabled: whether a weight that was cast is kept until the context ends; None leaves it to PyTorch.
-    """
-
-    enabled: bool = True
-    cache_enabled: bool | None = None
+    enabled: bool = setting(True, "False computes in the dtype of the weights.")
+    cache_enabled: bool | None = setting(None, "Keep cast weights in the context; None: PyTorch's default.")
 
 
+@described()
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """The loss scale of fp16.
+    """The loss scale of fp16."""
 
-    Attributes:
-        init_scale: the first scale.
-        growth_factor, backoff_factor: what multiplies it after a run of good updates, and after an overflow.
-        growth_interval: how many good updates make such a run.
-        enabled: False scales nothing.
-    """
-
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    enabled: bool = True
-
-    def objections(self) -> Iterator[Problem]:
-        yield from type_problems(self)
-        if not self.init_scale > 0:
-            yield Problem("GradScalerKwargs.init_scale", self.init_scale, "must be above 0")
-        if not self.growth_factor > 1:
-            yield Problem("GradScalerKwargs.growth_factor", self.growth_factor, "must be above 1")
-        if not 0 < self.backoff_factor < 1:
-            yield Problem("GradScalerKwargs.backoff_factor", self.backoff_factor, "must lie between 0 and 1")
+    init_scale: float = setting(65536.0, "The initial scale.", bounds=above(0))
+    growth_factor: float = setting(2.0, "Factor after `growth_interval` finite updates.", bounds=above(1))
+    backoff_factor: float = setting(
+        0.5, "Factor after an overflow.", bounds=Range(lambda v: 0 < v < 1, "must lie between 0 and 1")
+    )
+    growth_interval: int = setting(2000, "Finite updates in a row until the scale grows.", bounds=at_least(1))
+    enabled: bool = setting(True, "False does not scale the loss.")
 
 
+@described()
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the processes of a job meet.
+    """How the processes of a job connect."""
 
-    Attributes:
-        backend: the library that carries tensors. The default means the one that fits the device (gloo on a CPU).
-        init_method: address of the meeting point; None reads `MASTER_ADDR` and `MASTER_PORT`, as launchers set them.
-        timeout: how long a process waits for the others; None is ten minutes on nccl and thirty elsewhere.
-    """
-
-    backend: str | None = "nccl"
-    init_method: str | None = None
-    timeout: timedelta | None = None
+    backend: str | None = setting(
+        "nccl", "Communication library; the default selects the one for the device (gloo on a CPU)."
+    )
+    init_method: str | None = setting(
+        None, "Address to meet at; None reads `MASTER_ADDR` and `MASTER_PORT`, which launchers set."
+    )
+    timeout: timedelta | None = setting(
+        None,
+        "How long a process waits for the others; None is ten minutes with nccl and thirty otherwise.",
+        bounds=Range(lambda v: v > timedelta(0), "must be above zero"),
+    )
 
     def __post_init__(self) -> None:
         if self.timeout is None:
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
 
-    def objections(self) -> Iterator[Problem]:
-        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
-            fix = "must be a datetime.timedelta above zero"
-            yield Problem("InitProcessGroupKwargs.timeout", self.timeout, fix)
 
-
+@described()
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """What `accelerator.profile()` records.
 
     Attributes:
-        activities: kinds of work to record, of "cpu", "cuda", "xpu", "mtia" and "hpu"; None records what there is.
-        schedule_option: `wait`, `warmup`, `active`, `repeat` and `skip_first`, in calls of the profiler's `step`.
-        on_trace_ready: called with the profiler whenever a cycle of the schedule ends.
-        record_shapes, profile_memory, with_stack, with_flops, with_modules: what is noted of each operation.
-        output_trace_dir: folder for one Chrome trace per process; None writes none.
+        on_trace_ready: called with the profiler at the end of each cycle of the schedule.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: what is recorded of each operation.
     """
 
-    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
-    schedule_option: dict[str, int] | None = None
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = setting(
+        None, "Kinds of work to record; None records all that are available.", words=_ACTIVITIES
+    )
+    schedule_option: dict[str, int] | None = setting(
+        None,
+        "Phases, in calls of the profiler's `step`.",
+        words=("wait", "warmup", "active", "repeat", "skip_first"),
+    )
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
     with_modules: bool = False
-    output_trace_dir: str | None = None
-
-    def objections(self) -> Iterator[Problem]:
-        known = ("cpu", "xpu", "mtia", "cuda", "hpu")
-        for activity in self.activities or ():
-            if activity not in known:
-                yield Problem("ProfileKwargs.activities", activity, f"must be of {', '.join(known)}")
-        for key in self.schedule_option or {}:
-            if key not in ("wait", "warmup", "active", "repeat", "skip_first"):
-                fix = "is no option of a schedule: wait, warmup, active, repeat, skip_first"
-                yield Problem("ProfileKwargs.schedule_option", key, fix)
+    output_trace_dir: str | None = setting(None, "Folder for one Chrome trace per process; None writes none.")
 
 
+@described("ddp_config")
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How a model is replicated.
+    """How a model is replicated."""
 
-    Attributes:
-        dim: the axis of the batch (0: the only one that processes share).
-        check_reduction: has had no effect in PyTorch for long, and is refused.
-        gradient_as_bucket_view: gradients live where they are reduced, which saves a copy; always so, and both values
-            mean that.
-    """
-
-    dim: int = 0
+    dim: int = setting(
+        0,
+        "The axis of the batch.",
+        refused="must be 0: batches are distributed along their first axis",
+    )
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
-    check_reduction: bool = False
-    gradient_as_bucket_view: bool = False
+    check_reduction: bool = setting(
+        False,
+        "Without effect in PyTorch.",
+        refused="has no effect in current PyTorch versions; leave it out",
+    )
+    gradient_as_bucket_view: bool = setting(
+        False, "Gradients are views of the communication buckets; both values mean that."
+    )
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
@@ -189,111 +168,60 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
 
-    def objections(self) -> Iterator[Problem]:
-        yield from refused(
-            self,
-            (
-                Refusal("dim", 0, "a batch is shared out along its first axis; leave it at 0"),
-                Refusal("check_reduction", False, "has had no effect in PyTorch for long; leave it out"),
-            ),
-        )
-        if not isinstance(self.gradient_as_bucket_view, bool):
-            fix = "must be True or False"
-            yield Problem(
-                "DistributedDataParallelKwargs.gradient_as_bucket_view", self.gradient_as_bucket_view, fix
-            )
 
-
-described(DistributedDataParallelKwargs, "ddp_config")
-
-
+@described()
 @dataclass
-class DataLoaderConfiguration:
-    """How batches reach the processes.
+class DataLoaderConfiguration(Options):
+    """How batches are distributed to processes."""
 
-    Attributes:
-        split_batches: the loader's batch is that of all processes together, instead of each one's.
-        dispatch_batches: the main process alone reads, and sends the others their share. None: each reads its own.
-        even_batches: pad the last batch by repeating samples. Windlass shares the last batch out as it is, so that no
-            sample counts twice; both values mean that.
-        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in accelerate's very order. The order follows from
-            a seed in any case.
-        data_seed: the seed of that order; None draws one from torch's generator when the loader is prepared.
-        non_blocking: batches are copied to the device without waiting; always so from pinned memory.
-        use_stateful_dataloader: the loader's place is part of its `state_dict`.
-    """
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-
-    def objections(self) -> Iterator[Problem]:
-        """What of these options has the wrong type."""
-        yield from type_problems(self, data_seed=0)
+    split_batches: bool = setting_of(rows.SPLIT_BATCHES)
+    dispatch_batches: bool | None = setting_of(rows.DISPATCH_BATCHES)
+    even_batches: bool = setting_of(rows.EVEN_BATCHES)
+    use_seedable_sampler: bool = setting_of(rows.SEEDABLE_SAMPLER)
+    data_seed: int | None = setting_of(rows.DATA_SEED)
+    non_blocking: bool = setting_of(rows.NON_BLOCKING)
+    use_stateful_dataloader: bool = setting_of(rows.STATEFUL)
 
 
+@described()
 @dataclass
-class ProjectConfiguration:
-    """Where a project's files lie.
+class ProjectConfiguration(Options):
+    """Where the files of a project are."""
 
-    Attributes:
-        project_dir: folder of the project.
-        logging_dir: folder of trackers that write files; the project's own by default.
-        automatic_checkpoint_naming: `save_state()` without a folder writes `checkpoints/checkpoint_N`.
-        total_limit: how many of those are kept.
-        iteration: N of the next one.
-        save_on_each_node: every machine keeps files of its own, instead of the first one's.
-    """
-
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
+    project_dir: str | None = setting(None, "Folder of the project.")
+    logging_dir: str | None = setting(None, "Folder of trackers that write files; by default `project_dir`.")
+    automatic_checkpoint_naming: bool = setting(False, "`save_state()` writes `checkpoints/checkpoint_N`.")
+    total_limit: int | None = setting(None, "How many of those are kept.", bounds=at_least(1))
+    iteration: int = setting(0, "N of the next one.", bounds=at_least(0))
+    save_on_each_node: bool = setting(False, "Each machine keeps its own files.")
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Put the project into `project_dir`, and its logs as well unless they have a place of their own."""
+        """Set the folder of the project, and that of its logs unless it is set already."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
-    def objections(self) -> Iterator[Problem]:
-        """What of these options has the wrong type."""
-        yield from type_problems(self, iteration=0)
 
-
+@described()
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How many micro-batches make one update.
+    """How micro-batches make an update."""
 
-    Attributes:
-        num_steps: that number.
-        adjust_scheduler: a prepared schedule counts micro-batches, as one built for the plain loop does.
-        sync_with_dataloader: the end of a loader ends an update.
-        sync_each_batch: reduce gradients after every micro-batch, which saves memory and costs time.
-    """
-
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
+    num_steps: int | None = setting_of(ACCUMULATION)
+    adjust_scheduler: bool = setting_of(rows.ADJUST_SCHEDULER)
+    sync_with_dataloader: bool = setting_of(rows.SYNC_AT_END)
+    sync_each_batch: bool = setting_of(rows.SYNC_EACH_BATCH)
 
 
+@described("dynamo_config")
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How the model is compiled.
+    """How the model is compiled. Names of backends may have any case; "no" compiles nothing.
 
-    Names of backends may have any case; None and "no" compile nothing.
-
-    Attributes:
+    Fields that are None are read from the variables `ACCELERATE_DYNAMO_*` of the launcher.
     """
 
     backend: DynamoBackend | None = None
@@ -305,25 +233,29 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        self.backend = DynamoBackend(str(self.backend or "no").upper())
-        self.mode = self.mode or "default"
-        self.fullgraph = False if self.fullgraph is None else self.fullgraph
-        regional = self.use_regional_compilation
-        self.use_regional_compilation = False if regional is None else regional
+        launcher = launched("dynamo")
+        for name, word in _DYNAMO_WORDS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, launcher.get(word, _NO_DYNAMO[name]))
+        self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, the backend as the compiler spells it."""
+        """All options, with the backend in the compiler's spelling."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options of `torch.compile` that differ from the defaults."""
-        changed = super().to_kwargs()
+        changed = {name: value for name, value in self.to_dict().items() if value != _NO_DYNAMO[name]}
         changed.pop("use_regional_compilation", None)
         return changed
 
-    def objections(self) -> Iterator[Problem]:
-        """None: all of these options are settings, which are checked when they are recorded."""
-        yield from ()
 
-
-described(TorchDynamoPlugin, "dynamo_config")
+# Fields that a launcher sets -> the word in its variables.
+_DYNAMO_WORDS = {
+    "backend": "backend", "mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic",
+    "use_regional_compilation": "use_regional_compilation",
+}  # fmt: skip
+_NO_DYNAMO: dict[str, Any] = {
+    "backend": "no", "mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False,
+    "use_regional_compilation": False,
+}  # fmt: skip

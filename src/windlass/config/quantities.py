@@ -1,8 +1,10 @@
-"""Times, sizes and options as people write them: `"5min"`, `"8GB"`, `"rank=64, scale=0.1"`."""
+"""Times, sizes and options as text: `"5min"`, `"8GB"`, `"rank=64, scale=0.1"`."""
 
 from __future__ import annotations
 
 import re
+
+from windlass.core.errors import ConfigError, Problem
 
 _SECONDS = {
     "s": 1, "sec": 1, "secs": 1, "m": 60, "min": 60, "mins": 60,
@@ -16,10 +18,10 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
 
 
 def seconds(value: str | float) -> float:
-    """Seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already.
+    """Return the seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already.
 
     Raises:
-        ValueError: it is no time above 0.
+        ValueError: it is not a time above 0.
     """
     return _quantity(
         value, _SECONDS, "a time above 0: seconds as a number, or text such as '90s', '5min', '2h'"
@@ -27,10 +29,10 @@ def seconds(value: str | float) -> float:
 
 
 def size_in_bytes(value: str | float) -> int:
-    """Bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already.
+    """Return the bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already.
 
     Raises:
-        ValueError: it is no size above 0.
+        ValueError: it is not a size above 0.
     """
     return int(_quantity(value, _BYTES, "a size above 0: bytes as a number, or text such as '8GB', '512MiB'"))
 
@@ -48,7 +50,7 @@ def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
 
 
 def options_from(text: str) -> dict[str, str]:
-    """`"rank=64, scale=0.10"` as {"rank": "64", "scale": "0.10"}.
+    """Return {"rank": "64", "scale": "0.10"} for `"rank=64, scale=0.10"`.
 
     Raises:
         ValueError: a part is not `key=value`.
@@ -60,3 +62,22 @@ def options_from(text: str) -> dict[str, str]:
             raise ValueError(f"must be 'name=value, name=value'; {part!r} is not such a pair")
         options[key.strip()] = value.strip()
     return options
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of the size of a weight file, such as `"1GiB"` or `"500MB"`; a number is bytes already.
+
+    As in accelerate, a lower-case `b` in a decimal unit (`"8Gb"`) means bits.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([KMGT]I?B)\s*", str(size), re.IGNORECASE)
+    if match is None:
+        fix = "give bytes as a number, or a text with a unit such as '5GB' or '512MiB'"
+        raise ConfigError(Problem("size", size, fix))
+    unit = match[2].lower()
+    count = int(float(match[1]) * _BYTES[unit])
+    return count // 8 if match[2].endswith("b") and "i" not in unit else count

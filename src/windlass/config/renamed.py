@@ -1,7 +1,4 @@
-"""Names that scripts of the last years pass, and what each of them means now.
-
-An old name is one row: which field it became, how its value is carried over, and at which value it says nothing.
-"""
+"""Old names of arguments, and what each means now."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.errors import Problem
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import warn_of_argument
 
-logger = get_logger(__name__)
 Given = Mapping[str, Any]
 
 
@@ -22,13 +18,13 @@ class Old:
     """One old name.
 
     Attributes:
-        new: the field it became; None when there is no such choice any more.
-        kind: the type that a command line reads it as.
-        neutral: values at which it asks for nothing.
-        carry: (value, what else was given) -> value of the new field.
-        back: value of the new field -> what reading the old name gives.
-        note: why the name is gone, or what to do instead; completes the sentence "NAME ...".
-        refused: a value that is not neutral cannot be honoured.
+        new: the field that replaced it; None if there is none.
+        kind: its type on a command line.
+        neutral: values that request nothing; the first was its default.
+        carry: (value, all arguments) -> value of the new field.
+        back: value of the new field -> value of the old name.
+        note: why it was removed, or what to do instead, as the end of the sentence "NAME ...".
+        refused: a value that is not neutral is an error.
     """
 
     new: str | None
@@ -41,7 +37,7 @@ class Old:
 
     @property
     def default(self) -> Any:
-        """What the name's own default was."""
+        """Its former default."""
         return self.neutral[0]
 
     def says_nothing(self, value: Any) -> bool:
@@ -52,7 +48,7 @@ class Old:
 
 
 def _switch(new: str, value: object) -> Old:
-    """An old flag that chose one value of a field that has several."""
+    """An old flag that selected one value of a field."""
     return Old(new, bool, (False, None), carry=lambda _, __: value, back=lambda now: now == value)
 
 
@@ -61,7 +57,7 @@ def _same(new: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old
 
 
 def _gone(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
-    """No choice is left; asking for it is answered with a warning."""
+    """A name without effect; setting it logs a warning."""
     return Old(None, kind, neutral, note=note)
 
 
@@ -92,14 +88,14 @@ def _into(field: str, key: str) -> Callable[[Any, Given], Any]:
 
 
 def _agree(present: Any, carried: Any) -> bool:
-    """Whether what the new name holds stays as it is; of a dict, every item."""
+    """Return True if the value of the new name (of a dict, each item) does not change."""
     if isinstance(present, dict) and isinstance(carried, dict):
         return {**carried, **present} == carried
     return bool(present == carried)
 
 
 def _option_of(field: str, key: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
-    """An old argument that is now an item of a field which holds a dict."""
+    """An old argument that is now an item of a dict."""
     return Old(field, kind, neutral, _into(field, key), back=lambda now: (now or {}).get(key, neutral[0]))
 
 
@@ -107,7 +103,7 @@ def _debug(_: Any, given: Given) -> str:
     return " ".join(filter(None, [str(given.get("debug") or ""), "tpu_metrics_debug"]))
 
 
-_APEX = "chose between Apex and PyTorch mixed precision; there is only PyTorch's, asked for with fp16 or bf16"
+_APEX = "chose between Apex and PyTorch mixed precision; there is only PyTorch's, enabled by fp16 or bf16"
 
 OLD_NAMES: dict[str, Old] = {
     "evaluation_strategy": _same("eval_strategy"),
@@ -126,7 +122,9 @@ OLD_NAMES: dict[str, Old] = {
     "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", int),
     "push_to_hub_token": _same("hub_token"),
     "push_to_hub_model_id": _same("hub_model_id"),
-    "push_to_hub_organization": Old("hub_model_id", carry=_hub_id),
+    "push_to_hub_organization": Old(
+        "hub_model_id", carry=_hub_id, back=lambda now: now.rpartition("/")[0] or None if now else None
+    ),
     "fsdp_min_num_params": _option_of("fsdp_config", "min_num_params", int, (0, None)),
     "fsdp_transformer_layer_cls_to_wrap": _option_of("fsdp_config", "transformer_layer_cls_to_wrap"),
     "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
@@ -136,19 +134,21 @@ OLD_NAMES: dict[str, Old] = {
         "accelerator_config", bool, (None,), carry=_into("accelerator_config", "dispatch_batches")
     ),
     "logging_dir": _gone(
-        "has no effect: it named TensorBoard's folder, which now comes from the environment (TENSORBOARD_LOGGING_DIR); "
-        "metrics.jsonl and report.html lie in output_dir"
+        "has no effect: the folder of TensorBoard is now set by the environment (TENSORBOARD_LOGGING_DIR); "
+        "metrics.jsonl and report.html are in output_dir"
     ),
     "overwrite_output_dir": _gone(
-        "has no effect: an output folder is never emptied, and training resumes only when train() is told to",
+        "has no effect: an output folder is never emptied, and training resumes only if train() is asked to",
         bool,
         (False, None),
     ),
-    "use_mps_device": _gone("is not needed: Apple's GPU is chosen by itself", bool, (False, None)),
+    "use_mps_device": _gone("is not needed: Apple's GPU is selected automatically", bool, (False, None)),
     "fp16_opt_level": _gone(_APEX, str, ("O1", None)),
     "fp16_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
     "half_precision_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
-    "save_safetensors": _refused("cannot be False: weights are always safetensors, never pickle", bool, (True, None)),
+    "save_safetensors": _gone(
+        "has no effect: weights are always written as safetensors, never as pickle", bool, (True, None)
+    ),
     "jit_mode_eval": _refused("is gone with TorchScript; use torch_compile", bool, (False, None)),
     "use_ipex": _refused("is gone; PyTorch's own CPU and XPU kernels are used", bool, (False, None)),
     "past_index": _refused("is gone: no state is carried from batch to batch", int, (-1, None)),
@@ -159,7 +159,7 @@ OLD_NAMES: dict[str, Old] = {
     "ray_scope": _refused("belongs to hyperparameter search, which is not built", str, ("last", None)),
 }  # fmt: skip
 
-# Two names of one choice that both still exist: setting either sets both, and the newer one decides.
+# Two names of one choice: setting either sets both, and the newer decides.
 TWINS = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
@@ -168,23 +168,16 @@ BOTH_WAYS = {**TWINS, **{new: old for old, new in TWINS.items()}}
 
 
 def announce(name: str) -> None:
-    """Say once what became of an old name."""
+    """Log once what replaced an old name."""
     old = OLD_NAMES[name]
     if old.new:
-        warn_once(logger, f"the argument {name!r} is now {old.new!r}; it was taken as that")
+        warn_of_argument(f"the argument {name!r} is now {old.new!r}; using that")
     else:
-        warn_once(logger, f"the argument {name!r} {old.note}")
+        warn_of_argument(f"the argument {name!r} {old.note}")
 
 
 def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """New names for old ones.
-
-    Args:
-        given: arguments by name, old and new ones mixed.
-
-    Returns:
-        The arguments under new names alone, and what contradicts itself or cannot be honoured.
-    """
+    """Return `given` with new names only, and problems: contradictions, and what cannot be honoured."""
     arguments = {name: value for name, value in given.items() if name not in OLD_NAMES}
     problems: list[Problem] = []
     for name in (n for n in OLD_NAMES if n in given):
@@ -200,12 +193,12 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     return arguments, problems
 
 
-# Old names that add to their new field rather than set it, and so never contradict it.
+# Old names that add to their new field, and so never contradict it.
 _MERGED = ("include_inputs_for_metrics", "tpu_metrics_debug", "push_to_hub_organization")
 
 
 def _objection(name: str, value: Any, given: Given) -> Problem | None:
-    """What is wrong with giving old `name` this value: it cannot be honoured, or contradicts its new name."""
+    """The problem if old `name` cannot have this value, or contradicts its new name."""
     old = OLD_NAMES[name]
     if old.refused:
         return Problem(name, value, old.note)

@@ -1,4 +1,4 @@
-"""The grouped setters `args.set_training(...)`, `args.set_save(...)`, ...: each sets a topic, and returns itself."""
+"""The setters `args.set_training(...)`, `args.set_save(...)`, ...: each sets a topic and returns the arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _stride(strategy: Any, steps: float) -> None:
 
 
 class Setters:
-    """A mixin of `TrainingArguments`. As everywhere, what is set is checked as a whole when a run starts."""
+    """A mixin of `TrainingArguments`, which are checked as a whole when a run starts."""
 
     def _set(self, **values: Any) -> Self:
         for name, value in values.items():
@@ -33,7 +33,7 @@ class Setters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Switch training on and set its main figures; `batch_size` is per process."""
+        """Enable training and set its main options; `batch_size` is per process."""
         recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         return self._set(
             do_train=True,
@@ -69,7 +69,7 @@ class Setters:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Switch prediction on a test set on."""
+        """Enable prediction on a test set."""
         return self._set(
             do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only
         )
@@ -101,7 +101,7 @@ class Setters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set when, where and how loudly to log."""
+        """Set when, where and at which level to log."""
         _stride(strategy, steps)
         return self._set(
             logging_strategy=IntervalStrategy(strategy),
@@ -144,7 +144,7 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer and its figures."""
+        """Set the optimizer and its options."""
         return self._set(
             optim=OptimizerNames(name),
             learning_rate=learning_rate,
@@ -162,7 +162,7 @@ class Setters:
         max_steps: int = -1,
         warmup_steps: float = 0,
     ) -> Self:
-        """Set the schedule and the length it runs over."""
+        """Set the schedule and its length."""
         return self._set(
             lr_scheduler_type=SchedulerType(name),
             num_train_epochs=num_epochs,
@@ -185,7 +185,7 @@ class Setters:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how data are loaded; batch sizes are per process."""
+        """Set how data is loaded; batch sizes are per process."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

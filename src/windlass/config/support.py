@@ -1,6 +1,6 @@
-"""The support table: every name that users of `Trainer` know, and what Windlass does with it.
+"""The support table: each name that users of `Trainer` know, and what Windlass does with it.
 
-It is the one source of what `validate` refuses, what `docs/support.md` says and what the tests hold the code to.
+It is derived from the declarations of arguments, settings and old names, and from `support_rows`.
 `python -m windlass.config.support > docs/support.md` writes the page.
 """
 
@@ -8,134 +8,129 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from windlass.config import support_accelerate as loop_rows
 from windlass.config import support_rows as rows
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
+from windlass.config.helpers import Helpers
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
-from windlass.config.sections.setting import rules_in
-
-Status = Literal["honoured", "mapped", "refused"]
+from windlass.config.sections.setting import rules_of
+from windlass.config.setters import Setters
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What happens to a name.
+    """What happens to a name. A reason is the end of the sentence "NAME ...".
 
     Attributes:
-        status: honoured: does what its name says. mapped: accepted, and taken as something else that `note` names.
-            refused: an error says why, when it is set to other than its default.
-        note: a sentence to follow the name.
-        means: what the name stands for, for tables that say so.
+        refused: why setting it to other than its default is an error; empty if it is not.
+        mapped: its effect, if it is accepted but does not do what its name says.
+        means: what the name is, for tables that show it.
     """
 
-    status: Status
-    note: str = ""
+    refused: str = ""
+    mapped: str = ""
     means: str = ""
 
+    @property
+    def status(self) -> str:
+        return "refused" if self.refused else "mapped" if self.mapped else "honoured"
 
-def _table(honoured: str, mapped: dict[str, str], refused: dict[str, str]) -> dict[str, Support]:
-    table = {name: Support("honoured") for name in honoured.split()}
-    table.update({name: Support("mapped", note) for name, note in mapped.items()})
-    table.update({name: Support("refused", note) for name, note in refused.items()})
-    return table
-
-
-def _declared(cls: Any) -> dict[str, Support]:
-    """The fields of a class whose fields `setting` declared."""
-    table = {}
-    for field in dataclasses.fields(cls):
-        rules = rules_in(field)
-        status: Status = "refused" if rules.refused else "mapped" if rules.mapped else "honoured"
-        table[field.name] = Support(status, rules.refused or rules.mapped, field.metadata["help"])
-    return table
+    @property
+    def note(self) -> str:
+        return self.refused or self.mapped
 
 
-def _old_names() -> dict[str, Support]:
-    table = {}
-    for name, old in OLD_NAMES.items():
-        status: Status = "refused" if old.refused else "mapped"
-        table[name] = Support(status, old.note or f"is now {old.new}")
-    return table
+Table = dict[str, Support]
 
 
-def _optimizers() -> dict[str, Support]:
-    table = {}
-    for member in OptimizerNames:
-        reason = rows.unbuilt_optimizer(member.value)
-        table[member.value] = Support("honoured") if reason is None else Support("refused", reason)
-    table.update({name: Support("refused", note) for name, note in rows.GONE_OPTIMIZERS.items()})
-    return table
+def _table(honoured: Iterable[str], mapped: Mapping[str, str] = {}, refused: Mapping[str, str] = {}) -> Table:
+    return {
+        **{name: Support() for name in honoured},
+        **{name: Support(mapped=note) for name, note in mapped.items()},
+        **{name: Support(note) for name, note in refused.items()},
+    }
 
 
-def _flags() -> dict[str, Support]:
+def _declared(cls: Any) -> Table:
+    """The fields of a class that `setting` declared."""
+    means = {field.name: field.metadata["help"] for field in dataclasses.fields(cls)}
+    return {name: Support(rules.refused, rules.mapped, means[name]) for name, rules in rules_of(cls).items()}
+
+
+def _old_names() -> Table:
+    notes = {name: old.note or f"is now {old.new}" for name, old in OLD_NAMES.items()}
+    return {
+        name: Support(note) if OLD_NAMES[name].refused else Support(mapped=note)
+        for name, note in notes.items()
+    }
+
+
+def _helpers(*mixins: type) -> Table:
+    return _table(name for cls in mixins for name in vars(cls) if not name.startswith("_"))
+
+
+def _optimizers() -> Table:
+    known = {member.value: rows.unbuilt_optimizer(member.value) or "" for member in OptimizerNames}
+    return {name: Support(reason) for name, reason in {**known, **rows.GONE_OPTIMIZERS}.items()}
+
+
+def _flags() -> Table:
     """The flags of `windlass launch`, which are those of `accelerate launch` and some of its own."""
-    table = {f"--{word}": Support("honoured") for word in ("config_file", "module", "no_python", "print")}
+    table = _table(f"--{word}" for word in ("config_file", "module", "no_python", "print"))
     for word, key in FLAGS.items():
-        table[f"--{word}"] = _of_setting(key, f"--{key.flags[0]}", word == key.flags[0])
+        table[f"--{word}"] = _of_setting(key, f"--{word}", f"--{key.flags[0]}")
     return table
 
 
-def _variables() -> dict[str, Support]:
+def _variables() -> Table:
     """The environment variables that launchers set."""
-    table = {OWN_VARIABLE: Support("honoured")}
-    for name, key in VARIABLES.items():
-        table[name] = _of_setting(key, key.variables[0], name == key.variables[0])
-    return {**table, **{name: Support("refused", key.refused) for name, key in REFUSED.items()}}
+    table = {name: _of_setting(key, name, key.variables[0]) for name, key in VARIABLES.items()}
+    return {OWN_VARIABLE: Support(), **table, **{name: Support(key.refused) for name, key in REFUSED.items()}}
 
 
-def _of_setting(key: Key, spelling: str, is_first: bool) -> Support:
-    if key.refused:
-        return Support("refused", key.refused)
-    if key.idle:
-        return Support("mapped", key.idle)
-    return Support("honoured") if is_first else Support("mapped", f"is another word for {spelling}")
+def _of_setting(key: Key, spelling: str, first: str) -> Support:
+    return Support(key.refused, key.idle or ("" if spelling == first else f"is another name of {first}"))
 
 
-SECTIONS: dict[str, dict[str, Support]] = {
+SECTIONS: dict[str, Table] = {
     "TrainingArguments": _declared(TrainingArguments),
     "Renamed and removed arguments": _old_names(),
-    "TrainingArguments helpers": _table(rows.HELPERS, {}, {}),
+    "TrainingArguments helpers": _helpers(Helpers, Setters),
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
-    "lr_scheduler_type": _table(" ".join(member.value for member in SchedulerType), {}, {}),
-    "report_to": _table(
-        " ".join((*rows.TRACKERS, "all")), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)
-    ),
-    "Trainer constructor": _table(rows.CONSTRUCTOR, rows.CONSTRUCTOR_MAPPED, {}),
-    "Trainer methods": _table(rows.METHODS, rows.METHODS_MAPPED, rows.METHODS_REFUSED),
-    "Callbacks": _table(rows.CALLBACKS, {}, rows.CALLBACKS_REFUSED),
-    "Data collators": _table(rows.COLLATORS, {}, {}),
-    "Accelerator arguments": _table(
-        loop_rows.ARGUMENTS_HONOURED, loop_rows.ARGUMENTS_MAPPED, loop_rows.ARGUMENTS_REFUSED
-    ),
+    "lr_scheduler_type": _table(member.value for member in SchedulerType),
+    "report_to": _table((*rows.TRACKERS, "all"), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)),
+    "Trainer constructor": _table(rows.CONSTRUCTOR.split(), rows.CONSTRUCTOR_MAPPED),
+    "Trainer methods": _table(rows.METHODS.split(), rows.METHODS_MAPPED, rows.METHODS_REFUSED),
+    "Callbacks": _table(rows.CALLBACKS.split(), {}, rows.CALLBACKS_REFUSED),
+    "Data collators": _table(rows.COLLATORS.split()),
+    "Accelerator arguments": _table(rows.ACCELERATOR.split(), {}, rows.ACCELERATOR_REFUSED),
     "Accelerator methods and properties": _table(
-        loop_rows.MEMBERS_HONOURED, loop_rows.MEMBERS_MAPPED, loop_rows.MEMBERS_REFUSED
+        rows.MEMBERS.split(), rows.MEMBERS_MAPPED, rows.MEMBERS_REFUSED
     ),
+    "windlass launch": _flags(),
+    "Environment variables": _variables(),
 }
-
-SECTIONS["windlass launch"] = _flags()
-SECTIONS["Environment variables"] = _variables()
 
 
 def markdown() -> str:
-    """The table as the page `docs/support.md`."""
+    """The page `docs/support.md`."""
     lines = [
         "# What Windlass does with each name",
         "",
-        "Made from the code by `python -m windlass.config.support > docs/support.md`; a test holds the two together.",
+        "Generated by `python -m windlass.config.support > docs/support.md`; a test compares the page with the code.",
         "",
-        "*honoured*: does what its name says. *mapped*: accepted, and taken as what the note says. *refused*: an error",
-        "says why before anything starts, when it is set to something other than its default.",
+        "*honoured*: does what its name says. *mapped*: accepted with the effect in the note. *refused*: setting it to",
+        "other than its default raises an error with the reason, before anything starts.",
     ]
     for title, table in SECTIONS.items():
         counts = ", ".join(
@@ -155,10 +150,10 @@ def _rows(table: dict[str, Support]) -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    """The lines of the table of settings: what each means, its default, and its spelling in each place."""
+    """The lines of the table of settings: meaning, default, and the spelling in each place."""
     places = ("flag", "file", "variable", "arguments", "recipe")
     yield from ("", "## Settings of how training is spread and launched", "")
-    yield "`windlass explain NAME` says where the value of one comes from."
+    yield "`windlass explain NAME` shows where the value of a setting comes from."
     yield from (
         "",
         f"| setting | means | default | {' | '.join(places)} |",

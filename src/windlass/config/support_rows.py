@@ -1,9 +1,10 @@
-"""The rows of the support table, as data. Those of the arguments are declared with the arguments (`sections/`)."""
+"""Rows of the support table that nothing else in `config/` declares: the names are defined on higher floors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from windlass.config.plugin_words import LoggerType
 from windlass.config.sections.saving import HUB
 
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
@@ -14,23 +15,20 @@ GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",
     "adamw_apex_fused": "is gone; use adamw_torch_fused",
 }
-# Part of a name -> how the sentence "NAME is not built yet" goes on.
+# Part of a name -> end of the sentence "NAME is not built yet".
 OPTIMIZER_ADVICE = {
     "xla": " (it needs PyTorch/XLA); use adamw_torch",
     "npu": "; use adamw_torch_fused",
-    "galore": "; adafactor keeps the smallest state of those that are",
-    "lomo": "; adafactor keeps the smallest state of those that are",
-    "8bit": "; adafactor keeps the smallest state of those that are",
-    "4bit": "; adafactor keeps the smallest state of those that are",
+    **dict.fromkeys(
+        ("galore", "lomo", "8bit", "4bit"), "; adafactor keeps the smallest state of those that are"
+    ),
 }
-TRACKERS = (
-    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
-)  # fmt: skip
+TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
 UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
 
 
 def unbuilt_optimizer(name: str) -> str | None:
-    """Why optimizer `name` cannot be used; None when it can."""
+    """Why optimizer `name` cannot be used; None if it can."""
     if name in OPTIMIZERS:
         return None
     advice = next((note for start, note in OPTIMIZER_ADVICE.items() if start in name), "")
@@ -46,18 +44,11 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
             yield name, f"is not a tracker; known names: all, none, {', '.join(TRACKERS)}"
 
 
-HELPERS = """
-train_batch_size eval_batch_size ddp_timeout_delta device n_gpu parallel_mode world_size process_index
-local_process_index should_log should_save place_model_on_device get_process_log_level main_process_first
-get_warmup_steps to_dict to_json_string to_sanitized_dict
-set_training set_evaluate set_testing set_save set_logging set_push_to_hub set_optimizer set_lr_scheduler set_dataloader
-"""
-
 CONSTRUCTOR = """
 model args data_collator train_dataset eval_dataset processing_class model_init compute_loss_func compute_metrics
 callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics
 """
-CONSTRUCTOR_MAPPED = {"tokenizer": "is now processing_class", "callback": "is taken as callbacks"}
+CONSTRUCTOR_MAPPED = {"tokenizer": "is now processing_class", "callback": "is used as callbacks"}
 
 METHODS = """
 train evaluate predict evaluation_loop prediction_step training_step compute_loss compute_loss_context_manager
@@ -69,7 +60,7 @@ remove_callback is_local_process_zero is_world_process_zero create_accelerator_a
 get_learning_rates get_num_trainable_parameters get_optimizer_group
 """
 METHODS_MAPPED = {
-    "get_batch_samples": "may be called; an override is refused, for the loader yields all micro-batches of an update",
+    "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
     "get_sp_size": "is 1: sequence parallelism is not built yet",
     "get_cp_size": "is 1: context parallelism is not built yet",
     "get_tp_size": "is 1: tensor parallelism is not built yet",
@@ -84,10 +75,65 @@ CALLBACKS = """
 DefaultFlowCallback ProgressCallback PrinterCallback NotebookProgressCallback EarlyStoppingCallback TrainerCallback
 """
 CALLBACKS_REFUSED = {
-    "JITCheckpointCallback": "is not needed: every run saves and leaves on the signals that preemption_signals names",
+    "JITCheckpointCallback": "is not needed: each run saves and exits on the signals in preemption_signals",
 }
 COLLATORS = """
 default_data_collator DefaultDataCollator DataCollatorWithPadding DataCollatorForTokenClassification
 DataCollatorForMultipleChoice DataCollatorForSeq2Seq DataCollatorForLanguageModeling
 DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening
 """
+
+_NO_DEEPSPEED = "DeepSpeed is not built; fsdp_plugin shards as its stages 2 and 3 do"
+
+ACCELERATOR = """
+device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config
+fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
+step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin parallelism_config
+scheduler_unit
+"""
+
+ACCELERATOR_REFUSED = {
+    "deepspeed_plugin": _NO_DEEPSPEED,
+    "deepspeed_plugins": _NO_DEEPSPEED,
+    "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
+    "torch_tp_plugin": "tensor parallelism is not built; a tp_size of 1 is accepted",
+}
+
+SAFETENSORS = "safe_serialization=False is mapped to True, with one warning: pickle is never written"
+MEMBERS = """
+prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler unwrap_model
+accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward
+clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped sync_gradients
+gradient_accumulation_steps autocast profile
+gather gather_for_metrics reduce pad_across_processes split_between_processes set_trigger check_trigger
+wait_for_everyone main_process_first local_main_process_first print
+on_main_process on_local_main_process on_last_process on_process on_local_process
+init_trackers get_tracker log end_training
+load_state register_for_checkpointing register_save_state_pre_hook register_load_state_pre_hook
+get_state_dict skip_first_batches free_memory clear verify_device_map
+device distributed_type num_processes process_index local_process_index use_distributed multi_device
+is_main_process is_local_main_process is_last_process mixed_precision is_fsdp2 is_composable_parallelism_enabled
+parallelism_config torch_device_mesh data_parallel_rank data_parallel_shard_rank should_save_model
+split_batches dispatch_batches non_blocking use_stateful_dataloader project_dir logging_dir save_iteration
+"""
+
+MEMBERS_MAPPED = {
+    "even_batches": "has no effect: all processes get the same number of batches, and no sample is repeated",
+    "use_seedable_sampler": "True shuffles in the order of accelerate's SeedableRandomSampler; the order of samples "
+    "follows from a seed in any case",
+    "save_state": SAFETENSORS,
+    "save_model": SAFETENSORS,
+    "save": "writes safetensors (a name in .safetensors) or JSON (.json); other endings are refused, because "
+    "pickle is never written",
+    "fp8_backend": "is always NO: eight-bit training is not built",
+    "deepspeed_plugin": "is always None: DeepSpeed is not built",
+    "tensor_parallel_rank": "is always 0: tensors are not split further",
+    "context_parallel_rank": "is always 0: sequences are not split",
+    "maybe_context_parallel": "does nothing: sequences are not split, and a cp_size above 1 is refused",
+}
+
+MEMBERS_REFUSED = {
+    "lomo_backward": "LOMO is not built; prepare another optimizer and call backward",
+    "pipeline_parallel_rank": "pipelines are not built",
+    "deepspeed_ulysses_dl_adapter": "DeepSpeed's sequence parallelism is not built; prepare the loader",
+}

@@ -1,4 +1,4 @@
-"""One process first, the others after it: for work such as tokenising, whose result is cached on disk."""
+"""Run work on one process first, such as tokenising, whose result is cached on disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _turn = itertools.count()
 
 @contextmanager
 def main_process_first(world: World, local: bool, description: str, timeout: timedelta) -> Iterator[None]:
-    """Let the main process (of each machine with `local`) through first; the others enter when it has left.
+    """Run the body on the main process (of each machine with `local`) first, then on the others.
 
-    The processes meet in the launcher's key-value store, not in a process group: a script calls this before there is
-    one. All processes must come here in the same order.
+    The processes communicate by the launcher's key-value store, because scripts call this before there is a process
+    group. All processes must make the same calls in the same order.
 
     Raises:
-        RuntimeError: the main process failed at its turn; the others must not go on without its result.
+        RuntimeError: the main process failed, so its result is missing.
     """
     if not world.is_distributed:
         yield
@@ -34,7 +34,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     if not (world.is_local_main if local else world.is_main):
         store.wait([key], timeout)
         if store.get(key) != b"done":
-            raise RuntimeError(f"the main process failed at {description!r}; its own error says why")
+            raise RuntimeError(f"the main process failed at {description!r}; see its own error")
         yield
         return
     try:
@@ -47,7 +47,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
 
 @functools.cache
 def _store(rank: int, size: int) -> Any:
-    """The job's store, joined once; the process group that is made later joins the same one."""
+    """The store of the job; the process group that is made later uses the same one."""
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", rank, size))

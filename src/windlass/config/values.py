@@ -1,12 +1,15 @@
-"""Checks of one value at a time: its type, its choices."""
+"""Checks of one value at a time: its type, its bounds, its choices."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import types
 from enum import Enum
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from windlass.config.canonical import members
 from windlass.config.nearest import did_you_mean
+from windlass.config.sections.setting import Rules
 
 _TYPE_WORDS = {
     int: "a whole number",
@@ -14,11 +17,47 @@ _TYPE_WORDS = {
     bool: "True or False",
     str: "text",
     type(None): "None",
+    list: "a list",
+    dict: "a dict",
 }
 
 
+def hints(cls: Any) -> dict[str, Any]:
+    """The resolved types of the fields that Windlass itself declares (not those of a script's subclass)."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith("windlass.") and dataclasses.is_dataclass(base):
+            found = {**get_type_hints(base), **found}
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    return {name: hint for name, hint in found.items() if name in fields}
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type: `int | None` is (int, NoneType)."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:
+    """Why `value` breaks the type or the rules of its field; None if it does not."""
+    fault = type_fault(value, hint)
+    if fault is not None or value is None:
+        return fault
+    if rules.bounds is not None and not rules.bounds.holds(value):
+        return rules.bounds.words
+    try:
+        _ = rules.read and rules.read(value)
+    except ValueError as error:
+        return str(error)
+    return choice_fault(value, choices or rules.words) if choices or rules.words else None
+
+
 def type_fault(value: Any, hint: Any) -> str | None:
-    """Why `value` is not of type `hint`; None when it is."""
+    """Why `value` is not of type `hint`; None if it is."""
     kinds = members(hint)
     if any(_is_a(value, kind) for kind in kinds):
         return _enum_fault(value, kinds)
@@ -33,46 +72,54 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_is_item(item, get_args(kind)[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else origin or kind)
 
 
 def _is_item(value: Any, kind: Any) -> bool:
-    # A word that is no member of an enum is reported as a wrong choice, which says more than a wrong type.
-    return isinstance(value, str) if isinstance(kind, type) and issubclass(kind, Enum) else _is_a(value, kind)
+    # A word that is not a member is reported as a wrong choice, which is more precise than a wrong type.
+    return isinstance(value, str) if _is_enum(kind) or get_origin(kind) is Literal else _is_a(value, kind)
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _enum_fault(value: Any, kinds: tuple[Any, ...]) -> str | None:
-    """A word is text and so passes as `Choice | str`; it must still be one of the words."""
-    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
-    for item in get_args(next((k for k in kinds if get_origin(k) is list), None)):
-        if isinstance(value, list) and isinstance(item, type) and issubclass(item, Enum):
-            return next((fault for v in value if (fault := choice_fault(v, [m.value for m in item]))), None)
-    return choice_fault(value, [m.value for m in enums[0]]) if enums else None
+    """Why text is not a word of the enum in `Choice | str` or `list[Choice]`; None if it is, or there is no enum."""
+    items = [
+        item
+        for kind in kinds
+        if get_origin(kind) is list and isinstance(value, list)
+        for item in get_args(kind)
+    ]
+    enums = [kind for kind in (*items, *kinds) if _is_enum(kind)]
+    return choice_fault(value, [member.value for member in enums[0]]) if enums else None
 
 
 def choice_fault(value: Any, choices: Any) -> str | None:
-    """Why `value` (or an item of it) is not among `choices`; None when it is."""
-    for item in value if isinstance(value, list) else [value]:
+    """Why `value` (or an item or a key of it) is not among `choices`; None if it is."""
+    for item in value if isinstance(value, list | dict) else [value]:
         if item not in choices:
-            return (
-                f"must be one of {', '.join(map(str, choices))}{did_you_mean(str(item), map(str, choices))}"
-            )
+            hint = did_you_mean(str(item), map(str, choices))
+            return f"must be one of {', '.join(map(str, choices))}{hint}"
     return None
 
 
 def _describe(kinds: tuple[Any, ...]) -> str:
     words = []
     for kind in kinds:
-        if kind in _TYPE_WORDS:
-            words.append(_TYPE_WORDS[kind])
-        elif get_origin(kind) in (list, dict):
-            words.append("a list" if get_origin(kind) is list else "a dict")
-        elif isinstance(kind, type) and issubclass(kind, Enum):
-            words.append("one of " + ", ".join(str(m.value) for m in kind))
+        origin = get_origin(kind) or kind
+        if _is_enum(kind):
+            words.append("one of " + ", ".join(str(member.value) for member in kind))
+        elif origin is not Literal:
+            words.append(_TYPE_WORDS.get(origin) or f"a {origin.__name__}")
     return " or ".join(dict.fromkeys(words))
+
+
+def stated(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from those of one made without arguments."""
+    default = type(options)()
+    values = {spec.name: getattr(options, spec.name) for spec in dataclasses.fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from windlass.core.metric_values import plain_metrics
 from windlass.core.plain_text import parse_json
@@ -23,12 +25,36 @@ EVENTS = (
 )  # fmt: skip
 
 
+class ExportableState:
+    """An object whose state travels in a checkpoint as plain data. Callbacks may inherit it beside `TrainerCallback`.
+
+    `state` must return `{"args": keywords of the constructor, "attributes": what is set after it}`.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """The state as plain data.
+
+        Raises:
+            NotImplementedError: the class does not define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define state() to be saved in checkpoints")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """A new object with this state."""
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
 @dataclass
 class TrainerState:
     """The progress of a run. Plain data: saved as `trainer_state.json` in every checkpoint.
 
     `global_step` counts optimizer updates; `epoch` is fractional. `num_input_tokens_seen` stays 0 unless
     `include_num_input_tokens_seen` asks for it. `best_*` describe the best evaluation so far.
+    `stateful_callbacks` may be given as a list of callbacks, whose states are taken.
     """
 
     epoch: float = 0.0
@@ -54,6 +80,32 @@ class TrainerState:
 
     # What a resumed run takes from its own process and arguments, never from the checkpoint.
     PER_PROCESS: ClassVar[tuple[str, ...]] = ("is_local_process_zero", "is_world_process_zero")
+
+    def __post_init__(self) -> None:
+        if self.log_history is None:  # the default of states in older scripts
+            self.log_history = []
+        if not isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = _states_of(self.stateful_callbacks or ())
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`; a share of the run becomes updates."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None:
+                setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
+
+    def init_training_references(
+        self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any = None
+    ) -> None:
+        """Set the length of a run that begins, and where this process is among the others.
+
+        Args:
+            trial: of a search over hyperparameters: a dict, or an object whose `params` is one.
+        """
+        self.trial_params = None if trial is None else dict(getattr(trial, "params", trial))
+        self.max_steps, self.num_train_epochs = max_steps, num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
 
     def to_dict(self) -> dict[str, Any]:
         """A deep copy as plain data. Rows that a script added to `log_history` by itself may hold anything."""
@@ -90,6 +142,19 @@ class TrainerState:
         return cls.from_dict(values)
 
 
+def _states_of(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Class name -> state, or -> list of states of several callbacks of one class."""
+    found: dict[str, list[Any]] = {}
+    for callback in callbacks:
+        if not isinstance(callback, ExportableState):
+            raise TypeError(
+                f"stateful_callbacks holds a {type(callback).__name__}, which is not an ExportableState; inherit it "
+                "and define state()"
+            )
+        found.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
 def _whole_history(index: Path, newest: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that `log_history.json` of a checkpoint lists, and the newest ones."""
     listed = parse_json(index.read_bytes())
@@ -101,7 +166,7 @@ def _whole_history(index: Path, newest: list[dict[str, Any]]) -> list[dict[str, 
 
 
 @dataclass
-class TrainerControl:
+class TrainerControl(ExportableState):
     """What the loop does next. Callbacks set these; `should_training_stop` alone survives the step."""
 
     should_training_stop: bool = False
@@ -121,6 +186,10 @@ class TrainerControl:
     def new_step(self) -> None:
         """What was due after the last update has been done."""
         self.should_save = self.should_evaluate = self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        """The flags, as a checkpoint of transformers holds them."""
+        return {"args": dataclasses.asdict(self), "attributes": {}}
 
     # The names under which callbacks written for transformers reset the flags.
     _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step

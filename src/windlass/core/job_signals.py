@@ -1,5 +1,5 @@
-"""Signals that a whole job gets: schedulers and terminals send them to its data workers, too, whose end would be the
-run's. While a run takes such a signal, its workers leave it to the run.
+"""Signals that schedulers and terminals send to a whole job, its data workers included. While a run handles such a
+signal, its workers ignore it: a worker that ends would end the run.
 """
 
 from __future__ import annotations
@@ -22,46 +22,44 @@ _running: Any = None
 
 
 @contextlib.contextmanager
-def taking(number: int, handle: Callable[[int], None]) -> Iterator[None]:
-    """Within the body this process answers the signal with `handle`, and its workers leave it alone. On the main
-    thread.
-    """
+def handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
+    """Within the body this process calls `handle` for the signal, and its workers ignore it. Main thread only."""
     owner, before = os.getpid(), signal.getsignal(number)
 
     def answer(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
             handle(number)
         elif number == signal.SIGTERM:
-            # A child that was forked from this process: whoever ends it by this signal shall succeed.
+            # A child that was forked from this process: SIGTERM must still end it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     signal.signal(number, answer)
     _taken.add(number)
-    _tell_workers()
+    _share_with_workers()
     try:
         yield
     finally:
         _taken.discard(number)
-        _tell_workers()
+        _share_with_workers()
         signal.signal(number, before)
 
 
 @contextlib.contextmanager
 def surviving_hangup() -> Iterator[None]:
-    """Within the body the end of the terminal (SIGHUP) ends nothing: what is shown is lost, the
-    work is not. A handler of the script's own, and `nohup`, stay as they are.
+    """Within the body the end of the terminal (SIGHUP) is ignored; what is shown is lost. A handler of the script's
+    own, and `nohup`, stay in effect.
     """
     number = getattr(signal, "SIGHUP", None)
     main = threading.current_thread() is threading.main_thread()
     if number is None or not main or signal.getsignal(number) is not signal.SIG_DFL:
         yield
         return
-    with taking(number, lambda _: None):
+    with handling(number, lambda _: None):
         yield
 
 
-def _tell_workers() -> None:
+def _share_with_workers() -> None:
     if _running is not None:
         _running.value = bool(_taken)
 
@@ -71,10 +69,9 @@ class WorkerStart:
     """Called first in every data worker, with its number.
 
     Attributes:
-        own: what the script wants to be called there.
-        left: signals that workers leave to the run.
-        running: shared with this process: whether a run takes them. Afterwards they end a worker, as whoever sends
-            them to it then wants.
+        own: the script's own initializer.
+        left: signals that workers ignore while the run handles them.
+        running: shared with this process: True while a run handles them. Afterwards they end a worker.
         from_main: the main thread starts the workers.
     """
 
@@ -85,11 +82,11 @@ class WorkerStart:
 
     @classmethod
     def now(cls, own: Callable[[int], Any] | None) -> WorkerStart:
-        """For workers that are started while a run takes the signals that it takes now."""
+        """For workers that are started now: they ignore the signals that the run handles now."""
         global _running
         if _running is None:
             _running = RawValue("b", 0)
-        _tell_workers()
+        _share_with_workers()
         from_main = threading.current_thread() is threading.main_thread()
         return cls(own, tuple(sorted(_taken)), _running, from_main)
 
@@ -100,11 +97,13 @@ class WorkerStart:
         if self.from_main and parent is not None and os.getppid() == parent.pid:
             end_with_parent(parent.pid)
         for number in self.left:
-            signal.signal(number, self._leave)  # no SIG_IGN: programs that a worker starts would inherit that
+            signal.signal(
+                number, self._ignore
+            )  # no SIG_IGN: programs that a worker starts would inherit that
         if self.own is not None:
             self.own(worker)
 
-    def _leave(self, number: int, frame: FrameType | None) -> None:
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
         if not self.running.value:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import sys
 import threading
+import warnings
+from collections.abc import Iterator
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.core.output import STDERR, shown
@@ -21,7 +26,7 @@ __all__ = [
     "disable_propagation", "enable_default_handler", "enable_explicit_format", "enable_propagation",
     "get_job_logger", "get_logger",
     "get_verbosity", "log_levels", "set_verbosity", "set_verbosity_debug", "set_verbosity_error",
-    "set_verbosity_info", "set_verbosity_warning", "warn_once",
+    "set_verbosity_info", "set_verbosity_warning", "showing_place", "warn_of_argument", "warn_once",
 ]  # fmt: skip
 
 log_levels = {
@@ -32,6 +37,7 @@ log_levels = {
     "error": ERROR,
     "critical": CRITICAL,
 }
+_PACKAGE = str(Path(__file__).parents[1])
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
 
@@ -145,6 +151,35 @@ def enable_explicit_format() -> None:
         )
 
 
+@contextlib.contextmanager
+def showing_place(library: str, written: Path, shown: Path) -> Iterator[None]:
+    """Within the body, what a library logs names `shown`, the place where its files end up, instead of the folder
+    `written` into which it writes them.
+    """
+    place = _Place(str(written), str(shown))
+    handlers = [*logging.getLogger(library).handlers, *logging.getLogger().handlers]
+    for handler in handlers:
+        handler.addFilter(place)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(place)
+
+
+class _Place(logging.Filter):
+    """Replaces a path in all records."""
+
+    def __init__(self, written: str, shown: str) -> None:
+        super().__init__()
+        self._written, self._shown = written, shown
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._written in (text := record.getMessage()):
+            record.msg, record.args = text.replace(self._written, self._shown), None
+        return True
+
+
 @functools.cache
 def _seen(logger_name: str, message: str) -> None:
     """Cached, so that the second call with the same message is a hit and logs nothing."""
@@ -154,3 +189,21 @@ def _seen(logger_name: str, message: str) -> None:
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Warn the first time this message is given in this process, and never again."""
     _seen(logger.name, message)
+
+
+def warn_of_argument(message: str) -> None:
+    """Issue this warning the first time in this process, at the line of the script that led to it."""
+    _warned(message)
+
+
+@functools.cache
+def _warned(message: str) -> None:
+    warnings.warn(shown(message), stacklevel=_depth_of_script())
+
+
+def _depth_of_script() -> int:
+    """Return the `stacklevel`, for the caller, of the first frame outside of this package and of generated code."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<string>")):
+        frame, depth = frame.f_back, depth + 1
+    return depth

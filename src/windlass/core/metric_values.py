@@ -30,12 +30,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 Unknown = Callable[[Any], Any]
 
 
-def plain_metrics(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """`values` with text as names and plain data as values; see the module's first lines."""
-    return {_name(name): plain_value(value, str(name)) for name, value in values.items()}
+def plain_metrics(values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
+    """`values` with text as names and plain data as values; see the module's first lines.
+
+    Args:
+        source: the function that returned them, for the warning about a value that is not a number.
+    """
+    return {_name(name): plain_value(value, str(name), source) for name, value in values.items()}
 
 
-def plain_value(value: Any, name: str) -> Any:
+def plain_value(value: Any, name: str, source: str = "") -> Any:
     """`value` as plain data. If a part of it has to become text, one warning says so of the metric `name`."""
     described: list[str] = []
 
@@ -45,10 +49,11 @@ def plain_value(value: Any, name: str) -> Any:
 
     result = _converted(value, describe, 0)
     if described and world_from_environment().is_main:
+        origin = f", returned by {source}," if source else ""
         warn_once(
             logger,
-            f"the metric {name!r} holds a value of type {described[0]}, which is not a number: it is logged as text. "
-            "Convert it to a number to have it in charts and comparisons",
+            f"the metric {name!r}{origin} holds a value of type {described[0]}, which is not a number: it is logged "
+            "as text. Convert it to a number to have it in charts and comparisons",
         )
     return result
 
@@ -78,8 +83,8 @@ def number_in(metrics: Mapping[str, Any], key: str, field: str, name: str) -> fl
     shown = _text(metrics[key])[:80]
     kind = type(metrics[key]).__name__
     fix = (
-        f"the evaluation returns {key} = {shown} ({kind}), which is not a number; return a number (NaN if there is "
-        "none), or choose another metric"
+        f"the evaluation returns {key} = {shown} ({kind}), which is not a number; return a number from compute_metrics "
+        "(NaN if there is none), or choose another metric"
     )
     raise ConfigError(Problem(field, name, fix))
 

@@ -1,8 +1,7 @@
-"""What is shown to people: the one way to a terminal, a pipe or a log, for progress, tables, messages and log lines.
+"""Everything shown to people goes through here: progress, tables, messages and log lines.
 
-A run never ends because nobody can read it: a full disk, a closed pipe or terminal, and an encoding without the letter
-cost the text and nothing else. What is shown holds no secrets, and no control characters that a file's author may have
-put into a name.
+A full disk, a closed pipe or terminal, or an encoding without a letter costs the text, and never ends a run. Text is
+shown without secrets, and without control characters that a file's author may have put into a name.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
-# After these nothing that is written will ever arrive; a full disk may have room again.
+# After these errors nothing that is written arrives; a full disk may have room again.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
-_told: set[str] = set()
-_settles_at_exit = False
+_reported: set[str] = set()
+_flushes_at_exit = False
 
 
 def escaped(text: str) -> str:
@@ -36,7 +35,7 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """A name or a value from a file, within a line of ours: without secrets, line breaks escaped too."""
+    """A name or a value from a file as part of one line: without secrets, line breaks escaped."""
     return escaped(redact_text(str(text))).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -51,14 +50,14 @@ def shown(text: object) -> str:
 
 
 def say(*words: object, error: bool = False, end: str = "\n") -> None:
-    """Print to standard output, or to standard error, at once. Never raises for what becomes of it."""
+    """Print to standard output, or to standard error, at once. Write errors are not raised."""
     stream = STDERR if error else STDOUT
     stream.write(shown(" ".join(map(str, words))) + end)
     stream.flush()
 
 
 class TolerantStream:
-    """A text stream for writing that cannot be written to without an error of it.
+    """A text stream whose write errors are reported once and never raised.
 
     Args:
         target: a stream, or "stdout" or "stderr" for whatever `sys` has under this name when something is written:
@@ -86,7 +85,7 @@ class TolerantStream:
             except UnicodeEncodeError:
                 stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         except (OSError, ValueError) as problem:
-            self._lose(stream, problem)
+            self._drop(stream, problem)
         return len(text)
 
     def flush(self) -> None:
@@ -95,7 +94,7 @@ class TolerantStream:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError) as problem:
-            self._lose(stream, problem)
+            self._drop(stream, problem)
 
     def isatty(self) -> bool:
         try:
@@ -109,14 +108,14 @@ class TolerantStream:
     def writable(self) -> bool:
         return True
 
-    def _lose(self, stream: Any, problem: Exception) -> None:
-        """Go on without it. Python itself would fail when it flushes its streams at exit: see to those."""
-        _settle_at_exit()
+    def _drop(self, stream: Any, problem: Exception) -> None:
+        """Continue without this text. Python would fail to flush its streams at exit, so they are flushed before."""
+        _flush_at_exit()
         if getattr(problem, "errno", None) in _GONE:
-            _to_nowhere(stream)
+            _redirect_to_null(stream)
         name = "standard error" if stream is sys.stderr else "standard output"
-        if name not in _told:
-            _told.add(name)
+        if name not in _reported:
+            _reported.add(name)
             if stream is not sys.stderr:
                 STDERR.write(f"windlass: {name} cannot be written ({problem}); going on without it\n")
                 STDERR.flush()
@@ -126,31 +125,31 @@ STDOUT = TolerantStream("stdout")
 STDERR = TolerantStream("stderr")
 
 
-def settle() -> None:
+def flush_standard_streams() -> None:
     """Flush Python's own streams; what cannot be written is dropped, and the process keeps its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             try:
                 stream.flush()
             except (OSError, ValueError):
-                _to_nowhere(stream)
+                _redirect_to_null(stream)
 
 
-def _settle_at_exit() -> None:
-    global _settles_at_exit
-    if not _settles_at_exit:
-        _settles_at_exit = True
-        atexit.register(settle)
+def _flush_at_exit() -> None:
+    global _flushes_at_exit
+    if not _flushes_at_exit:
+        _flushes_at_exit = True
+        atexit.register(flush_standard_streams)
 
 
-def _to_nowhere(stream: Any) -> None:
-    """Let whatever is written to this stream from now on vanish, what it holds in its buffer included."""
+def _redirect_to_null(stream: Any) -> None:
+    """Discard what is written to this stream from now on, and what is in its buffer."""
     if stream not in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         return
     with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(null)
         stream.flush()

@@ -1,1 +1,19 @@
+"""What a model is fed with. Scripts import collators from here; they are loaded when they are first asked for."""
 
+from windlass.core.lazy import loader_of, reverse
+
+# Strings: what lies on higher floors is not imported by this room.
+_HOMES = {
+    "windlass.data.collators": (
+        "DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice",
+        "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification",
+        "DataCollatorWithFlattening", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator",
+    ),
+    "windlass.compat.collating": (
+        "DataCollator", "DataCollatorMixin", "InputDataClass", "numpy_default_data_collator",
+        "pad_without_fast_tokenizer_warning", "to_numpy", "torch_default_data_collator",
+    ),
+}  # fmt: skip
+_NAMES = reverse(_HOMES)
+__getattr__ = loader_of(__name__, _NAMES)
+__all__ = sorted(_NAMES)

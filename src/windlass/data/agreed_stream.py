@@ -1,82 +1,115 @@
-"""Batches of a stream of which the first pass shows who deals its samples to the ranks."""
+"""A stream that the ranks compare when its first pass begins: either they deal its samples, or it splits itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.data.batch_reader import BatchReader, DealtBatch
-from windlass.data.bookmark import Bookmark
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.same_stream import begin_together
-from windlass.data.shared_stream import SharedStream
-from windlass.data.stream import StreamRow
+from windlass.data.stream import SharedStream
 from windlass.dist.gang import Gang
 
 
 class AgreedStream:
-    """Deals a stream that all ranks read alike, and leaves one that splits itself as it is.
+    """Deals a stream that all ranks read alike, and leaves one that splits itself unchanged.
 
     Args:
         common: this rank's share of the stream that all ranks read.
-        part: all that this rank reads.
-        gang: the ranks. They compare their first samples once, when the first pass begins.
+        part: everything that this rank reads.
+        gang: the ranks. They compare their first samples once.
+        lockstep: with own parts, every rank gets as many batches as the longest part has. Otherwise a rank's batches
+            end with its part, and the caller keeps the ranks in step.
         counted: the sizes of the common stream's batches are known only to the rank that reads them.
+        may_be_empty: a rank may have no sample while others have some.
+
+    Attributes:
+        agreed: the ranks have compared their samples, or need not.
 
     Raises:
-        DataError: while iterating, on all ranks: they read different samples that cannot be read again.
+        DataError: at the first `read`, on all ranks: they read different samples that cannot be read again.
     """
 
     def __init__(
-        self, common: SharedStream, part: SharedStream, gang: Gang, *, rank: int, counted: bool
+        self,
+        common: SharedStream,
+        part: SharedStream,
+        gang: Gang,
+        *,
+        lockstep: bool,
+        counted: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
-        self._common, self._part, self._gang, self._counted = common, part, gang, counted
-        self._shared: BatchReader = LockstepReader(common, rank, gang) if counted else common
-        self._own: BatchReader = LockstepReader(part, 0, gang, own_parts=True)
+        self._common, self._part, self._gang = common, part, gang
+        self._counted, self._may_be_empty = counted, may_be_empty
+        self._shared: BatchReader = LockstepReader(common, gang) if counted else common
+        self._own: BatchReader = LockstepReader(part, gang, own_parts=True) if lockstep else part
         self._reader: BatchReader = self._shared
-        self._agreed = False
+        self.agreed = gang.size == 1
+
+    @property
+    def own_parts(self) -> bool:
+        """Every rank reads a part of its own."""
+        return self._reader is self._own
 
     @property
     def unit(self) -> str:
         return self._reader.unit
 
-    def accepts(self, unit: str) -> bool:
-        """A saved position shows who dealt the samples before it."""
-        if not self._agreed and unit == self._own.unit:
-            self._reader, self._agreed = self._own, True
-        return self._reader.accepts(unit)
-
     @property
     def total_batch_size(self) -> int | None:
         return self._reader.total_batch_size
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        if not self._agreed:
-            self._agree(epoch, start, bookmark)
-        yield from self._reader.read(epoch, start, bookmark)
+    def accepts(self, unit: str) -> bool:
+        """The unit of a saved position shows if the stream split itself before it."""
+        if not self.agreed and unit == self._own.unit != self._shared.unit:
+            self.take_own_parts()
+        return self._reader.accepts(unit)
 
-    def _agree(self, epoch: int, start: int, bookmark: Bookmark | None) -> None:
-        samples = self._common.position(epoch, start) if self._counted else start
+    def take_own_parts(self) -> None:
+        """Read this rank's own part; the stream is known to split itself."""
+        self._reader, self.agreed = self._own, True
 
-        def begin(own_parts: bool) -> Iterator[StreamRow]:
-            return (self._part if own_parts else self._common).rows(epoch, samples, bookmark)
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        self.agree(wanted)
+        return self._reader.read(wanted)
 
-        own_parts, rows = begin_together(begin, self._gang, self._common.dataset)
-        if own_parts and start:
+    def agree(self, wanted: PassRequest) -> None:
+        """Compare the first samples, if that was not done before. Collective. The pass is kept for `read`."""
+        if self.agreed:
+            return
+        start = wanted.start
+        if self._counted:
+            wanted = wanted.at(self._common.position(wanted.epoch, wanted.start))
+
+        def begin(own_parts: bool) -> Iterator[DealtBatch]:
+            return (self._part if own_parts else self._common).read(wanted)
+
+        own_parts, rows = begin_together(
+            begin, self._gang, self._common.dataset, may_be_empty=self._may_be_empty
+        )
+        self.agreed = True
+        if own_parts:
+            self._refuse_own_parts(start)
+            self.take_own_parts()
+        (self._part if own_parts else self._common).hold(wanted, rows)
+
+    def _refuse_own_parts(self, start: int) -> None:
+        name = type(self._common.dataset).__name__
+        if start:
             raise DataError(
-                f"the ranks read different samples behind {start} {self.unit} of "
-                f"{type(self._common.dataset).__name__}, where the loop is continued: it splits itself by rank. Begin "
-                "the pass anew, or let the stream give all samples on every rank."
+                f"the ranks read different samples after {start} {self.unit} of {name}, where reading continues: it "
+                "splits itself by rank now, and returned all samples on every rank before. Begin the pass again, "
+                "continue on one process, or let it return all samples on every rank."
             )
-        if own_parts and self._part.total_batch_size * self._gang.size != self._common.total_batch_size:
+        size, world = self._common.total_batch_size, self._gang.size
+        if self._part.total_batch_size * world != size:
             fix = (
-                f"{type(self._common.dataset).__name__} splits itself, so every rank cuts its own batches, and a batch "
-                f"size of {self._common.total_batch_size} is no multiple of {self._gang.size} processes"
+                f"{name} splits itself, so every rank cuts its own batches, and a batch size of {size} is not a "
+                f"multiple of {world} processes"
             )
             raise ConfigError(Problem("split_batches", True, fix))
-        self._agreed = True
-        self._reader = self._own if own_parts else self._shared
-        (self._part if own_parts else self._common).hold(rows)
 
     def count(self, epoch: int, start: int = 0) -> int | None:
         return self._reader.count(epoch, start)
@@ -85,5 +118,5 @@ class AgreedStream:
         return self._reader.position(epoch, batches)
 
     def reseed(self, seed: int) -> None:
-        self._shared.reseed(seed)
-        self._own.reseed(seed)
+        self._common.reseed(seed)
+        self._part.reseed(seed)

@@ -1,13 +1,13 @@
-"""What a prepared loader hands to a user's loop, and what the sources behind it have in common."""
+"""One batch of this rank, and the protocol of everything that reads such batches from a position on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from windlass.data.bookmark import Bookmark
-from windlass.data.cut import share
+from windlass.data.pin import pin
 
 
 @dataclass(slots=True)
@@ -15,14 +15,16 @@ class DealtBatch:
     """One batch of this rank, as a part of the batch that all ranks hold together.
 
     Attributes:
-        batch: what the collator made, in host memory; where this rank has no sample left, some earlier or other
-            sample, which must weigh nothing.
+        batch: the collated samples, in host memory.
         shares: samples of each rank in this batch, in rank order.
-        end: position of the pass once this batch is done, in the reader's unit.
+        end: position of the pass after this batch, in the reader's unit.
         last: no batch follows in this pass, on any rank.
         ids: positions of this rank's samples in the dataset; empty if unknown, and in a filler.
-        bookmark: by which a later pass can begin at `end` without reading what lies before; None if none is needed,
-            or none is to be had.
+        bookmark: lets a later pass begin at `end` without reading the samples before; None if not needed or not
+            available.
+        filler: this rank has no sample here. `batch` holds samples of another rank or of an earlier batch, and must
+            have zero weight.
+        marks: in the first batch of a pass over a stream, checksums of its first samples over all ranks.
     """
 
     batch: Any
@@ -31,10 +33,44 @@ class DealtBatch:
     last: bool
     ids: list[int] = field(default_factory=list)
     bookmark: Bookmark | None = None
+    filler: bool = False
+    marks: list[int] = field(default_factory=list)
+
+    def pin_memory(self) -> DealtBatch:
+        """Page-lock the batch; called by the `DataLoader` of a pool of workers."""
+        self.batch = pin(self.batch)
+        return self
+
+
+class PassRequest(NamedTuple):
+    """Which batches to read, and for whom.
+
+    Attributes:
+        epoch: number of the pass.
+        start: position in it, in the reader's unit.
+        bookmark: ignored if it was made at another position.
+        private: the pass runs beside another one, or reads the data for another purpose than training: it uses worker
+            processes of its own and does not change Python's generator.
+        update: batches of one update of a Trainer; 0 in a user's loop. A resumed Trainer has read the first update
+            before, so reading it again does not change Python's generator.
+    """
+
+    epoch: int
+    start: int = 0
+    bookmark: Bookmark | None = None
+    private: bool = False
+    update: int = 0
+
+    def at(self, start: int) -> PassRequest:
+        """The same request from another position on."""
+        return self._replace(start=start)
 
 
 class BatchReader(Protocol):
-    """A source of batches. All ranks get the same number of them."""
+    """A source of batches that can be entered at any position. All ranks get the same number of batches.
+
+    A user's loop takes the batches one by one; a Trainer takes groups of them (`DealtLoader`).
+    """
 
     @property
     def unit(self) -> str:
@@ -42,20 +78,20 @@ class BatchReader(Protocol):
         ...
 
     def accepts(self, unit: str) -> bool:
-        """Whether a position that counts `unit` can be entered here."""
+        """Return True if a position that counts `unit` can be entered here."""
         ...
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples that a whole batch of all ranks holds; None where that varies."""
+        """Samples that a whole batch of all ranks holds; None if that varies."""
         ...
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        """The batches of a pass from position `start` on; a bookmark of another place does nothing."""
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        """The batches of a pass."""
         ...
 
     def count(self, epoch: int, start: int = 0) -> int | None:
-        """Batches of a pass on each rank, from position `start` on; None if only reading tells."""
+        """Batches of a pass on each rank, from position `start` on; None if only reading shows it."""
         ...
 
     def position(self, epoch: int, batches: int) -> int:
@@ -63,11 +99,5 @@ class BatchReader(Protocol):
         ...
 
     def reseed(self, seed: int) -> None:
-        """Go on with another seed."""
+        """Use another seed from now on."""
         ...
-
-
-def shares_of(count: int, world: int) -> tuple[int, ...]:
-    """How many of `count` samples each rank gets, when they are shared out evenly."""
-    bounds = (share(count, world, rank) for rank in range(world))
-    return tuple(high - low for low, high in bounds)

@@ -1,4 +1,4 @@
-"""Where a stream can be entered again: its dataset's own state, and samples by which a wrong state is found out."""
+"""Positions at which a stream can be entered: its dataset's own state, and checksums that detect a wrong state."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import torch
 from windlass.data.checksum import checksum
 from windlass.data.datasets_nodes import has_shuffle_buffer
 
-WITNESSES = 4  # samples that are compared: what a buffer lost shows in one of them, or the order is the same
+WITNESSES = 4  # samples that are compared: enough to show samples that a buffer lost
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
-_CHEAP = 256  # values of a state that are copied in some 20 us; a larger one is taken at every second row, and so on
+_CHEAP = (
+    256  # values of a state that are copied in some 20 us; one twice as large is taken at every second row
+)
 _DEEPEST = 60
 
 
 class Bookmark(TypedDict):
-    """A place in a pass over a stream. Made of what checkpoints can hold.
+    """A position in a pass over a stream, as a checkpoint stores it.
 
     Keys:
         epoch: the pass.
-        position: samples of the pass that lie before the place.
-        at: samples that lay before the place at which `state` was taken; `position` or a little less.
-        state: the dataset's own state; None where there is none.
+        position: samples of the pass before it.
+        at: samples before the position at which `state` was taken; `position` or a little less.
+        state: the dataset's own state; None if it has none that can be saved.
         reason: why there is none.
         marks: checksums of the samples that follow `position`.
     """
@@ -38,14 +40,14 @@ class Bookmark(TypedDict):
 
 
 class StreamPlace(NamedTuple):
-    """The dataset's state behind its first `at` samples of a pass; or the reason why there is none."""
+    """The dataset's state after its first `at` samples of a pass; or the reason why there is none."""
 
     at: int
     state: Any
     reason: str
 
     def bookmark(self, epoch: int, position: int, following: list[Any]) -> Bookmark:
-        """What a checkpoint stores at `position`, `following` being the samples behind it."""
+        """What a checkpoint stores at `position`; `following` are the samples after it."""
         return Bookmark(
             epoch=epoch,
             position=position,
@@ -62,7 +64,7 @@ def marks_of(samples: list[Any]) -> list[int]:
 
 
 def belongs(bookmark: Bookmark | None, epoch: int, position: int) -> bool:
-    """Whether `bookmark` was made at this place of this pass."""
+    """Return True if `bookmark` was made at this position of this pass."""
     return bookmark is not None and (bookmark["epoch"], bookmark["position"]) == (epoch, position)
 
 
@@ -80,7 +82,7 @@ class Places:
         self._rows, self._stride = 0, 1
 
     def after(self, position: int) -> StreamPlace:
-        """A place at most some rows before `position`, behind which the dataset stands now. One call a row."""
+        """The newest state, taken some rows before `position` at most. To be called once per row."""
         if self._reason or self._state is None:
             return StreamPlace(0, None, self._reason)
         self._rows += 1
@@ -104,7 +106,7 @@ class Places:
 
 
 def why_without_state(dataset: Any) -> str:
-    """Why a stream cannot be entered in the middle; empty where it can, or where only trying tells."""
+    """Why a stream cannot be entered in the middle; empty if it can, or if only the attempt shows it."""
     if not callable(getattr(dataset, "state_dict", None)) or not callable(
         getattr(dataset, "load_state_dict", None)
     ):
@@ -115,11 +117,11 @@ def why_without_state(dataset: Any) -> str:
 
 
 def why_read_again(dataset: Any, bookmark: Bookmark | None, epoch: int, start: int) -> str:
-    """Why a pass can only come to sample `start` by reading up to it; empty where it may be entered there."""
+    """Why sample `start` can only be reached by reading up to it; empty if the pass may be entered there."""
     if not start:
         return ""
     if bookmark is None or not belongs(bookmark, epoch, start):
-        return why_without_state(dataset) or "no state of it was saved at this place"
+        return why_without_state(dataset) or "no state of it was saved at this position"
     return why_without_state(dataset) or bookmark["reason"]
 
 
@@ -136,7 +138,7 @@ class _UnsavableError(Exception):
 
 
 class _Copier:
-    """Copies what a checkpoint can hold: a dataset may go on changing the very state that it gave."""
+    """Copies what a checkpoint can hold: a dataset may change the state that it returned."""
 
     def __init__(self) -> None:
         self.values = 0

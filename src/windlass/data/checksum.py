@@ -1,4 +1,4 @@
-"""Checksums of samples, by which a run tells whether it reads the same data again."""
+"""Checksums of samples, which show if a run reads the same data again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which reader suits a user's loader: by its dataset, its sampler and how it is to be dealt."""
+"""Selects the reader for a user's loader by its dataset, its sampler and how it is to be dealt."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +24,15 @@ from windlass.data.checksum import checksum
 from windlass.data.collate_default import plain_collate
 from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
-from windlass.data.fetch import Fetch
-from windlass.data.fetch_item import FetchItem
+from windlass.data.fetch import Fetch, FetchItem
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
 from windlass.data.passthrough_reader import PassthroughReader
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
-from windlass.data.shared_stream import SharedStream
 from windlass.data.source import Source
+from windlass.data.stream import SharedStream
 from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
 
@@ -75,16 +75,19 @@ class ReaderChoice:
         """
         self._refuse_contradictions(world, dispatch)
         if dispatch and world > 1:
-            alone = ReaderChoice(
-                self._loader,
-                seed=self._seed,
+            alone = copy.copy(self)
+            alone._gang = Gang()
+            is_stream = isinstance(self._dataset, IterableDataset) and not _iterates_in_its_own_way(
+                self._loader
+            )
+            return Dispatched(
+                alone.reader(1, 0),
+                self._gang,
                 split=self._split,
-                seedable=self._seedable,
-                gang=Gang(),
-                start_timeout=self._plan.start_timeout,
-            ).reader(1, 0)
-            drop_last = self._plan.drop_last
-            return Dispatched(alone, self._gang, split=self._split, drop_last=drop_last, slice_fn=slice_fn)
+                drop_last=self._plan.drop_last,
+                stream=self._shared(1, 1, 0) if is_stream else None,
+                slice_fn=slice_fn,
+            )
         if _iterates_in_its_own_way(self._loader):
             return self._own_iteration(world)
         if isinstance(self._dataset, IterableDataset):
@@ -101,7 +104,7 @@ class ReaderChoice:
         if many:
             return MapReader(self._batch_rows(loader.sampler, world), source, rank)
         rows = SampleRows(self._order(loader.sampler), world, world, drop_last=False)
-        return LockstepReader(MapReader(rows, source, rank), rank, self._gang)
+        return LockstepReader(MapReader(rows, source, rank), self._gang)
 
     def _rows(self, world: int) -> Rows:
         sampler = self._loader.batch_sampler
@@ -132,40 +135,40 @@ class ReaderChoice:
         return rows
 
     def _compare(self, sampler: Any, order: list[Any]) -> None:
-        """What a sampler draws from a generator that nobody sees may differ between ranks; samples would be lost."""
+        """Raise if the ranks' samplers differ, as with a generator that is not seeded alike: samples would be lost."""
         if len(set(self._gang.gather_objects(checksum(order)))) > 1:
             raise DataError(
-                f"{type(sampler).__name__} gives different orders on the ranks. Let it draw from PyTorch's, NumPy's or "
-                "Python's default generator, which are seeded alike, or seed its own the same on every rank."
+                f"{type(sampler).__name__} returns different orders on the ranks. Let it draw from PyTorch's, NumPy's "
+                "or Python's default generator, which are seeded alike, or seed its own the same on every rank."
             )
 
     def _stream(self, world: int, rank: int) -> BatchReader:
         if world > 1 and splits_itself(self._dataset):
             return self._own_stream(world)
         size = self._loader.batch_size
-        counted = size is None
-        row = world if size is None else self._row(size, world)
-        common = self._shared(row, world, rank)
+        common = self._shared(world if size is None else self._row(size, world), world, rank)
         if world > 1 and self._gang.size > 1:
-            return AgreedStream(common, self._part(world), self._gang, rank=rank, counted=counted)
-        return LockstepReader(common, rank, self._gang) if counted else common
+            return AgreedStream(common, self._part(world), self._gang, lockstep=True, counted=size is None)
+        return LockstepReader(common, self._gang) if size is None else common
 
     def _shared(self, row: int, world: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
         if self._loader.batch_size is None:
             collate = _Single(collate)
-        return SharedStream(self._dataset, collate, self._plan, row=row, world=world, rank=rank)
+        return SharedStream(
+            self._dataset, collate, self._plan, row=row, world=world, rank=rank, may_be_empty=True
+        )
 
     def _part(self, world: int) -> SharedStream:
-        """All that this rank reads of a stream that splits itself."""
+        """Everything that this rank reads of a stream that splits itself."""
         size = self._loader.batch_size
         row = 1 if size is None else max(size // world, 1) if self._split else size
         return self._shared(row, 1, 0)
 
     def _own_stream(self, world: int) -> BatchReader:
         name = type(self._dataset).__name__
-        logger.info(f"{name} was split by node before: every rank reads its own part, in an order of its own")
-        return LockstepReader(self._part(world), 0, self._gang)
+        logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
+        return LockstepReader(self._part(world), self._gang)
 
     def _own_iteration(self, world: int) -> BatchReader:
         if world > 1:
@@ -184,17 +187,17 @@ class ReaderChoice:
             problems.append(Problem("split_batches", True, fix))
         size = self._loader.batch_size
         if self._split and world > 1 and split_by_node and size is not None and size % world:
-            fix = f"every rank reads its own part of the data, and a batch size of {size} is no multiple of {world}"
+            fix = f"every rank reads its own part of the data, and a batch size of {size} is not a multiple of {world}"
             problems.append(Problem("split_batches", True, fix))
         if dispatch and world > 1 and split_by_node:
-            fix = "the dataset was split by node, so the main process has a part of it only; pass the whole dataset"
+            fix = "the dataset was split by node, so the main process has only a part of it; pass the whole dataset"
             problems.append(Problem("dispatch_batches", True, fix))
         if problems:
             raise ConfigError(problems)
 
 
 class _Single:
-    """Collates an item that is a batch already."""
+    """Converts an item that is a batch already."""
 
     def __init__(self, convert: Any) -> None:
         self._convert = convert
@@ -204,20 +207,20 @@ class _Single:
 
 
 def _collate(loader: DataLoader[Any]) -> Any:
-    """The loader's own. PyTorch's default goes quicker here; in a worker it stacks right into shared memory."""
+    """The loader's collator; a faster one for PyTorch's default, which only in workers stacks into shared memory."""
     if loader.collate_fn is default_collate and not loader.num_workers:
         return plain_collate
     return loader.collate_fn
 
 
 def _is_plain(sampler: RandomSampler) -> bool:
-    """A permutation of everything that draws from the default generator."""
+    """Return True for a permutation of all samples that draws from the default generator."""
     everything = sampler.num_samples == len(sampler.data_source)
     return everything and not sampler.replacement and sampler.generator is None
 
 
 def _iterates_in_its_own_way(loader: DataLoader[Any]) -> bool:
-    """A subclass with its own `__iter__`; torchdata's keeps state, and gives what torch's gives."""
+    """Return True for a subclass with its own `__iter__`, except torchdata's, which returns the same batches."""
     kind = type(loader)
     return kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata.")
 

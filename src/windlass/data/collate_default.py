@@ -25,7 +25,7 @@ def unknown_framework(return_tensors: object) -> ValueError:
 def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
     """Stack the values of each key; `label` (a number) and `label_ids` (a list) become `labels`.
 
-    The first sample says which keys there are; its None and string values are left out. Samples may be
+    The keys are those of the first sample; its None and string values are left out. Samples may be
     mappings, or objects whose attributes are the values.
 
     Args:
@@ -107,7 +107,7 @@ def _numpy_labels(values: list[Any], sequences: bool) -> np.ndarray[Any, Any]:
 
 
 def _whole(first: Any, sequences: bool) -> bool:
-    """Whether labels are class numbers (else they are regression targets)."""
+    """Return True if labels are class numbers, False if they are regression targets."""
     value = first[0] if sequences else first
     if isinstance(value, (torch.Tensor, np.ndarray)):
         value = value.item()
@@ -115,7 +115,7 @@ def _whole(first: Any, sequences: bool) -> bool:
 
 
 def plain_collate(samples: list[Any]) -> Any:
-    """What PyTorch's `default_collate` gives, sooner where samples are tuples of tensors."""
+    """PyTorch's `default_collate`, with a faster path for tuples of tensors."""
     first = samples[0]
     if (
         type(first) is tuple

@@ -11,14 +11,14 @@ from windlass.data.collate_pad import framed
 
 
 class DataCollatorWithFlattening(DefaultDataCollator):
-    """Concatenate all samples into one sequence of shape (1, total tokens); the model must keep them apart by position.
+    """Concatenate all samples into one sequence of shape (1, total tokens); the model separates them by position.
 
     Args:
         return_tensors: "pt" or "np".
-        return_position_ids: give `position_ids`, which begin anew with each sample.
+        return_position_ids: return `position_ids`, which restart with each sample.
         separator_id: label of each sample's first token, so that no sample predicts the next.
-        return_flash_attn_kwargs: give `cu_seq_lens_q/k` (int32 boundaries) and `max_length_q/k` (ints).
-        return_seq_idx: give `seq_idx`, int32: which sample each token belongs to.
+        return_flash_attn_kwargs: return `cu_seq_lens_q/k` (int32 boundaries) and `max_length_q/k` (ints).
+        return_seq_idx: return `seq_idx`, int32: the sample that each token belongs to.
         position_ids_start: first position of each sample; RoBERTa-like models count from `padding_idx + 1`.
     """
 
@@ -54,7 +54,7 @@ class DataCollatorWithFlattening(DefaultDataCollator):
         return {k: framed(v, chosen) if isinstance(v, np.ndarray) else v for k, v in columns.items()}
 
     def _places(self, lengths: list[int]) -> Batch:
-        """What tells the samples apart."""
+        """The columns that separate the samples."""
         places: Batch = {}
         if self.return_position_ids:
             places["position_ids"] = np.concatenate(

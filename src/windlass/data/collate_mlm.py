@@ -1,4 +1,4 @@
-"""Collators that hide tokens for language models, and the random draws they make."""
+"""Collators that mask tokens for language models, and their random draws."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class DataCollatorForLanguageModeling(Framework):
     def torch_mask_tokens(
         self, inputs: Any, special_tokens_mask: Any = None, offset_mapping: Any = None
     ) -> tuple[Any, Any]:
-        """Hide tokens of `inputs` (batch, tokens) in place. Returns (inputs, labels), int64 of the same shape."""
+        """Mask tokens of `inputs` (batch, tokens) in place. Returns (inputs, labels), int64 of the same shape."""
         array = inputs.numpy()
         _, labels = self._mask(array, special_tokens_mask, offset_mapping, TorchDraws(self.generator))
         return torch.from_numpy(array), torch.from_numpy(labels)
@@ -261,7 +261,7 @@ def special_tokens(tokenizer: Any, ids: Array) -> Array:
 
 
 def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None = None) -> Array:
-    """Lists of token ids as one int64 array of shape (batch, tokens), filled up with the padding token.
+    """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token.
 
     Raises:
         ValueError: padding is needed and the tokenizer has no padding token.

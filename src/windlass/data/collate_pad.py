@@ -29,9 +29,7 @@ def pad_quietly(tokenizer: Any, features: Features, **options: Any) -> Any:
 
 
 def pad_rows(rows: list[Any], fill: int, side: str, width: int | None = None) -> np.ndarray[Any, Any]:
-    """Rows of whole numbers as one int64 array of shape (rows, width), filled up on `side`; the widest row
-    decides by default.
-    """
+    """Rows of integers as one int64 array of shape (rows, width), padded on `side`, by default to the widest row."""
     arrays = [np.asarray(row, dtype=np.int64) for row in rows]
     width = max(len(row) for row in arrays) if width is None else width
     padded = np.full((len(arrays), width), fill, dtype=np.int64)
@@ -142,12 +140,12 @@ class DataCollatorForMultipleChoice(Framework):
 
 @dataclass
 class DataCollatorForSeq2Seq:
-    """Pad inputs and labels, which may have different lengths, and make `decoder_input_ids` where `model` can.
+    """Pad inputs and labels, which may have different lengths, and make `decoder_input_ids` if `model` can.
 
     Args:
         tokenizer: has `pad` and `padding_side`.
         model: its `prepare_decoder_input_ids_from_labels` is used if it has one.
-        label_pad_token_id: what labels are filled up with; -100 is what losses leave out.
+        label_pad_token_id: what labels are padded with; losses ignore -100.
         padding, max_length, pad_to_multiple_of, return_tensors: as in `DataCollatorWithPadding`; they hold
         for labels too.
     """
@@ -194,7 +192,7 @@ def _padding(collator: Any) -> dict[str, Any]:
 
 
 def _without_labels(features: Features) -> tuple[list[Any] | None, Features, str]:
-    """Labels (None where there are none), the features without them, and the name they had."""
+    """Labels (None if there are none), the features without them, and the name of their column."""
     name = "label" if "label" in features[0] else "labels"
     labels = [feature[name] for feature in features] if name in features[0] else None
     return labels, [{key: value for key, value in f.items() if key != name} for f in features], name

@@ -18,7 +18,7 @@ _NAMES = ("input_ids", "perm_mask", "target_mapping", "labels")
 
 @dataclass
 class DataCollatorForPermutationLanguageModeling(Framework):
-    """Hide spans of tokens, and say by `perm_mask` which tokens each may see in a random order of factorisation.
+    """Mask spans of tokens; `perm_mask` holds which tokens each may see in a random order of factorisation.
 
     A span of 1..`max_span_length` tokens lies at a random place of a context of `span / plm_probability`
     tokens; contexts follow each other to the end of the sequence. Special tokens and padding are never
@@ -89,7 +89,7 @@ class DataCollatorForPermutationLanguageModeling(Framework):
 
 
 def _unseen(hidden: Array, fixed: Array, draws: Draws) -> Array:
-    """(tokens, tokens) float32 of one sequence: 1 where the row's token may not see the column's."""
+    """(tokens, tokens) float32 of one sequence: 1 if the row's token may not see the column's."""
     half = len(hidden) // 2
     # Both halves take the same permutation and do not mix: the first is what the model remembers while it
     # reads the second.

@@ -1,4 +1,4 @@
-"""Columns that the model's forward does not take: left out, with one line that says so."""
+"""Removes the columns that the model's forward does not take, and logs their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
     """Names of the columns that `model.forward` takes, and of labels (collators make `labels` of `label`, `label_ids`).
 
     Returns:
-        the names, without repeats; an empty list where forward takes `**kwargs` alone, that is, anything.
+        the names, without repeats; an empty list if forward takes `**kwargs` only.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters.values()
@@ -31,7 +31,7 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
 
 
 def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
-    """`dataset` with those of `columns` alone, where it knows its columns (Hugging Face sets); else itself.
+    """`dataset` with only those of `columns`, if it has named columns (Hugging Face sets); else itself.
 
     Args:
         dataset: any dataset.
@@ -39,7 +39,7 @@ def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
         what: "training", "evaluation", ...: for the message.
 
     Raises:
-        DataError: not one column is left.
+        DataError: no column is left.
     """
     present = getattr(dataset, "column_names", None)
     if not columns or not present or isinstance(present, Mapping) or not hasattr(dataset, "remove_columns"):
@@ -49,24 +49,24 @@ def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
 
 
 class ColumnCollator:
-    """Leaves the columns that are not in `columns` out of dict samples, and hands them to `collate`.
+    """Removes the columns that are not in `columns` from dict samples before `collate`.
 
-    Samples that are no mappings pass untouched.
+    Samples that are not mappings are unchanged.
 
     Raises:
-        DataError: not one column of the first batch is left.
+        DataError: no column of the first batch is left.
     """
 
     def __init__(self, collate: Collator, columns: list[str], what: str = "training") -> None:
         self.collate, self.columns, self.what = collate, columns, what
         self._keep = frozenset(columns)
-        self._said = False
+        self._logged = False
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._keep and isinstance(samples[0], Mapping):
-            if not self._said:
+            if not self._logged:
                 _unused(samples[0], self.columns, self.what)
-                self._said = True
+                self._logged = True
             samples = [self._kept(sample) for sample in samples]
         return self.collate(samples)
 

@@ -1,7 +1,7 @@
-"""What is known of the streams of the `datasets` package beyond their public methods.
+"""What Windlass uses of the streams of the `datasets` package beyond their public methods.
 
 A stream of theirs is a chain of nodes (read, map, filter, ...), and each node holds the state of the pass that runs.
-Everything here is told by the shape of the objects, and does nothing to any other dataset.
+Everything here uses the attributes of the objects, and leaves any other dataset unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SHUFFLE_BUFFERS = {"BufferShuffledExamplesIterable"}
 
 
 def with_nodes_of_its_own(dataset: Any) -> Any:
-    """The same stream, whose passes leave alone those of every stream that was made from the same nodes.
+    """The same stream with its own nodes: its passes do not disturb streams that were made from the same nodes.
 
     `stream.skip(1000)` to train on and `stream.take(1000)` to evaluate on share the nodes below: an evaluation would
     leave the training's state pointing to the wrong place. The number of the epoch is its own as well: theirs lies in
@@ -31,7 +31,7 @@ def with_nodes_of_its_own(dataset: Any) -> Any:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a node mixes samples in a buffer, which its state does not hold. One of a single sample mixes nothing."""
+    """Return True if a node shuffles samples in a buffer of two or more, which its state does not hold."""
     return any(
         type(node).__name__ in _SHUFFLE_BUFFERS and getattr(node, "buffer_size", 2) > 1
         for node in _walk(getattr(dataset, "_ex_iterable", None))

@@ -1,27 +1,62 @@
-"""What the Trainer's loaders and those of user loops have in common."""
+"""What the Trainer's loaders and those of user loops have in common: a position, and groups of batches from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from windlass.core.errors import DataError
 from windlass.core.types import State
-from windlass.data.group import GroupSource
+from windlass.data.batch_reader import DealtBatch
+from windlass.data.bookmark import Bookmark
+from windlass.data.group import Group, GroupSource
+
+
+@dataclass(slots=True)
+class LoaderPosition:
+    """The position of a loader in its data.
+
+    Attributes:
+        epoch: the current pass, or the next one.
+        consumed: position in it, in the reader's unit.
+        resume: where the next pass of plain iteration begins, once; 0 after that.
+        bookmark: lets a stream be entered at `consumed`, or where the loaded state was taken.
+        running: passes under way.
+    """
+
+    seed: int
+    epoch: int = 0
+    consumed: int = 0
+    resume: int = 0
+    bookmark: Bookmark | None = None
+    running: int = 0
+
+    def move_after(self, dealt: DealtBatch, epoch: int) -> None:
+        """Move to the position after a batch of `epoch`."""
+        self.epoch, self.consumed = (epoch + 1, 0) if dealt.last else (epoch, dealt.end)
+        self.bookmark = dealt.bookmark
 
 
 class DealtLoader(DataLoader[Any], GroupSource):
     """A `DataLoader` whose samples are dealt to ranks, and whose whole state is a position.
 
-    Code of the user iterates it, and gets this rank's batches; a Trainer takes groups of them, from any position.
-    Subclasses read, and know where they are; what follows from the two is here.
+    User code iterates it and gets this rank's batches; a Trainer takes groups of them, from any position. Subclasses
+    implement the reading and the position.
     """
+
+    is_dealt = True  # False in subclasses that scripts construct: preparing such a loader deals its samples
+
+    def __init__(self, dataset: Any, seed: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._place = LoaderPosition(seed)
 
     @property
     def epoch(self) -> int:
-        """The pass that runs, or the coming one."""
-        raise NotImplementedError
+        """The current pass, or the next one."""
+        return self._place.epoch
 
     @property
     def own_parts(self) -> bool:
@@ -30,14 +65,14 @@ class DealtLoader(DataLoader[Any], GroupSource):
 
     @property
     def must_go_in_step(self) -> bool:
-        """Reading may exchange numbers with the other ranks: all must read as many batches, fillers too."""
+        """Reading may exchange numbers with the other ranks: all must read equally many batches, fillers included."""
         return False
 
     def __len__(self) -> int:
         """Batches of a pass; if the last row is short, a rank may have one less.
 
         Raises:
-            TypeError: a stream, whose length nobody knows.
+            TypeError: a stream of unknown length.
         """
         count = self.count(self.epoch)
         if count is None:
@@ -49,7 +84,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
         raise NotImplementedError
 
     def position_in(self, state: State) -> int:
-        """Where a `state_dict` was taken, as `count` takes it."""
+        """Where a `state_dict` was taken, in the unit of `count`."""
         raise NotImplementedError
 
     def groups_per_epoch(self, accumulation: int) -> int | None:
@@ -62,12 +97,58 @@ class DealtLoader(DataLoader[Any], GroupSource):
         count = self.count(int(position["epoch"]), self.position_in(position))
         return None if count is None else -(-count // accumulation)
 
+    def groups(self, accumulation: int) -> Iterator[Group]:
+        """The groups from the current position to the end of its pass, in host memory.
+
+        The next call continues with the next pass. All ranks get the same number of groups.
+
+        Raises:
+            DataError: there is no batch.
+        """
+        place, rows = self._place, list[DealtBatch]()
+        epoch, start, place.resume = place.epoch, place.consumed, 0
+        for row in self._training_pass(epoch, start, accumulation):
+            rows.append(row)
+            if len(rows) == accumulation or row.last:
+                self._move_after(row, epoch)
+                yield self._group(rows, epoch)
+                rows = []
+        if place.epoch == epoch:
+            raise DataError(
+                f"the loader of {type(self.dataset).__name__} gave no batch (epoch {epoch}, from position {start} on): "
+                "it is empty, drop_last drops all of it, or the data has become shorter since the checkpoint was "
+                "written."
+            )
+
+    def _training_pass(self, epoch: int, start: int, accumulation: int) -> Iterator[DealtBatch]:
+        raise NotImplementedError
+
+    def _move_after(self, row: DealtBatch, epoch: int) -> None:
+        self._place.move_after(row, epoch)
+
+    def _group(self, rows: list[DealtBatch], epoch: int) -> Group:
+        own = [row for row in rows if not row.filler]
+        return Group(
+            batches=[row.batch for row in own or rows[:1]],
+            ids=[row.ids for row in own or rows[:1]],
+            samples=0 if self.own_parts else sum(sum(row.shares) for row in rows),
+            epoch=epoch,
+            last_in_epoch=rows[-1].last,
+            filler=not own,
+            position=self._position(epoch),
+        )
+
+    def _position(self, epoch: int) -> State:
+        """The state after a group of `epoch`."""
+        return self.state_dict()
+
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
-        """A pass of this rank's batches, each with the positions of its samples in the dataset, equally many on all
-        ranks: one that has run out gets a batch to fill in with, whose positions are None.
+        """A pass of this rank's batches, each with the positions of its samples in the dataset.
+
+        All ranks get the same number of batches. The positions of a filler are None.
         """
         raise NotImplementedError
 
     def batches_with_ids(self) -> Iterator[tuple[list[int], Any]]:
-        """The same without fillers."""
+        """As `batches_in_step`, without fillers."""
         return ((ids, batch) for ids, batch in self.batches_in_step() if ids is not None)

@@ -1,17 +1,16 @@
-"""Which samples make the batches of a pass, over all ranks: cut from an order, or as a batch sampler gives them."""
+"""Which samples make the batches of a pass, over all ranks: cut from an order, or taken from a batch sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from windlass.core.errors import DataError
-from windlass.data.cut import Cut, dealt
+from windlass.data.cut import dealt
 from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
 from windlass.data.rebalance import balanced_batches
 
-# Positions are taken from the tensor of an order for so many rows at a time: each time costs as much as reading a row.
+# Rows whose positions are converted from an order's array at once: each conversion costs as much as reading a row.
 _ROWS_AT_ONCE = 64
 
 
@@ -20,7 +19,7 @@ class Row(NamedTuple):
 
     Attributes:
         parts: positions of each rank's samples in the dataset; empty lists for ranks without any.
-        end: position of the pass once this row is done.
+        end: position of the pass after this row.
         last: no row follows.
     """
 
@@ -29,40 +28,35 @@ class Row(NamedTuple):
     last: bool
 
 
-class Rows(Protocol):
-    """The rows of any pass, from any position at once."""
+class RankRow(NamedTuple):
+    """One rank's part of a row.
 
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def total_batch_size(self) -> int | None: ...
-
-    def rows(self, epoch: int, start: int) -> Iterator[Row]: ...
-
-    def count(self, epoch: int, start: int = 0) -> int: ...
-
-    def position(self, epoch: int, rows: int) -> int: ...
-
-    def reseed(self, seed: int) -> None: ...
-
-
-def cuts(rows: Iterator[Row], count: int, rank: int) -> Iterator[Cut]:
-    """What `rank` reads of `count` rows after the other; of a last row that is too short to give it a sample, nothing.
-
-    Only a rank that has no sample in any of the rows reads one that belongs to another: a filler.
+    Attributes:
+        ids: positions of the samples to read; in a filler, one that belongs to another rank.
+        shares: number of samples of each rank.
+        end, last: as in `Row`.
+        filler: this rank has no sample in this row.
     """
-    while taken := list(islice(rows, count)):
-        own = [row.parts[rank] for row in taken if row.parts[rank]]
-        shares = tuple(map(sum, zip(*[map(len, row.parts) for row in taken], strict=True)))
-        batches = own or [next(part for part in taken[0].parts if part)[:1]]
-        yield Cut(batches, shares, taken[-1].end, taken[-1].last, filler=not own)
+
+    ids: list[int]
+    shares: tuple[int, ...]
+    end: int
+    last: bool
+    filler: bool
+
+
+def rank_rows(rows: Iterator[Row], rank: int) -> Iterator[RankRow]:
+    """What `rank` reads of each row."""
+    for parts, end, last in rows:
+        own = parts[rank]
+        ids = own or next(part for part in parts if part)[:1]
+        yield RankRow(ids, tuple(map(len, parts)), end, last, filler=not own)
 
 
 class SampleRows:
     """Rows of `size` samples cut from an order; positions count samples, so that the size may change on resume.
 
-    Only the last row can be short: it is shared out evenly, so that every rank has work if it can.
+    Only the last row can be short. It is divided evenly, so that as many ranks as possible have work.
     """
 
     unit = "samples"
@@ -94,32 +88,30 @@ class SampleRows:
 
 
 class BalancedRows(SampleRows):
-    """Rows of an order that deals whole updates to ranks and micro-batches by cost: `updates` rows at a time."""
+    """Rows of an order whose updates, of `update` rows each, are dealt to ranks and micro-batches by padded cost."""
 
-    def __init__(self, order: RebalancedOrder, size: int, world: int, drop_last: bool, updates: int) -> None:
+    def __init__(self, order: RebalancedOrder, size: int, world: int, drop_last: bool, update: int) -> None:
         super().__init__(order, size, world, drop_last)
-        self._lengths, self._updates = order.lengths, updates
+        self._lengths, self._update = order.lengths, update
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
-        for begin in range(start, length, size * self._updates):
-            ids = order[begin : min(begin + size * self._updates, length)].tolist()
-            end = begin
-            for parts in balanced_batches(
-                ids, self._lengths[ids].tolist(), -(-len(ids) // size), self._world
-            ):
+        for begin in range(start, length, size * self._update):
+            ids = order[begin : min(begin + size * self._update, length)].tolist()
+            end, rows = begin, -(-len(ids) // size)
+            for parts in balanced_batches(ids, self._lengths[ids].tolist(), rows, self._world):
                 end += sum(map(len, parts))
                 yield Row(parts, end, end == length)
 
 
 class BatchRows:
-    """Rows made of a batch sampler's batches: one for each rank, or (`split`) one shared out over all ranks.
+    """Rows made of a batch sampler's batches: one for each rank, or (`split`) one divided between all ranks.
 
-    The batches that are left over at the end are shared out sample by sample, or dropped where the batch sampler
-    says `drop_last`. Positions count the batch sampler's batches.
+    The batches that remain at the end are divided sample by sample, or dropped if the batch sampler has `drop_last`.
+    Positions count the batch sampler's batches.
 
     Args:
-        sampler: yields lists of positions; run through once a pass, under generators seeded by (seed, epoch).
+        sampler: yields lists of positions; iterated once per pass, under generators seeded by (seed, epoch).
     """
 
     unit = "batches"
@@ -167,6 +159,10 @@ class BatchRows:
         if self._drop_last:
             del batches[len(batches) - len(batches) % self._per_row :]
         return batches
+
+
+Rows = SampleRows | BatchRows
+"""The rows of a pass, from any position on."""
 
 
 def _positions(batch: Any, sampler: Any) -> list[int]:

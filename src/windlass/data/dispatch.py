@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch.distributed as dist
 
 from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of, map_leaves, tensors_in
-from windlass.data.batch_reader import BatchReader, DealtBatch, shares_of
-from windlass.data.bookmark import Bookmark
-from windlass.data.cut import share
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
+from windlass.data.cut import share, shares_of
+from windlass.data.same_stream import BegunPass, check_dispatched
+from windlass.data.stream import SharedStream
 from windlass.dist.gang import Gang
 from windlass.dist.wire import pack, unpack
 
@@ -26,13 +28,14 @@ _MAIN = 0
 class Dispatched:
     """The main process's batches, dealt to all ranks: either one each, or (`split`) each cut into equal parts.
 
-    Positions count the reader's, of which only the main process's reads. What reading raises there is told to the
-    others, so that nobody waits for a batch that will not come.
+    Positions are those of the main process's reader. Its errors are sent to the other ranks, so that no rank waits for
+    a batch that will not come.
 
     Args:
         reader: a reader for one rank, over the whole data.
         split: cut every batch, instead of dealing whole ones.
-        drop_last: leave out the batches that are too few to give every rank one.
+        drop_last: drop the last batches if they are fewer than the ranks.
+        stream: what other ranks would read themselves, if it is a stream: the ranks compare its first samples once.
         slice_fn: how to cut: `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts the first axis.
     """
 
@@ -43,20 +46,29 @@ class Dispatched:
         *,
         split: bool,
         drop_last: bool = False,
+        stream: SharedStream | None = None,
         slice_fn: Callable[..., Any] | None = None,
     ) -> None:
         self._reader, self._gang, self._drop_last = reader, gang, drop_last
         self._split, self._slice = split, slice_fn or _cut
         self._per_row = 1 if split else gang.size
+        self._uncompared = stream
         self._under_way: list[tuple[Any, torch.Tensor]] = []
         self.unit = reader.unit
         size = reader.total_batch_size
         self.total_batch_size = None if size is None else size * self._per_row
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        reading = self._read(epoch, start, bookmark) if self._gang.rank == _MAIN else self._receive()
-        while (dealt := next(reading, None)) is not None:
-            yield dealt
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        stream, self._uncompared = self._uncompared, None
+        if stream is None or wanted.start:
+            return self._receive() if self._gang.rank != _MAIN else self._send(self._reader.read(wanted))
+        if self._gang.rank != _MAIN:
+            first_marks = partial(stream.first_marks, wanted.epoch)
+            check_dispatched(first_marks(), first_marks, self._gang, stream.dataset)
+            return self._receive()
+        begun = BegunPass(self._reader.read(wanted))
+        check_dispatched(begun.marks, list, self._gang, stream.dataset)
+        return self._send(begun.rows())
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
@@ -73,17 +85,16 @@ class Dispatched:
     def reseed(self, seed: int) -> None:
         self._reader.reseed(seed)
 
-    def _read(self, epoch: int, start: int, bookmark: Bookmark | None) -> Iterator[DealtBatch]:
-        rows = self._rows(self._reader.read(epoch, start, bookmark))
-        last = False
+    def _send(self, batches: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
+        rows, last = self._rows(batches), False
         try:
             while not last:
                 row, last, parcels = self._next(rows)
                 self._send_to_all(parcels)
                 if row:
-                    yield replace(_dealt(*unpack(parcels[_MAIN])), bookmark=row[-1].bookmark)
+                    yield replace(self._dealt(*unpack(parcels[_MAIN])), bookmark=row[-1].bookmark)
         finally:
-            self._settle()
+            self._wait_for_sends()
 
     def _next(
         self, rows: Iterator[tuple[list[DealtBatch], bool]]
@@ -96,7 +107,7 @@ class Dispatched:
             raise
 
     def _rows(self, reading: Iterator[DealtBatch]) -> Iterator[tuple[list[DealtBatch], bool]]:
-        """What makes a batch of every rank, and whether it is the last; read one ahead, to know that."""
+        """The batches of one row, and True for the last row; reads one row ahead."""
         row = self._row(reading)
         while row:
             following = self._row(reading)
@@ -108,7 +119,7 @@ class Dispatched:
         return [] if self._drop_last and len(row) < self._per_row else row
 
     def _parcels(self, row: list[DealtBatch], last: bool) -> list[torch.Tensor]:
-        """What each rank is sent; an empty batch says that there was none at all."""
+        """The message for each rank; one without shares means that there is no batch at all."""
         if not row:
             return [pack(None, {"shares": []})] * self._gang.size
         pieces, shares = self._cut(row[0]) if self._split else self._deal(row)
@@ -138,15 +149,15 @@ class Dispatched:
         return pieces, list(shares_of(count, world))
 
     def _send_to_all(self, parcels: list[torch.Tensor]) -> None:
-        self._settle()
+        self._wait_for_sends()
         group = self._gang.host_group
         for rank, parcel in enumerate(parcels):
             if rank != _MAIN:
                 for content in (torch.tensor([parcel.numel()]), parcel):
                     self._under_way.append((dist.isend(content, rank, group=group), content))
 
-    def _settle(self) -> None:
-        """See what is under way arrive: a message is lost with the object that stands for it."""
+    def _wait_for_sends(self) -> None:
+        """Wait for the messages under way: one is lost if its work object is dropped."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -163,19 +174,19 @@ class Dispatched:
                 raise DataError(f"the main process failed while reading data for all ranks: {notes['error']}")
             if not notes["shares"]:
                 return
-            yield _dealt(batch, notes)
+            yield self._dealt(batch, notes)
             if notes["last"]:
                 return
 
-
-def _dealt(batch: Any, notes: dict[str, Any]) -> DealtBatch:
-    return DealtBatch(batch, tuple(notes["shares"]), notes["end"], notes["last"])
+    def _dealt(self, batch: Any, notes: dict[str, Any]) -> DealtBatch:
+        shares = tuple(notes["shares"])
+        return DealtBatch(batch, shares, notes["end"], notes["last"], filler=not shares[self._gang.rank])
 
 
 def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
-    """This part of the first axis of every tensor and array, and of lists with one entry for each sample.
+    """Slice the first axis of every tensor and array, and lists with one entry per sample.
 
-    The rest goes to all.
+    Other values are sent to all ranks.
     """
     count = batch_size_of(batch)
 

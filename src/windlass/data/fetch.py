@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
-from windlass.data.seeding import DrawWatch, Sandbox, collator_reseeder, fingerprint
+from windlass.data.seeding import DrawWatch, Sandbox, collator_reseeder, fingerprint, set_epochs
 
 _AS_THEY_ARE = nullcontext()
 
@@ -20,11 +20,10 @@ class Fetch:
 
     Sample i is read under generators seeded by (seed, epoch, i); collation under (seed, epoch, first id).
     Seeding three generators costs 8 us a sample, so a dataset whose reading and collating draw nothing is read
-    without, under watch: when they turn out to have drawn after all, the batch is read again, seeded, and so is every
-    later one.
+    without seeds, and watched. If it does draw later, that batch is read again with seeds, and so is every later one.
 
     Args:
-        dataset: anything with `__getitem__`; `__getitems__(list of ids)` is used where there is one.
+        dataset: anything with `__getitem__`; `__getitems__(list of ids)` is used if it has one.
         collate: list of samples -> batch.
         seed: the run's data seed.
     """
@@ -58,7 +57,8 @@ class Fetch:
                 cheaper. NumPy's and PyTorch's are always left as they were.
         """
         if epoch != self._epoch:
-            self._enter(epoch)
+            self._epoch = epoch
+            set_epochs(epoch, self._dataset)
         if self._quiet:
             with self._sandbox if isolate else _AS_THEY_ARE, self._watch:
                 batch = self._collated(self._read_many(ids), ids)
@@ -73,12 +73,6 @@ class Fetch:
         with self._sandbox:
             return self._seeded(ids)
 
-    def _enter(self, epoch: int) -> None:
-        self._epoch = epoch
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
     def _one_by_one(self, ids: list[int]) -> list[Any]:
         dataset, coming = self._dataset, iter(ids)
         try:
@@ -89,7 +83,7 @@ class Fetch:
             raise
 
     def _seeded(self, ids: list[int]) -> Any:
-        """Read and collate, seeding before each; learns at the first batch whether that is needed at all."""
+        """Read and collate, seeding before each; the first batch shows if seeding is needed."""
         learning, epoch = self._quiet is None, self._epoch or 0
         drew, samples = False, []
         for index in ids:
@@ -112,3 +106,27 @@ class Fetch:
         except Exception as error:
             error.add_note(f"raised while collating the samples {ids[:16]}{'...' if len(ids) > 16 else ''}")
             raise
+
+
+class FetchItem:
+    """Reading for loaders without batching (`batch_size=None`), whose items are batches already.
+
+    `fetch(epoch, ids)` -> the converted item, under generators seeded by (seed, epoch, first id).
+
+    Args:
+        convert: the loader's `collate_fn`, which gets one item, not a list.
+        many: ask the dataset for `dataset[ids]`, as a batch sampler used as a sampler wants; otherwise for
+            `dataset[ids[0]]`.
+    """
+
+    def __init__(self, dataset: Any, convert: Collator, seed: int, many: bool) -> None:
+        self._dataset, self._convert, self._seed, self._many = dataset, convert, seed, many
+        self._sandbox = Sandbox()
+
+    def reseed(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, epoch: int, ids: list[int], isolate: bool = True) -> Any:
+        with self._sandbox:
+            self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, epoch, ids[0]))
+            return self._convert(self._dataset[ids if self._many else ids[0]])

@@ -1,4 +1,4 @@
-"""Groups from a loader that a user made: its batches are taken as they come."""
+"""Groups from a loader that a user made: its batches are taken unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from windlass.core.types import State
 from windlass.data.bookmark import plain_copy
 from windlass.data.checksum import checksum
 from windlass.data.group import Group
-from windlass.data.seeding import Sandbox, first_seed, rewind
+from windlass.data.order import own_generators
+from windlass.data.seeding import Sandbox, rewind, set_epochs
 from windlass.data.skip import skips_unread, with_batch_sampler
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
@@ -24,7 +25,7 @@ _END = object()
 
 
 class _Entry(NamedTuple):
-    """Where a loader can be entered: its own state, or why there is none; and a checksum of the batch that follows."""
+    """A position in a loader: its own state, or why it has none; and a checksum of the next batch."""
 
     state: Any
     reason: str
@@ -40,12 +41,12 @@ class ForeignLoader:
     Each rank iterates its own loader, so ranks may have different numbers of batches, and which samples they
     hold is unknown. What the loader draws from the default generators (a `RandomSampler` does) is seeded by
     (seed, epoch, batch number), so that the same batches come again on resume. The position is the number of
-    batches taken, and the loader's own state where it has `state_dict`. A `DataLoader` over a map-style dataset,
-    read in this process, needs none: the batches before are not fetched. Any other loader is read again up to the
-    position, and that is said. Whichever way, the batch that follows is compared with the one that followed then.
+    batches taken, and the loader's own state if it has `state_dict`. A `DataLoader` over a map-style dataset, read in
+    this process, needs none: the batches before are not fetched. Any other loader is read again up to the position,
+    with a warning. In each case the next batch is compared with the one that followed when the state was taken.
 
     Args:
-        loader: yields batches; must begin anew each time it is iterated.
+        loader: yields batches; must begin again each time it is iterated.
         batch: `batch.accumulation` is the default of `groups`.
         seed: the run's data seed.
         longest: batches of the rank that has most; None: of this one.
@@ -70,23 +71,23 @@ class ForeignLoader:
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._sandbox = Sandbox()
         self._reader = Reader(f"training (by a {type(loader).__name__} of the script)", start_timeout)
-        self._generators = [(g, first_seed(g)) for g in (_generator(loader), _generator(_sampler(loader)))]
+        self._generators = own_generators(loader, getattr(loader, "sampler", None))
 
     @property
     def dataset(self) -> Any:
-        """The loader's dataset, None where it has none."""
+        """The loader's dataset; None if it has none."""
         return getattr(self.loader, "dataset", None)
 
     @property
     def num_samples(self) -> int | None:
-        """Unknown: how a foreign loader shards, drops or repeats is its own business."""
+        """Unknown: a user's loader may shard, drop or repeat samples."""
         return None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank; TypeError where the loader has no length."""
+        """Batches of an epoch on this rank; TypeError if the loader has no length."""
         return len(self.loader)
 
     def groups_per_epoch(self, accumulation: int | None = None) -> int | None:
@@ -122,7 +123,7 @@ class ForeignLoader:
                     state, reason = self._own_state()  # before the look ahead, which would move it on
                 coming = next(batches, _END)
             if coming is _END:
-                self.epoch, self.taken, self._here = epoch + 1, 0, self._behind_a_pass()
+                self.epoch, self.taken, self._here = epoch + 1, 0, self._after_pass()
             else:
                 self.taken += size
                 self._here = _Entry(state, reason, _mark(coming))
@@ -154,7 +155,7 @@ class ForeignLoader:
         if then != self.batch.world and state["batches"]:
             logger.warning(
                 f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.world} "
-                f"now: each goes on behind its own first {self.taken}. Only the loader knows which samples those are"
+                f"now: each continues after its own first {self.taken}. Only the loader knows which samples those are"
             )
 
     def _taken_by(self, position: State) -> int:
@@ -171,8 +172,8 @@ class ForeignLoader:
             position=self.state_dict(),
         )
 
-    def _behind_a_pass(self) -> _Entry:
-        """What the next pass begins by: `_begin` makes one around a dataset new; any other may count passes itself."""
+    def _after_pass(self) -> _Entry:
+        """Where the next pass begins: `_begin` resets a loader around a dataset; any other may count passes itself."""
         return _NOWHERE if hasattr(self.loader, "dataset") else _Entry(*self._own_state(), None)
 
     def _own_state(self) -> tuple[Any, str]:
@@ -196,8 +197,8 @@ class ForeignLoader:
             return again
         if self._here.mark not in (None, _mark(first)):
             logger.warning(
-                f"behind batch {skip}, {type(self.loader).__name__} gives other batches than it gave to the run that "
-                "is continued: the data has changed, or its order is none that can be repeated"
+                f"after batch {skip}, {type(self.loader).__name__} returns other batches than it did in the run that "
+                "is continued: the data has changed, or its order cannot be repeated"
             )
         return chain([first], again)
 
@@ -205,35 +206,35 @@ class ForeignLoader:
         if restored and self._here.state is not None:
             batches = self._by_own_state(epoch, 0)
             first = next(batches, _END)
-            if first is not _END:  # a loader may take its state at the end of a pass for that end
+            if first is not _END:  # some loaders take their state at the end of a pass for that end
                 return chain([first], batches)
         self._begin(epoch)
         return self._numbered(self.loader, epoch, 0)
 
     def _entered(self, epoch: int, skip: int) -> Iterator[Any] | None:
-        """The batches behind the first `skip`, without reading those; None where that cannot be had, which is said."""
+        """The batches after the first `skip`, without reading those; None, with a warning, if that is not possible."""
         mark = self._here.mark
         if self._here.state is not None:
             way = self._by_own_state
         elif mark is not None and skips_unread(self.loader):
             way = self._by_sampler
         else:
-            self._say_again(skip, self._here.reason or "no state of it was saved at this place")
+            self._log_read_again(skip, self._here.reason or "no state of it was saved at this place")
             return None
         try:
             batches = way(epoch, skip)
             first = next(batches, _END)
         except Exception as error:
-            self._say_again(skip, f"the attempt failed: {type(error).__name__}: {error}")
+            self._log_read_again(skip, f"the attempt failed: {type(error).__name__}: {error}")
             return None
         if first is _END or mark not in (None, _mark(first)):
-            self._say_again(skip, "another batch follows when it is entered there")
+            self._log_read_again(skip, "another batch follows when it is entered there")
             return None
         return chain([first], batches)
 
-    def _say_again(self, skip: int, reason: str) -> None:
+    def _log_read_again(self, skip: int, reason: str) -> None:
         name = type(self.loader).__name__
-        logger.warning(f"reading {skip} batches of {name} again, to continue behind them: {reason}")
+        logger.warning(f"reading {skip} batches of {name} again, to continue after them: {reason}")
 
     def _by_own_state(self, epoch: int, skip: int) -> Iterator[Any]:
         self._begin(epoch)
@@ -242,9 +243,7 @@ class ForeignLoader:
 
     def _by_sampler(self, epoch: int, skip: int) -> Iterator[Any]:
         self._begin(epoch)
-        with (
-            self._sandbox
-        ):  # everything is drawn as in a pass from the beginning, where only the first batch draws
+        with self._sandbox:  # draw as in a pass from the beginning, in which only the first batch draws
             self._sandbox.seed(derive_seed(STREAM_ORDER, self.seed, epoch))
             iter(self.loader)
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, 0))
@@ -272,17 +271,14 @@ class ForeignLoader:
     def _begin(self, epoch: int) -> None:
         for generator, first in self._generators:
             rewind(generator, first, epoch)
-        for part in (self.loader, _sampler(self.loader), self.dataset):
-            set_epoch = getattr(part, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        set_epochs(epoch, self.loader, getattr(self.loader, "sampler", None), self.dataset)
 
     def _nothing(self) -> str:
         name = type(self.loader).__name__
         if self.epoch or self.taken:
             return (
                 f"the training loader ({name}) gave no batch in epoch {self.epoch} (from batch {self.taken} on). "
-                "A generator can be iterated once only: return an object whose __iter__ begins anew."
+                "A generator can be iterated once only: return an object whose __iter__ begins again."
             )
         return (
             f"the training loader ({name}) is empty: its dataset has no sample, or drop_last drops them all."
@@ -290,21 +286,13 @@ class ForeignLoader:
 
 
 def loader_length(loader: Any) -> int | None:
-    """Batches of a pass over any loader, None where it does not say."""
+    """Batches of a pass over any loader; None if unknown."""
     try:
         return len(loader)
     except TypeError:
         return None
 
 
-def _sampler(loader: Any) -> Any:
-    return getattr(loader, "sampler", None)
-
-
-def _generator(part: Any) -> Any:
-    return getattr(part, "generator", None)
-
-
 def _mark(batch: Any) -> int | None:
-    """A checksum; None for a batch on an accelerator, whose queue must not be waited for."""
+    """A checksum; None for a batch on an accelerator, which the host must not wait for."""
     return checksum(batch) if all(tensor.device.type == "cpu" for tensor in tensors_in(batch)) else None

@@ -1,4 +1,4 @@
-"""The unit in which the engine takes data, all micro-batches of one update, and what it takes them from."""
+"""The engine's unit of data, all micro-batches of one update, and the protocol of its sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Group:
 
     Attributes:
         batches: collated micro-batches, in host memory; never empty.
-        ids: for each micro-batch, the positions of its samples in the dataset (empty lists where unknown).
-        samples: number of samples of this update over *all* ranks (0 where unknown).
+        ids: for each micro-batch, the positions of its samples in the dataset (empty lists if unknown).
+        samples: number of samples of this update over *all* ranks (0 if unknown).
         epoch: the pass over the data it belongs to, from 0.
         last_in_epoch: no further group follows in this epoch.
-        filler: this rank ran out of samples; `batches` repeats earlier data and must weigh nothing.
+        filler: this rank has no samples left; `batches` repeats other data and must have zero weight.
         position: the loader's state once this group is consumed; what a checkpoint after this update stores.
     """
 
@@ -36,11 +36,11 @@ class GroupSource(Protocol):
     """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign_loader`."""
 
     def groups(self, accumulation: int) -> Iterator[Group]:
-        """The groups from the current position to the end of its pass; the next call goes on with the next pass."""
+        """The groups from the current position to the end of its pass; the next call continues with the next pass."""
         ...
 
     def groups_per_epoch(self, accumulation: int) -> int | None:
-        """Updates of a pass; None if only reading tells."""
+        """Updates of a pass; None if only reading shows it."""
         ...
 
     def groups_left(self, position: State, accumulation: int) -> int | None:
@@ -48,7 +48,7 @@ class GroupSource(Protocol):
         ...
 
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """The position behind so many updates of `epoch`, for a run that another program began."""
+        """The position after so many updates of `epoch`, for a run that another program began."""
         ...
 
     def set_epoch(self, epoch: int) -> None:

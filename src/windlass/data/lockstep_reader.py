@@ -1,4 +1,4 @@
-"""Batches whose sizes only the rank that reads them knows: ranks tell each other, two batches ahead."""
+"""Batches whose sizes only the rank that reads them knows: ranks exchange the sizes, two batches ahead."""
 
 from __future__ import annotations
 
@@ -8,46 +8,44 @@ from typing import NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of
-from windlass.data.batch_reader import BatchReader, DealtBatch
-from windlass.data.bookmark import Bookmark
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, Round
 
-# Batches read before the one that is handed out: one shows whether another follows, and by the time its sizes are
-# needed, they have been under way for a whole step.
+# Batches read before the one that is returned: one shows if another follows, and its sizes have been under way for a
+# whole step when they are needed.
 _AHEAD = 2
 
 
 class _Read(NamedTuple):
-    """What came of reading one batch."""
+    """The result of reading one batch; both are None at the end of the data."""
 
     dealt: DealtBatch | None
     error: Exception | None
 
 
-# What a rank tells of a batch, besides its size.
+# What a rank sends about a batch, besides its size.
 _HAS, _HAS_NONE, _FAILED = 0.0, 1.0, 2.0
 
 
 class LockstepReader:
-    """Makes ranks with their own streams, or with batches of unknown size, go in step.
+    """Keeps ranks in step that have their own streams, or batches of unknown size.
 
-    Ranks may end at different batches; those that end first get fillers until the last one is done. What is exchanged
-    are a few numbers between hosts: no device waits.
+    Ranks may end at different batches; those that end first get fillers until the last one is done. A few numbers are
+    exchanged between hosts, so no device waits.
 
     Args:
         reader: this rank's batches.
-        rank: this rank's place in the shares that `reader` gives.
         gang: the ranks that go in step.
-        own_parts: `reader` turned out to read a part that its stream cut: positions say so.
+        own_parts: `reader` reads this rank's part of a stream that splits itself; positions include that.
 
     Raises:
         DataError: while iterating, on all ranks at the same batch: a rank has no batch at all, or failed to read one
             (the failing rank raises its own error).
     """
 
-    def __init__(self, reader: BatchReader, rank: int, gang: Gang, *, own_parts: bool = False) -> None:
-        self._reader, self._rank, self._gang, self._own_parts = reader, rank, gang, own_parts
+    def __init__(self, reader: BatchReader, gang: Gang, *, own_parts: bool = False) -> None:
+        self._reader, self._gang, self._own_parts = reader, gang, own_parts
 
     @property
     def unit(self) -> str:
@@ -62,8 +60,9 @@ class LockstepReader:
         """Unknown: batches may differ in size."""
         return None
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        mine = self._reader.read(epoch, self._reader.position(epoch, start), bookmark)
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        epoch, start = wanted.epoch, wanted.start
+        mine = self._reader.read(wanted.at(self._reader.position(epoch, start)))
         rounds = Lockstep[_Read](self._gang)
         for _ in range(_AHEAD):
             self._begin(rounds, mine)
@@ -77,7 +76,14 @@ class LockstepReader:
                 self._begin(rounds, mine)
                 done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
                 shares = tuple(map(int, current.sums[: self._gang.size]))
-                yield replace(stand_in, shares=shares, end=done, last=not following.going_on, ids=[])
+                yield replace(
+                    stand_in,
+                    shares=shares,
+                    end=done,
+                    last=not following.going_on,
+                    ids=[],
+                    filler=not shares[self._gang.rank],
+                )
                 current = following
         finally:
             rounds.close()  # every rank has begun these, so every rank can end them
@@ -92,14 +98,14 @@ class LockstepReader:
         self._reader.reseed(seed)
 
     def _begin(self, rounds: Lockstep[_Read], mine: Iterator[DealtBatch]) -> None:
-        """Read a batch, and tell the others of it; an error is raised when they come to this batch too."""
+        """Read a batch and send its size; an error is raised when all ranks come to this batch."""
         read = _Read(None, None)
         try:
             read = _Read(next(mine, None), None)
         except Exception as failure:
             read = _Read(None, failure)
         size, state = 0.0, _FAILED if read.error else _HAS_NONE if read.dealt is None else _HAS
-        if read.dealt is not None and read.dealt.shares[self._rank]:
+        if read.dealt is not None and not read.dealt.filler:
             size = float(batch_size_of(read.dealt.batch) or 1)
         rounds.begin(read, read.dealt is not None, [*self._placed(size), *self._placed(state)])
 
@@ -109,19 +115,19 @@ class LockstepReader:
 
     def _checked(self, rounds: Lockstep[_Read]) -> Round[_Read]:
         """The next round, in which no rank failed."""
-        told = rounds.end()
-        if told.item.error is not None:
-            raise told.item.error
-        failed = self._ranks_in(_FAILED, told)
+        ended = rounds.end()
+        if ended.item.error is not None:
+            raise ended.item.error
+        failed = self._ranks_in(_FAILED, ended)
         if failed:
             raise DataError(f"ranks {failed} failed while reading this batch; their own errors say why.")
-        return told
+        return ended
 
-    def _ranks_in(self, state: float, told: Round[_Read]) -> list[int]:
-        return [rank for rank, value in enumerate(told.sums[self._gang.size :]) if value == state]
+    def _ranks_in(self, state: float, ended: Round[_Read]) -> list[int]:
+        return [rank for rank, value in enumerate(ended.sums[self._gang.size :]) if value == state]
 
     def _refuse_rank_without_any(self, first: Round[_Read]) -> None:
-        """On all ranks alike: one that has nothing to run along with would leave the others waiting."""
+        """Raise on all ranks: a rank without a batch has no filler, so it would leave the others waiting."""
         idle = self._ranks_in(_HAS_NONE, first)
         if idle:
             raise DataError(
@@ -130,8 +136,8 @@ class LockstepReader:
             )
 
     def _any(self, epoch: int) -> DealtBatch:
-        """Some batch of this rank's to run along with, if it has none left after a resume."""
-        dealt = next(self._reader.read(epoch, 0), None)
+        """A batch of this rank to use as a filler, if it has none left after a resume."""
+        dealt = next(self._reader.read(PassRequest(epoch)), None)
         if dealt is None:
             raise DataError(f"rank {self._gang.rank} has no batch to read, while others have some.")
         return dealt

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from windlass.data.batch_reader import DealtBatch
-from windlass.data.bookmark import Bookmark
-from windlass.data.dealt_rows import Rows, cuts
+from windlass.data.batch_reader import DealtBatch, PassRequest
+from windlass.data.dealt_rows import Rows, rank_rows
 from windlass.data.source import Source
 
 
 class MapReader:
     """Reads this rank's part of each row, in this process or in workers.
 
-    Reading leaves NumPy's and PyTorch's generators alone; in this process it takes two draws a batch from Python's.
+    Reading leaves NumPy's and PyTorch's generators unchanged; in this process it draws two numbers per batch from
+    Python's.
     """
 
     def __init__(self, rows: Rows, source: Source, rank: int) -> None:
         self._rows, self._source, self._rank = rows, source, rank
-        self._passes = 0
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
-        tasks = cuts(self._rows.rows(epoch, start), 1, self._rank)
-        # One pass at a time may use the lasting workers; a second one that runs beside it gets its own.
-        private = self._passes > 0
-        self._passes += 1
-        try:
-            for cut, (batch,) in self._source.batches(epoch, tasks, private):
-                ids = [] if cut.filler else cut.batches[0]
-                yield DealtBatch(batch, cut.shares, cut.end, cut.last, ids)
-        finally:
-            self._passes -= 1
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        tasks = rank_rows(self._rows.rows(wanted.epoch, wanted.start), self._rank)
+        isolated = wanted.update if wanted.start else 0
+        for row, batch in self._source.batches(wanted.epoch, tasks, wanted.private, isolated):
+            yield DealtBatch(
+                batch, row.shares, row.end, row.last, [] if row.filler else row.ids, filler=row.filler
+            )
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit

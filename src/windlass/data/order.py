@@ -1,4 +1,4 @@
-"""In which order the samples of an epoch come: a function of (seed, epoch), never of ranks, workers or history."""
+"""The order of an epoch's samples: a function of (seed, epoch), never of ranks, workers or history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, derive_seed
 from windlass.data.lengths import sample_lengths
-from windlass.data.seeding import Sandbox, first_seed, rewind
+from windlass.data.seeding import Sandbox, first_seed, rewind, set_epochs
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class RandomOrder(Order):
 
 
 class LengthGroupedOrder(Order):
-    """Samples of similar length side by side, so that little is padded; still random from epoch to epoch.
+    """Samples of similar length side by side, so that little is padded, in another random order in each epoch.
 
     A random permutation is cut into stretches of up to 50 updates (at least four stretches where the data
     allows), each sorted by falling length; the longest sample of all comes first, so that running out of
@@ -102,7 +102,7 @@ class LengthGroupedOrder(Order):
 
 class RebalancedOrder(RandomOrder):
     """A random order whose updates are dealt to ranks and micro-batches by padded cost, not by count
-    (token-budget batches): by `rows.BalancedRows`.
+    (token-budget batches): by `BalancedRows`.
     """
 
     def __init__(self, lengths: np.ndarray[Any, Any], seed: int) -> None:
@@ -153,21 +153,19 @@ Generators = list[tuple[Any, int | None]]
 
 
 def own_generators(*parts: Any) -> Generators:
-    """The generators that samplers (or loaders) bring along, each with the seed it was given first."""
+    """The generators of samplers (or loaders), each with its first seed."""
     generators = [getattr(part, "generator", None) for part in parts]
     return [(generator, first_seed(generator)) for generator in generators if generator is not None]
 
 
 def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> list[Any]:
     """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws
-    from the default generators, or from the `generators` that it brings along.
+    from the default generators or its own `generators`.
 
     Raises:
         DataError: it does not end.
     """
-    for part in (getattr(sampler, "sampler", None), sampler):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)  # type: ignore[union-attr]
+    set_epochs(epoch, getattr(sampler, "sampler", None), sampler)
     for generator, first in generators:
         rewind(generator, first, epoch)
     sandbox = Sandbox()
@@ -185,7 +183,7 @@ def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> 
 def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = None) -> Order:
     """The sampler that `plan.order` names, for a map-style `dataset`.
 
-    `measured` is the same dataset with all its columns, where `dataset` may have lost the one that holds lengths.
+    `measured` is the same dataset with all its columns: `dataset` may have lost the one that holds lengths.
 
     Raises:
         DataError: the dataset has no length, or lengths were asked for that it does not have.
@@ -206,7 +204,7 @@ def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = 
 
 
 def refuse_order_of_stream(plan: DataPlan) -> None:
-    """Raise where the plan wants an order that needs to know all samples beforehand.
+    """Raise if the plan has an order that needs all samples beforehand.
 
     Raises:
         ConfigError: names the field and what to use.
@@ -217,5 +215,5 @@ def refuse_order_of_stream(plan: DataPlan) -> None:
 
 
 def as_order(sampler: Any, seed: int) -> Order:
-    """`sampler` itself where its order is a function of position already, else wrapped."""
+    """`sampler` itself if it is an `Order`, else wrapped."""
     return sampler if isinstance(sampler, Order) else SamplerOrder(sampler, seed)

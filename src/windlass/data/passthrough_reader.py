@@ -1,4 +1,4 @@
-"""Batches of a loader whose class iterates in its own way: its batches are taken as they come."""
+"""Batches of a loader whose class has its own `__iter__`, taken unchanged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from windlass.core.logs import get_logger
 from windlass.core.trees import batch_size_of
-from windlass.data.batch_reader import DealtBatch
-from windlass.data.bookmark import Bookmark
+from windlass.data.batch_reader import DealtBatch, PassRequest
 from windlass.data.foreign_loader import loader_length
+from windlass.data.seeding import set_epochs
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)
 
 
 class PassthroughReader:
-    """One rank's batches, read one ahead to know the last. A position is reached by reading up to it."""
+    """One rank's batches, read one ahead to detect the last. A position is reached by reading up to it."""
 
     unit = "batches"
 
@@ -28,13 +28,12 @@ class PassthroughReader:
     def total_batch_size(self) -> int | None:
         return getattr(self._loader, "batch_size", None)
 
-    def read(self, epoch: int, start: int, bookmark: Bookmark | None = None) -> Iterator[DealtBatch]:
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        start = wanted.start
         if start:
             name = type(self._loader).__name__
-            logger.warning(f"reading {start} batches of {name} again, to continue behind them")
-        for part in (self._loader, getattr(self._loader, "sampler", None)):
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)  # type: ignore[union-attr]
+            logger.warning(f"reading {start} batches of {name} again, to continue after them")
+        set_epochs(wanted.epoch, self._loader, getattr(self._loader, "sampler", None))
         batches, done = read_batches(self._loader, self._reader), 0
         batch = next(batches, _END)
         while batch is not _END:
@@ -54,7 +53,7 @@ class PassthroughReader:
         return batches
 
     def reseed(self, seed: int) -> None:
-        """Its order is its own."""
+        """Does nothing: the loader seeds itself."""
 
 
 _END = object()

@@ -10,7 +10,7 @@ from windlass.core.trees import map_leaves
 
 
 def wants_pinning(asked: bool) -> bool:
-    """Pinning is of use, and possible, only where there is an accelerator with its own memory."""
+    """Return True if pinning was requested and there is an accelerator with its own memory."""
     if not asked or not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -18,7 +18,7 @@ def wants_pinning(asked: bool) -> bool:
 
 
 def pin(batch: Any) -> Any:
-    """The same batch with its CPU tensors page-locked; containers are rebuilt, everything else is handed through."""
+    """The same batch with its CPU tensors page-locked; containers are rebuilt, everything else is unchanged."""
     return map_leaves(_pinned, batch, lambda part: hasattr(part, "pin_memory"))
 
 

@@ -1,4 +1,4 @@
-"""From a dataset and a plan to a loader: which kind it is, and what must be refused first."""
+"""Builds the loader of a dataset, and refuses what cannot be read."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def build_train_loader(
 
     Args:
         dataset: anything with `__getitem__` and `__len__` (lists of dicts, Hugging Face sets), or an iterable
-            that can be begun anew.
+            that can be iterated again.
         plan: order, seed, workers.
         batch: sizes; this rank's place.
         collate: list of samples -> batch; None: `auto_collate`.
-        sampler: a user's own order over a map-style dataset; `plan.order` then means nothing.
+        sampler: a user's own order over a map-style dataset; replaces `plan.order`.
         measured: the dataset before columns were removed, for orders by length.
 
     Raises:
@@ -57,21 +57,17 @@ def build_eval_loader(
     """The loader of an evaluation set: in order, every sample exactly once over all ranks, in batches of `batch.eval`.
 
     Nothing is padded or dropped (`plan.drop_last` is for training), so ranks may have different numbers of batches;
-    `batches_with_ids` says which sample is where. Every pass is the same, random transforms included. Errors as above.
+    `batches_with_ids` has the samples' positions. Every pass is the same, random transforms included. Errors as above.
     """
     collate = collate or auto_collate
     plan = dataclasses.replace(plan, drop_last=False, purpose="evaluation")
     batch = dataclasses.replace(batch, micro=batch.eval, accumulation=1)
-    loader: Loader
     if is_stream(dataset):
         _refuse_sampler_of_stream(sampler)
-        loader = StreamLoader(dataset, batch, plan, collate)
-    else:
-        _refuse_unreadable(dataset, needs_length=sampler is None)
-        order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
-        loader = MapLoader(dataset, order, batch, plan, collate)
-    loader.passes_alike = True
-    return loader
+        return StreamLoader(dataset, batch, plan, collate, passes_alike=True)
+    _refuse_unreadable(dataset, needs_length=sampler is None)
+    order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
+    return MapLoader(dataset, order, batch, plan, collate, passes_alike=True)
 
 
 def auto_collate(samples: list[Any]) -> Any:
@@ -82,7 +78,7 @@ def auto_collate(samples: list[Any]) -> Any:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether `dataset` can only be read from its beginning."""
+    """Return True if `dataset` can only be read from its beginning."""
     return isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
@@ -96,7 +92,7 @@ def _refuse_unreadable(dataset: Any, needs_length: bool) -> None:
             "Make it a list of dicts, or `datasets.Dataset.from_dict(...)`."
         )
     if not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name} is no dataset: it has neither __getitem__ nor __iter__.")
+        raise DataError(f"{name} is not a dataset: it has neither __getitem__ nor __iter__.")
     if needs_length and not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} has __getitem__ but no __len__. Give it one, return a sampler, or make it an IterableDataset."

@@ -1,4 +1,4 @@
-"""From a user's `DataLoader` to one whose batches are dealt to ranks."""
+"""Turns a user's `DataLoader` into one whose batches are dealt to ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LoaderOptions:
     Attributes:
         split_batches: the loader's batch size is that of all ranks together, not of each.
         dispatch_batches: the main process alone reads, and sends the others their part; None is False.
-        even_batches: kept for scripts that set it. The tail is always shared out without repeating a sample, and
+        even_batches: kept for scripts that set it. The tail is always divided without repeating a sample, and
             every rank always gets the same number of batches.
-        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order that accelerate gives.
+        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order of accelerate.
         data_seed: what the order of shuffled loaders depends on; None: a number drawn from PyTorch's generator.
         non_blocking: copy to the device without waiting; always so from page-locked memory.
-        use_stateful_dataloader: `load_state_dict` goes back into the middle of a pass.
+        use_stateful_dataloader: `load_state_dict` restores a position within a pass.
         worker_start_timeout: seconds after which a worker that has not started is replaced.
         slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
     """
@@ -58,21 +58,25 @@ def prepare_loader(
     """The loader that deals `loader`'s samples to ranks. To be called on all ranks: they agree on a seed.
 
     Args:
-        loader: a `DataLoader`, which is only read from; one that was prepared already is given back.
+        loader: a `DataLoader`, which is not changed; one that was prepared already is returned.
         world, rank: over how many ranks the samples are dealt, and which of them this is.
-        device: where batches are put; None leaves them on the host.
+        device: of the returned batches; None leaves them on the host.
         gang: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
             `world` ranks.
 
     Raises:
         ConfigError: an option that this loader cannot have.
-        DataError: no `DataLoader`, one that cannot be dealt, or another one on another rank.
+        DataError: not a `DataLoader`, one that cannot be dealt, or different ones on different ranks.
     """
     if isinstance(loader, PreparedLoader):
-        return loader
+        if loader.is_dealt:
+            return loader
+        plain = loader.loader
+        dealt = prepare_loader(plain, world=world, rank=rank, device=device, options=options, gang=gang)
+        return dealt.skipping(loader.skipped) if loader.skipped else dealt
     if not isinstance(loader, DataLoader):
         raise DataError(
-            f"{type(loader).__name__} is no torch.utils.data.DataLoader, so it cannot be prepared."
+            f"{type(loader).__name__} is not a torch.utils.data.DataLoader, so it cannot be prepared."
         )
     seed = _agreed_seed(loader, options, gang)
     reader = ReaderChoice(
@@ -96,12 +100,12 @@ def prepare_loader(
 
 
 def _agreed_seed(loader: DataLoader[Any], options: LoaderOptions, gang: Gang) -> int:
-    """Rank 0's seed, also for generators that the loader brings along.
+    """Rank 0's seed, also for the loader's own generators.
 
     Every rank draws, so that their generators stay in step.
 
     Raises:
-        DataError: on all ranks, where their datasets differ in size.
+        DataError: on all ranks: their datasets differ in size.
     """
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     generators = own_generators(loader, *samplers)

@@ -1,31 +1,27 @@
-"""The loader of a user's own loop: this rank's batches, on the device, and what is known about each of them."""
+"""The loader of a user's own loop: this rank's batches, on the device, and their shares of all ranks' samples."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.trees import send_to_device
 from windlass.core.types import State
-from windlass.data.batch_reader import BatchReader, DealtBatch
-from windlass.data.bookmark import Bookmark
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
-from windlass.data.group import Group
-from windlass.data.seeding import Sandbox
+from windlass.data.seeding import Sandbox, set_epochs
 from windlass.dist.beacon import AFTER, beacon
 
 logger = get_logger(__name__)
 
 
 class Follower(Protocol):
-    """Whoever must know which loader a script is in: the accelerator, which accumulates to the end of a pass."""
+    """Is called at the begin and end of a pass: the accelerator, which accumulates up to the end of one."""
 
     def begin(self, loader: PreparedLoader) -> None: ...
 
@@ -33,7 +29,7 @@ class Follower(Protocol):
 
 
 class Nobody:
-    """The follower of a loader that nobody follows."""
+    """The follower that does nothing."""
 
     def begin(self, loader: PreparedLoader) -> None:
         pass
@@ -42,49 +38,31 @@ class Nobody:
         pass
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where a loader stands: shared by it and its views that skip batches.
-
-    Attributes:
-        epoch: the pass that runs, or the coming one.
-        consumed: position in it, in the reader's unit.
-        resume: where the coming pass begins, once; 0 after that.
-        bookmark: by which a stream can be entered at `consumed`, or where the state that was loaded was taken.
-    """
-
-    seed: int
-    epoch: int = 0
-    consumed: int = 0
-    resume: int = 0
-    bookmark: Bookmark | None = None
-
-
 class PreparedLoader(DealtLoader):
     """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
-    same number of batches. Iterated, it gives them to a loop of the user's; a Trainer takes them as groups (`groups`).
+    same number of batches. A user's loop iterates it; a Trainer takes groups.
 
-    The tail of a pass is shared out evenly. A rank for which no sample is left gets a *filler*: a batch to run along
-    with, so that collectives meet, and which must weigh nothing.
+    The tail of a pass is divided evenly. A rank for which no sample is left gets a *filler*: a batch with zero weight
+    that keeps collectives in step.
 
-    Iterating makes one pass, and the next iteration the next pass. Leaving a pass early begins it anew the next time.
+    Iterating makes one pass, and the next iteration the next pass. A pass left early begins again the next time.
 
     Attributes:
         dataset, batch_size, sampler, collate_fn, num_workers, pin_memory, drop_last: as for any `DataLoader`;
-            `batch_size` is that of one rank, None where it varies.
-        iteration: number of the pass that runs, or of the coming one.
-        end_of_dataloader: the batch that was handed out last is the last of its pass.
-        remainder: samples over all ranks that the last, short batch will hold; 0 where it is whole; -1 where
-            that is not known.
+            `batch_size` is that of one rank, None if it varies.
+        iteration: number of the current pass, or of the next one.
+        end_of_dataloader: the current batch is the last of its pass.
+        remainder: samples over all ranks that the last, short batch holds; 0 if it is whole; -1 if
+            unknown.
         shares: samples of the current batch on each rank, in rank order.
-        device: where batches are put; None leaves them where the collator made them.
-        follower: is told where passes begin and end.
+        device: of the returned batches; None leaves them unchanged.
+        follower: is called when a pass begins and ends.
 
     Args:
         loader: the user's.
-        reader: gives the batches.
+        reader: of the batches.
         rank, world: this rank's place among those that have data of their own.
-        restores_position: `load_state_dict` goes back into the middle of a pass; otherwise to its start.
+        restores_position: `load_state_dict` restores the position within a pass; otherwise its start.
     """
 
     def __init__(
@@ -99,18 +77,16 @@ class PreparedLoader(DealtLoader):
         non_blocking: bool = False,
         restores_position: bool = False,
     ) -> None:
-        super().__init__(loader.dataset, **_options(loader, reader, world))
+        super().__init__(loader.dataset, seed, **_options(loader, reader, world))
         self.loader, self.device = loader, device
         self.follower: Follower = Nobody()
         self._reader, self._rank, self._world = reader, rank, world
         self._non_blocking, self._restores_position = non_blocking, restores_position
         self._drops_last = _drops_last(loader)
-        self._place, self._skip = _Place(seed), 0
+        self._skip = 0
         self._enter()
 
-    @property
-    def epoch(self) -> int:
-        return self._place.epoch
+    _is_accelerate_prepared = True  # scripts look for it
 
     @property
     def must_go_in_step(self) -> bool:
@@ -122,7 +98,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples of a whole batch over all ranks; None where batches differ in size."""
+        """Samples of a whole batch over all ranks; None if batches differ in size."""
         return self._reader.total_batch_size
 
     @property
@@ -130,7 +106,7 @@ class PreparedLoader(DealtLoader):
         """Samples of the dataset.
 
         Raises:
-            TypeError: a stream, whose length nobody knows.
+            TypeError: a stream of unknown length.
         """
         return len(self.dataset)  # type: ignore[arg-type]
 
@@ -146,7 +122,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def is_filler(self) -> bool:
-        """The current batch is none of this rank's, and must weigh nothing."""
+        """The current batch has no sample of this rank, and must have zero weight."""
         return self.samples_here == 0
 
     def count(self, epoch: int, start: int = 0) -> int | None:
@@ -162,8 +138,8 @@ class PreparedLoader(DealtLoader):
         self._enter()
         self.follower.begin(self)
         try:
-            for dealt in self._reader.read(epoch, start, place.bookmark):
-                self._take(dealt, epoch)
+            for dealt in self._read(epoch, start):
+                self._move_after(dealt, epoch)
                 beacon().call(f"{AFTER}read data")
                 yield dealt.batch if self.device is None else self._moved(dealt.batch)
                 beacon().call("read data")
@@ -172,13 +148,22 @@ class PreparedLoader(DealtLoader):
         finally:
             self.follower.end(self)
 
+    def _read(self, epoch: int, start: int, update: int = 0) -> Iterator[DealtBatch]:
+        place = self._place
+        private = place.running > 0  # one pass at a time may use the lasting workers
+        place.running += 1
+        try:
+            yield from self._reader.read(PassRequest(epoch, start, place.bookmark, private, update))
+        finally:
+            place.running -= 1
+
     def _moved(self, batch: Any) -> Any:
         assert self.device is not None
         return send_to_device(batch, self.device, self._non_blocking)
 
     def _start(self) -> int:
         start, self._place.resume = self._place.resume, 0
-        if self._skip:  # counts from the beginning of the pass, wherever a checkpoint was taken
+        if self._skip:  # counts from the beginning of the pass, not from a checkpoint's position
             start = self._reader.position(self._place.epoch, self._skip)
         self._place.consumed = start
         return start
@@ -194,12 +179,10 @@ class PreparedLoader(DealtLoader):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
-    def _take(self, dealt: DealtBatch, epoch: int) -> None:
-        self.shares, self.end_of_dataloader, self._ids = dealt.shares, dealt.last, dealt.ids
-        place = self._place
-        place.epoch, place.consumed = (epoch + 1, 0) if dealt.last else (epoch, dealt.end)
-        place.bookmark = dealt.bookmark
-        if dealt.last and not self._drops_last and self.total_batch_size:
+    def _move_after(self, row: DealtBatch, epoch: int) -> None:
+        super()._move_after(row, epoch)
+        self.shares, self.end_of_dataloader, self._ids = row.shares, row.last, row.ids
+        if row.last and not self._drops_last and self.total_batch_size:
             self.remainder = self.samples_everywhere % self.total_batch_size
 
     # --- for a Trainer ------------------------------------------------------------------------------------------------
@@ -209,44 +192,15 @@ class PreparedLoader(DealtLoader):
         """Samples of the dataset; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
-    def groups(self, accumulation: int) -> Iterator[Group]:
-        """The groups from the current position to the end of its pass, in host memory; the next call goes on with the
-        next pass. The default generators are as they were after it.
-
-        Raises:
-            DataError: there is no batch.
-        """
-        place, sandbox, held = self._place, Sandbox(), list[DealtBatch]()
-        epoch, start, place.resume = place.epoch, place.consumed, 0
-        reading = self._reader.read(epoch, start, place.bookmark)
+    def _training_pass(self, epoch: int, start: int, accumulation: int) -> Iterator[DealtBatch]:
+        """The default generators are unchanged after each batch, whatever the reader and the user's code draw."""
+        sandbox, batches = Sandbox(), self._read(epoch, start, accumulation)
         while True:
             with sandbox:
-                dealt = next(reading, None)
-            if dealt is None:
-                break
-            held.append(dealt)
-            if len(held) == accumulation or dealt.last:
-                self._take(dealt, epoch)
-                yield self._group(held, epoch)
-                held = []
-        if place.epoch == epoch:
-            raise DataError(
-                f"the prepared loader of {type(self.dataset).__name__} gave no batch (epoch {epoch}, from "
-                f"{self._reader.unit} {place.consumed} on): it is empty, drop_last drops all of it, or the data has "
-                "become shorter since the checkpoint was written."
-            )
-
-    def _group(self, rows: list[DealtBatch], epoch: int) -> Group:
-        own = [row for row in rows if row.shares[self._rank]]
-        return Group(
-            batches=[row.batch for row in own or rows[:1]],
-            ids=[row.ids for row in own or rows[:1]],
-            samples=sum(sum(row.shares) for row in rows),
-            epoch=epoch,
-            last_in_epoch=rows[-1].last,
-            filler=not own,
-            position=self.state_dict(),
-        )
+                row = next(batches, None)
+            if row is None:
+                return
+            yield row
 
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
         consumed = self._reader.position(epoch, updates * accumulation)
@@ -256,22 +210,29 @@ class PreparedLoader(DealtLoader):
         for batch in self:
             yield None if self.is_filler else self._ids, batch
 
-    # --- where it stands ----------------------------------------------------------------------------------------------
+    # --- the position ----------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the coming pass; a no-op where it is that already, so that a restored position is kept."""
+        """Make `epoch` the next pass, also of the user's sampler. A restored position in that pass is kept."""
         if epoch != self._place.epoch:
             self._place.epoch, self._place.consumed, self._place.resume = epoch, 0, 0
+        batches = self.loader.batch_sampler
+        set_epochs(epoch, getattr(batches, "sampler", self.loader.sampler), batches)
+
+    @property
+    def skipped(self) -> int:
+        """Batches that are left out at the start of each pass."""
+        return self._skip
 
     def skipping(self, batches: int) -> PreparedLoader:
-        """A view of this loader whose pass begins behind its first `batches`; epochs are counted together."""
+        """A view of this loader whose pass begins after its first `batches`; both count the same epochs."""
         view = copy.copy(self)
         view._skip = self._skip + batches
         view._enter()
         return view
 
     def state_dict(self) -> State:
-        """Where the batch after the one handed out last begins. O(1) in size and time."""
+        """The position after the current batch. O(1) in size and time."""
         place = self._place
         return {
             "seed": place.seed,
@@ -282,7 +243,7 @@ class PreparedLoader(DealtLoader):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go back to where `state` was taken: to the position itself, or else to the start of its pass."""
+        """Restore the position at which `state` was taken, or else the start of its pass."""
         place = self._place
         if int(state["seed"]) != place.seed:
             place.seed = int(state["seed"])
@@ -297,19 +258,19 @@ class PreparedLoader(DealtLoader):
             )
             logger.warning(
                 f"the state was taken {state['consumed']} {state.get('unit', 'samples')} into a pass, and the loader "
-                f"begins that pass anew: {reason}"
+                f"restarts that pass: {reason}"
             )
 
     def position_in(self, state: State) -> int:
-        """Where `state` was taken, in the reader's unit; the start of the pass if it cannot be continued there."""
-        if "batches" in state:  # of a Trainer that read the loader batch by batch, as it was
+        """The position of `state` in the reader's unit; the start of the pass if it cannot be continued there."""
+        if "batches" in state:  # of a Trainer that read the loader unprepared
             return self._reader.position(int(state["epoch"]), int(state["batches"]))
         enterable = self._restores_position and self._reader.accepts(state.get("unit", "samples"))
         return int(state["consumed"]) if enterable else 0
 
 
 def _options(loader: DataLoader[Any], reader: BatchReader, world: int) -> dict[str, Any]:
-    """What a `DataLoader` shows of itself, as the user's says it, with the batch size of one rank."""
+    """Public attributes of a `DataLoader`, as in the user's, with the batch size of one rank."""
     total = reader.total_batch_size
     options: dict[str, Any] = {
         "batch_size": None if total is None else max(total // world, 1),
@@ -330,7 +291,7 @@ def _options(loader: DataLoader[Any], reader: BatchReader, world: int) -> dict[s
 
 
 def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A batch sampler of the user's own leaves a `DataLoader` no batch size to show."""
+    """With a batch sampler of the user's own, a `DataLoader` has no batch size."""
     if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
         return {"sampler": loader.sampler}
     return {"batch_sampler": loader.batch_sampler, "batch_size": 1, "drop_last": False}

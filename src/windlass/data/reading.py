@@ -1,4 +1,4 @@
-"""One pass over a stream: every sample under a seed of its own, begun anew or entered where a state says."""
+"""One pass over a stream: every sample is read with its own seed, from the beginning or from a saved state."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from windlass.data.bookmark import (
     why_read_again,
 )
 from windlass.data.datasets_nodes import with_nodes_of_its_own
-from windlass.data.seeding import Sandbox
+from windlass.data.seeding import Sandbox, set_epochs
 
 logger = get_logger(__name__)
 
 
 class Reading:
-    """A pass that runs.
+    """A pass over a stream.
 
     Args:
         dataset: can be iterated, from its beginning or from the state that it was given.
-        sandbox: where the dataset's code runs, apart from the program's generators.
+        sandbox: keeps the dataset's draws apart from the program's generators.
         seed, epoch: what the randomness of the pass depends on, with each sample's position.
     """
 
     def __init__(self, dataset: Any, sandbox: Sandbox, seed: int, epoch: int) -> None:
         self._dataset, self._sandbox, self._seed, self._epoch = dataset, sandbox, seed, epoch
-        self._position = 0  # of the sample that the dataset gives next
+        self._position = 0  # of the next sample that the dataset returns
         self._ahead: deque[Any] = deque()
         self._places = Places(dataset)
-        self._place_before_look = StreamPlace(0, None, "")
+        self._place_before_peek = StreamPlace(0, None, "")
         self._stream: Iterator[Any] = iter(())
 
     def begin(self, state: Any = None, at: int = 0) -> None:
-        """Begin the pass; with a `state` of the dataset, behind its first `at` samples."""
+        """Begin the pass; with a `state` of the dataset, after its first `at` samples."""
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, self._epoch, -1))
             if state is not None:
@@ -51,29 +51,29 @@ class Reading:
         self._ahead.clear()
 
     def take(self, count: int) -> list[Any]:
-        """The next samples; fewer than `count` only where the stream ends."""
+        """The next samples; fewer than `count` only at the end of the stream."""
         waiting = min(count, len(self._ahead))
         samples = [self._ahead.popleft() for _ in range(waiting)]
         return samples + self._read(count - waiting) if waiting < count else samples
 
-    def look(self, count: int) -> list[Any]:
-        """The next samples, which stay the next ones."""
+    def peek(self, count: int) -> list[Any]:
+        """The next samples, which `take` returns again."""
         if not self._ahead:
-            self._place_before_look = self.place()
+            self._place_before_peek = self.place()
         if len(self._ahead) < count:
             self._ahead.extend(self._read(count - len(self._ahead)))
         return list(self._ahead)[:count]
 
     def go_to(self, position: int, stretch: int) -> bool:
-        """Read up to `position` and forget it, `stretch` samples at a time; False: the stream ends before."""
+        """Read up to `position`, `stretch` samples at a time. Return False if the stream ends before it."""
         while self._position < position:
             if not self._read(min(stretch, position - self._position)):
                 return False
         return True
 
     def place(self) -> StreamPlace:
-        """Where the dataset stands now, or stood a little before; to be asked once a row."""
-        return self._place_before_look if self._ahead else self._places.after(self._position)
+        """The dataset's state now, or a little before; to be called once per row."""
+        return self._place_before_peek if self._ahead else self._places.after(self._position)
 
     def _read(self, count: int) -> list[Any]:
         samples: list[Any] = []
@@ -102,16 +102,16 @@ def open_reading(
     *,
     stretch: int,
     bookmark: Bookmark | None = None,
-    say: bool = True,
+    log: bool = True,
 ) -> Reading | None:
-    """A pass that stands at sample `start`; None where the stream ends before it.
+    """A pass at sample `start`; None if the stream ends before it.
 
-    A bookmark made there saves reading the samples before. What a dataset says of its state is not taken on trust: the
-    samples that follow must be those that followed when the bookmark was made.
+    A bookmark made there saves reading the samples before. The state is verified: the samples
+    that follow must be those that followed when the bookmark was made.
 
     Args:
         stretch: samples that are read at a time on the way.
-        say: whether this process speaks for those that read the same.
+        log: log warnings; set in one of the processes that read the same.
     """
     own = _at_epoch(dataset, epoch)
     if not belongs(bookmark, epoch, start):
@@ -120,9 +120,9 @@ def open_reading(
         reading, trouble = _entered(Reading(own, sandbox, seed, epoch), own, bookmark, stretch)
         if reading is not None:
             return reading
-        if say:
+        if log:
             logger.warning(
-                f"reading {start} samples of the stream again, to continue behind them: the state of "
+                f"reading {start} samples of the stream again, to continue after them: the state of "
                 f"{type(dataset).__name__} did not lead back to its place ({trouble})"
             )
         own = _at_epoch(dataset, epoch)
@@ -130,24 +130,22 @@ def open_reading(
     reading.begin()
     if not reading.go_to(start, stretch):
         return None
-    if bookmark is not None and say and not _follows(reading, bookmark):
+    if bookmark is not None and log and not _follows(reading, bookmark):
         logger.warning(
-            f"behind sample {start}, {type(dataset).__name__} gives other samples than it gave to the run that is "
-            "continued: the data has changed, or its order is none that can be repeated"
+            f"after sample {start}, {type(dataset).__name__} returns other samples than it did in the run that is "
+            "continued: the data has changed, or its order cannot be repeated"
         )
     return reading
 
 
 def _at_epoch(dataset: Any, epoch: int) -> Any:
     own = with_nodes_of_its_own(dataset)
-    set_epoch = getattr(own, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
+    set_epochs(epoch, own)
     return own
 
 
 def _entered(reading: Reading, dataset: Any, bookmark: Bookmark, stretch: int) -> tuple[Reading | None, str]:
-    """`reading` behind the bookmark's place, or why that did not come about; `dataset` is as before then."""
+    """`reading` after the bookmark's position; or None and the reason, with `dataset` restored."""
     before = None
     try:
         before, _ = plain_copy(dataset.state_dict())
@@ -164,4 +162,4 @@ def _entered(reading: Reading, dataset: Any, bookmark: Bookmark, stretch: int) -
 
 def _follows(reading: Reading, bookmark: Bookmark) -> bool:
     marks = bookmark["marks"]
-    return marks_of(reading.look(len(marks))) == marks
+    return marks_of(reading.peek(len(marks))) == marks

@@ -16,10 +16,10 @@ def balanced_batches(ids: list[int], lengths: list[int], rows: int, world: int) 
 
     Samples are sorted by falling length and cut into contiguous groups; the cheapest cut under a cost limit
     is greedy, and the smallest feasible limit is found by bisection. Groups are dealt by falling cost: the
-    dearest `world` of them make row 0, so that the ranks of one row cost alike.
+    `world` most expensive ones make row 0, so that the ranks of one row cost alike.
 
     Returns:
-        `rows` lists of `world` lists of ids; empty lists only where there are fewer samples than `rows * world`.
+        `rows` lists of `world` lists of ids; empty lists only if there are fewer samples than `rows * world`.
     """
     by_length = sorted(zip(lengths, ids, strict=True), key=lambda pair: -pair[0])
     costs = [n + _QUADRATIC * n * n for n, _ in by_length]
@@ -34,7 +34,7 @@ def balanced_batches(ids: list[int], lengths: list[int], rows: int, world: int) 
 
 
 def _sizes(costs: list[float], count: int) -> list[int]:
-    """Sizes of `count` contiguous groups over samples of falling `costs`, the dearest group as cheap as can be."""
+    """Sizes of `count` contiguous groups over samples of falling `costs`, with the smallest possible largest cost."""
     if len(costs) <= count:
         return [1] * len(costs) + [0] * (count - len(costs))
     low, high = (
@@ -58,7 +58,7 @@ def _sizes(costs: list[float], count: int) -> list[int]:
 
 
 def _greedy(costs: list[float], limit: float, count: int) -> list[int] | None:
-    """Fill each group up to `limit`; None where more than `count` groups are needed."""
+    """Fill each group up to `limit`; None if more than `count` groups are needed."""
     sizes: list[int] = []
     start = 0
     while start < len(costs):

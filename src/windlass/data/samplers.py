@@ -1,4 +1,4 @@
-"""Samplers that scripts name, with the orders that they expect of them."""
+"""Samplers that scripts import, with the orders that they expect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windlass.data.order import SamplerOrder
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of (seed, epoch): what a generator seeded with their sum gives.
+    """A random sampler whose order is a function of (seed, epoch): that of a generator seeded with their sum.
 
     Args:
         data_seed: the seed; None is the one that PyTorch's generator was given.

@@ -17,10 +17,12 @@ from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_ge
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
 _draw_python = random.random
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Sandbox:
-    """Python's, NumPy's and PyTorch's default CPU generators, lent to the data and given back as they were (20 us)."""
+    """Lends Python's, NumPy's and PyTorch's default CPU generators to the data, and restores them after (20 us)."""
 
     def __init__(self) -> None:
         self._bits = np.random.MT19937(0)
@@ -41,11 +43,11 @@ class Sandbox:
 
 
 class DrawWatch:
-    """Tells whether reading drew from one of the three generators, at a fifth of what seeding them would cost.
+    """Detects draws from one of the three generators, at a fifth of the cost of seeding them.
 
-    NumPy's and PyTorch's states are compared as bytes. Python's is not to be had so cheaply: it goes in step with a
-    twin, and two draws are taken from it for each batch, one before and one after. Where reading did draw, all three
-    are put back as if it had not.
+    NumPy's and PyTorch's states are compared as bytes. Python's cannot be read so cheaply: a twin is kept in
+    step with it, and two numbers are drawn for each batch, one before and one after. If reading did draw, all three
+    are restored.
 
     Calls that look free in a tight loop cost microseconds between the forward and the backward of a step, where their
     code is cold; hence memory is read here, rather than the libraries asked.
@@ -58,12 +60,12 @@ class DrawWatch:
         self.drew = False
 
     def __reduce__(self) -> Any:
-        # A worker makes its own: what goes in step here would not there.
+        # A worker constructs its own: the twin is in step with the generator of this process.
         return DrawWatch, ()
 
     def __enter__(self) -> DrawWatch:
         if _draw_python() != self._draw_twin():
-            self._twin.setstate(random.getstate())  # somebody else drew: fall into step again
+            self._twin.setstate(random.getstate())  # other code drew: synchronize the twin
         self._gauss = _PYTHON.gauss_next
         bits = get_bit_generator()
         if bits is not self._bits:
@@ -77,7 +79,7 @@ class DrawWatch:
             _draw_python() != self._draw_twin()
             or _PYTHON.gauss_next is not self._gauss
             or self._twister.tobytes() != self._numpy
-            or _bytes_of(_TORCH.get_state()) != _bytes_of(self._torch)
+            or _differ(_TORCH.get_state(), self._torch)
         )
         if self.drew:
             self._put_back()
@@ -104,8 +106,8 @@ def _memory_of(bits: Any) -> memoryview:
     return memoryview(words).cast("B")
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+def _differ(state: torch.Tensor, earlier: torch.Tensor) -> bool:
+    return bool(_compare_memory(state.data_ptr(), earlier.data_ptr(), state.numel()))
 
 
 def fingerprint() -> tuple[Any, ...]:
@@ -128,16 +130,24 @@ def rewind(generator: object, first: int | None, epoch: int) -> None:
         generator.manual_seed(first if epoch == 0 else derive_seed(STREAM_ORDER, first, epoch))
 
 
+def set_epochs(epoch: int, *parts: object) -> None:
+    """Call `set_epoch` of those parts that have it."""
+    for part in parts:
+        method = getattr(part, "set_epoch", None)
+        if callable(method):
+            method(epoch)
+
+
 def first_seed(generator: object) -> int | None:
-    """The seed a user gave to their `torch.Generator`, None for anything else."""
+    """The initial seed of a user's `torch.Generator`; None for anything else."""
     return generator.initial_seed() if isinstance(generator, torch.Generator) else None
 
 
 def collator_reseeder(collate: object) -> Callable[[int, int], None] | None:
-    """How to seed a collator's own generator by (its seed, epoch, first sample); None where it has no seed.
+    """How to seed a collator's own generator by (its seed, epoch, first sample); None if it has no seed.
 
-    Known by `seed`, `generator` and `get_generator(seed)`, as masked-language-model collators have them. Left
-    alone, such a generator would go on from batch to batch, and a resumed run would mask other tokens.
+    Detected by `seed`, `generator` and `get_generator(seed)`, as in masked-language-model collators. Without it, such a
+    generator would continue from batch to batch, and a resumed run would mask other tokens.
     """
     while hasattr(collate, "collate"):
         collate = collate.collate

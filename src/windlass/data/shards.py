@@ -1,7 +1,7 @@
 """One process's part of a batch sampler or a stream, for scripts that deal data out by hand.
 
-Prepared loaders do without these: they share out the tail, where these repeat samples from the beginning, as scripts
-that name them expect.
+Prepared loaders do not use these: they divide the tail, while these repeat samples from the beginning, as scripts
+expect.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one process out of a stream that every process reads.
 
     Args:
-        dataset: gives the same samples on every process.
+        dataset: yields the same samples on every process.
         batch_size: samples of a batch of one process, or (`split_batches`) of all.
         drop_last: leave out a last, short batch of all processes; otherwise it is completed with the first samples.
         num_processes, process_index: between how many processes, and which of them this is.

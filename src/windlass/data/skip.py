@@ -1,4 +1,4 @@
-"""Beginning a pass behind its first batches."""
+"""Passes that begin after their first batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkippingLoader:
-    """Any loader without its first batches, which are read and thrown away; for streams nothing else is possible."""
+    """Any loader without its first batches, which are read and dropped; for streams nothing else is possible."""
 
     def __init__(self, loader: Any, skip_batches: int = 0) -> None:
         self.loader, self.skip_batches = loader, skip_batches
@@ -52,9 +52,9 @@ class SkippingLoader:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """`dataloader` for one pass without its first `num_batches`, counted from the beginning of the pass.
 
-    A prepared loader gives a view of itself: at once for map-style data, and with the epochs counted together, so that
-    the next pass over the loader itself is the next epoch. Streams are read up to the position, except where a state
-    was loaded that was taken there (`PreparedLoader.load_state_dict`, `Accelerator.load_state`) and leads back to it.
+    For a prepared loader this is a view: at once for map-style data, and with shared epochs, so that the next pass over
+    the loader itself is the next epoch. Streams are read up to the position, unless a state was loaded that was taken
+    there (`PreparedLoader.load_state_dict`, `Accelerator.load_state`) and can be entered.
 
     Args:
         dataloader: a prepared loader, a `DataLoader`, or any iterable of batches.
@@ -70,7 +70,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 def skips_unread(loader: Any) -> bool:
-    """Whether a pass over `loader` may begin at any batch without another one changing by it.
+    """Return True if a pass over `loader` may begin at any batch without changing the batches.
 
     In worker processes, what a batch draws at random depends on how many the worker has read before.
     """

@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.config.plan import BatchPlan, DataPlan
-from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
-from windlass.data.bookmark import Bookmark, belongs
-from windlass.data.group import Group
+from windlass.data.agreed_stream import AgreedStream
+from windlass.data.batch_reader import DealtBatch, PassRequest
+from windlass.data.bookmark import belongs
 from windlass.data.loader import Loader
-from windlass.data.same_stream import NoSampleError, begin_together, splits_itself
-from windlass.data.stream import StreamReader, StreamRow, StreamRows
+from windlass.data.same_stream import splits_itself
+from windlass.data.stream import SharedStream
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
-_NOTHING = contextlib.nullcontext()
-
-
-class _Held(NamedTuple):
-    """A pass that was begun to compare ranks, for whoever asks for it next."""
-
-    epoch: int
-    start: int
-    rows: Iterator[StreamRow]
 
 
 class StreamLoader(Loader):
-    """Every rank, and every worker process, reads the whole stream and keeps its own part of it.
+    """Reads a stream from any position, by its own state if that leads back to the same samples, else from its start.
 
-    That costs each reader the whole stream's decoding, and buys an order (and, sample by sample, a
-    randomness) that no number of ranks or workers changes. On resume the stream is entered by the dataset's own state,
-    where it has one that leads back to the same samples; otherwise it is read from its beginning up to the position.
-
-    A stream that splits itself by rank (`agree` finds out) is not dealt again: every rank reads its own part, and
-    positions count that part's samples. `len(dataset)`, if there is one, is then taken for the part's.
+    A stream that splits itself by rank (`agree` detects it) is not dealt again: every rank reads its own part, and
+    positions count that part's samples. `len(dataset)`, if there is one, is then the length of the part.
     """
 
-    def __init__(self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator) -> None:
-        super().__init__(dataset, batch, plan, collate)
-        self._gang = Gang()
-        self._own_parts = batch.world > 1 and splits_itself(dataset)
-        self._compare_due = False
-        self._sizes = [_size(dataset)]
-        self._held: _Held | None = None
-        self._stream = self._rows(self._own_parts)
-        self._bookmark: Bookmark | None = None
+    def __init__(
+        self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator, *, passes_alike: bool = False
+    ) -> None:
+        super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike)
+        self._gang, self._sizes = Gang(), [_size(dataset)]
+        self._stream = self._opened(batch.world > 1 and splits_itself(dataset))
 
     def agree(self, gang: Gang, position: State | None = None) -> None:
-        """Find out whether the ranks read the same stream, or each a part of its own. Collective; done once.
+        """Find out if the ranks read the same stream, or a part each. Collective; done once.
 
         Args:
-            position: where a resumed run will go on: it says how the samples before it were dealt. None: at the
-                beginning; the pass whose first samples are compared here is the one that is read next.
+            position: where a resumed run continues; it shows how the samples before it were dealt. None: at the
+                beginning. The pass whose first samples are compared here is the one that is read next.
 
         Raises:
             DataError: on all ranks: they read different samples that cannot be read again.
@@ -63,73 +46,111 @@ class StreamLoader(Loader):
         if gang.size == 1 or self._gang.size > 1:
             return
         self._gang = gang
-        if self._own_parts or (position and position.get("parts", 1) > 1):
-            self._take_own_parts(self._rows(own_parts=True))
-            return
-        self._compare_due = True
+        self._stream = self._opened(self.own_parts or bool(position and position.get("parts", 1) > 1))
         if not position:
-            self._held = _Held(
-                self.epoch, self.consumed, self._opened(self.epoch, self.consumed, self.passes_alike)
-            )
+            place = self._place
+            self._stream.agree(PassRequest(place.epoch, place.consumed, place.bookmark, self.passes_alike))
+        self._gather_sizes()
+
+    def _opened(self, own_parts: bool) -> AgreedStream:
+        batch = self.batch
+        stream = AgreedStream(
+            self._shared(batch.world, batch.rank),
+            # One rank's part of an evaluation set may be empty.
+            self._shared(1, 0, may_be_empty=self.passes_alike),
+            self._gang,
+            lockstep=False,
+            may_be_empty=self.passes_alike,
+        )
+        if own_parts:
+            stream.take_own_parts()
+        stream.reseed(self.seed)
+        return stream
+
+    def _shared(self, world: int, rank: int, may_be_empty: bool = False) -> SharedStream:
+        row = self.batch.micro * world
+        return SharedStream(
+            self.dataset,
+            self.collate_fn,
+            self.plan,
+            row=row,
+            world=world,
+            rank=rank,
+            may_be_empty=may_be_empty,
+        )
 
     @property
     def own_parts(self) -> bool:
-        return self._own_parts
+        return self._stream.own_parts
 
     @property
     def total_batch_size(self) -> int:
         """Samples by which a micro-batch moves the position: those of all ranks, or of this rank's own part."""
-        return self.batch.micro if self._own_parts else super().total_batch_size
+        return self.batch.micro if self.own_parts else super().total_batch_size
 
     @property
     def num_samples(self) -> int | None:
-        if not self._own_parts:
+        if not self.own_parts:
             return super().num_samples
         sizes = [size for size in self._sizes if size is not None]
         return sum(sizes) if len(sizes) == self.batch.world else None
 
     def resize(self, micro: int, accumulation: int) -> None:
         super().resize(micro, accumulation)
-        self._stream, self._held = self._rows(self._own_parts), None
-        self._reseed(self.seed)
+        agreed = self._stream.agreed
+        self._stream = self._opened(self.own_parts)
+        self._stream.agreed = agreed
 
     def state_dict(self) -> State:
-        here = belongs(self._bookmark, self.epoch, self.consumed)
-        return super().state_dict() | self._parts() | {"bookmark": self._bookmark if here else None}
+        return super().state_dict() | self._parts() | {"bookmark": self._bookmark()}
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._bookmark = state.get("bookmark")
-        then, now = int(state.get("parts", 1)), self._parts().get("parts", 1)
-        if then != now:
-            self.consumed, self._bookmark = self.consumed * then // now, None
+        place, parts, now = self._place, int(state.get("parts", 1)), self._parts().get("parts", 1)
+        place.bookmark = state.get("bookmark")
+        if parts != now:
+            place.consumed, place.bookmark = place.consumed * parts // now, None
             logger.warning(
-                f"{type(self.dataset).__name__} was split into {then} parts by itself, and is read in {now} now: each "
-                f"goes on behind its own first {self.consumed} samples. Only the stream knows which samples those are"
+                f"{type(self.dataset).__name__} was split into {parts} parts by itself, and is read in {now} now: each "
+                f"continues after its own first {place.consumed} samples. Only the stream knows which samples those are"
             )
 
+    def _position(self, epoch: int) -> State:
+        return super()._position(epoch) | self._parts() | {"bookmark": self._bookmark()}
+
+    def _bookmark(self) -> Any:
+        place = self._place
+        return place.bookmark if belongs(place.bookmark, place.epoch, place.consumed) else None
+
     def _parts(self) -> State:
-        return {"parts": self.batch.world} if self._own_parts else {}
+        return {"parts": self.batch.world} if self.own_parts else {}
 
-    def _rows(self, own_parts: bool) -> StreamRows:
-        batch = self.batch
-        reader = StreamReader(
-            self.dataset,
-            self.collate_fn,
-            self.plan,
-            row=batch.micro if own_parts else batch.micro * batch.world,
-            world=1 if own_parts else batch.world,
-            rank=0 if own_parts else batch.rank,
-        )
-        return StreamRows(reader, self.plan)
+    def _reader(self, update: int) -> AgreedStream:
+        return self._stream
 
-    def _take_own_parts(self, stream: StreamRows) -> None:
-        self._own_parts, self._stream = True, stream
-        self._reseed(self.seed)
-        self._sizes = self._gang.gather_objects(_size(self.dataset))
+    def _read(self, epoch: int, start: int, update: int, private: bool) -> Iterator[DealtBatch]:
+        rows = super()._read(epoch, start, update, private)
+        self._gather_sizes()
+        return self._checked(rows) if self.own_parts and not start else rows
+
+    def _checked(self, rows: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
+        size = _size(self.dataset)
+        for row in rows:
+            if row.last and size is not None and row.end < size:
+                logger.warning(
+                    f"{type(self.dataset).__name__} splits itself by rank: this rank read {row.end} samples, and its "
+                    f"__len__ returns {size}. Let __len__ count this rank's samples only: the run's length follows "
+                    "from it"
+                )
+            yield row
+
+    def _gather_sizes(self) -> None:
+        """The length of each rank's part. Collective if the ranks have agreed on parts since the last call."""
+        if self.own_parts and len(self._sizes) < self._gang.size:
+            self._sizes = self._gang.gather_objects(_size(self.dataset))
 
     def _length(self, epoch: int) -> int | None:
-        """Samples of a pass; of several parts, those of the longest, to whose end all ranks go."""
+        """Samples of a pass; of several parts, those of the longest."""
         sizes = [size for size in self._sizes if size is not None]
         if len(sizes) < len(self._sizes):
             return None
@@ -137,68 +158,6 @@ class StreamLoader(Loader):
 
     def _reseed(self, seed: int) -> None:
         self._stream.reseed(seed)
-
-    def _opened(self, epoch: int, start: int, private: bool) -> Iterator[StreamRow]:
-        """The rows of a pass; where ranks are to be compared first, the first row has been read."""
-        held, self._held = self._held, None
-        if held is not None and (held.epoch, held.start) == (epoch, start):
-            return held.rows
-        if not self._compare_due:
-            return self._stream.rows(epoch, start, private, self._bookmark)
-        self._compare_due = False
-        own = self._rows(own_parts=True)
-
-        def begin(own_parts: bool) -> Iterator[StreamRow]:
-            return (own if own_parts else self._stream).rows(epoch, start, private, self._bookmark)
-
-        own_parts, rows = begin_together(begin, self._gang, self.dataset, may_be_empty=self.passes_alike)
-        if own_parts and start:
-            raise DataError(
-                f"the ranks read different samples behind sample {start} of {type(self.dataset).__name__}, where the "
-                "run is continued: it splits itself by rank now, and gave all samples to every rank then. Continue on "
-                "one process, or let it give all samples on every rank."
-            )
-        if own_parts:
-            self._take_own_parts(own)
-        return rows
-
-    def _groups(self, epoch: int, start: int, accumulation: int, private: bool) -> Iterator[Group]:
-        rows: list[StreamRow] = []
-        before = start
-        # A part of an evaluation set may be empty.
-        empty = contextlib.suppress(NoSampleError) if self._own_parts and self.passes_alike else _NOTHING
-        with empty:
-            for row in self._opened(epoch, start, private):
-                rows.append(row)
-                if len(rows) == accumulation or row.last:
-                    self._check_size(row, start)
-                    yield self._group(rows, before, epoch)
-                    rows, before = [], row.end
-
-    def _check_size(self, row: StreamRow, start: int) -> None:
-        size = _size(self.dataset)
-        if row.last and self._own_parts and not start and size is not None and row.end < size:
-            logger.warning(
-                f"{type(self.dataset).__name__} splits itself by rank: this rank read {row.end} samples, and its "
-                f"__len__ says {size}. Let __len__ count this rank's samples alone: the run's length follows from it"
-            )
-
-    def _group(self, rows: list[StreamRow], before: int, epoch: int) -> Group:
-        own = [row for row in rows if row.ids]
-        end, last, bookmark = rows[-1].end, rows[-1].last, rows[-1].bookmark
-        return Group(
-            batches=[row.batch for row in own or rows],
-            ids=[row.ids for row in own or rows],
-            samples=0 if self._own_parts else end - before,
-            epoch=epoch,
-            last_in_epoch=last,
-            filler=not own,
-            position=self._position(epoch, end, last, None) | self._parts() | {"bookmark": bookmark},
-        )
-
-    def _moved_to(self, position: State) -> None:
-        super()._moved_to(position)
-        self._bookmark = position["bookmark"]
 
 
 def _size(dataset: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Fork a data worker: no lock and no signal may be lost to it on the way, and one that does not arrive is replaced."""
+"""Fork a data worker so that no inherited lock or signal can block it; one that does not start is replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSY
 
 
 class _Entrance(NamedTuple):
-    """What a worker needs to sign on: the pipe to its parent, and the signal mask it shall have."""
+    """What a worker needs to sign on: the pipe to its parent, and its final signal mask."""
 
     read: int
     write: int
@@ -118,7 +118,7 @@ class _Popen(popen_fork.Popen):
         """Wait for the child's sign; False if none comes in time.
 
         Raises:
-            WorkerError: the child ended before it gave one.
+            WorkerError: the child ended before it called `sign_on`.
         """
         if not multiprocessing.connection.wait([read], patience):
             return False

@@ -35,9 +35,13 @@ START_TIMEOUT = 30.0
 # Sets it for loops of a script's own; a Trainer has `dataloader_start_timeout`.
 START_TIMEOUT_VARIABLE = "WINDLASS_WORKER_START_TIMEOUT"
 _NO_TASK = -1
-# Tensors of a batch are fetched from the worker that made it: so ends the fetching from one that dies.
+# Tensors of a batch are fetched from the worker that made it. These are raised if it dies meanwhile.
 _CUT_OFF = (ConnectionError, EOFError, FileNotFoundError)
 _LAST_BREATH = 2.0
+
+
+def _no_task_of(worker: int) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Reader:
 
     purpose: str
     start_timeout: float = START_TIMEOUT
-    task: Callable[[int], str] = lambda worker: ""
+    task: Callable[[int], str] = _no_task_of
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
@@ -128,8 +132,10 @@ class _Crew:
         return make
 
     def look(self) -> None:
-        """Notice workers that died. Torch's own handler finds none of them afterwards, and raises nothing anywhere."""
-        codes = [worker.exitcode for worker in self._workers]  # of all: who is looked at is reaped
+        """Record workers that died. They are reaped here, so that torch's own handler finds and raises nothing."""
+        codes = [
+            worker.exitcode for worker in self._workers
+        ]  # of all: reading an exit code reaps the process
         self.broken |= any(codes)
 
     def death(self, reader: Reader, sign: Exception) -> WorkerError | None:
@@ -149,7 +155,7 @@ class _Crew:
         return None
 
     def end(self) -> None:
-        """End what is left: the queues that these workers share cannot be trusted once one of them was killed."""
+        """Kill the remaining workers: the queues that they share may be corrupt once one of them was killed."""
         self.broken = False
         left = [worker for worker in self._workers if worker.pid is not None]
         self._workers = []
@@ -213,10 +219,10 @@ class _Reading:
             death = self._crew.death(self._reader, error)
             if death is None:
                 raise
-            raise self._failed(death) from None  # what torch says of it is not its cause
+            raise self._failed(death) from None  # torch's message does not name the cause
 
     def _waited_for(self, work: Callable[[], Any]) -> Any:
-        """Call `work`; `_DiedError` may be raised anywhere in it, and nowhere behind it."""
+        """Call `work`; `_DiedError` may be raised anywhere in it, and never after it."""
         try:
             _reading.append(self._crew)
             if self._crew.broken:
@@ -230,7 +236,7 @@ class _Reading:
         logger.error(str(error))  # at once: this rank may have to answer the others until they are done
         self._crew.end()
         _lasting.pop(self._loader, None)
-        # Where torch keeps lasting workers, dead or alive.
+        # Torch keeps persistent workers here, dead or alive.
         self._loader._iterator = None
         return error
 
@@ -277,12 +283,12 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
 
 
 class _DiedError(Exception):
-    """Raised where this process waits for a batch, which will not come."""
+    """Raised while this process waits for a batch that will not come."""
 
 
 class _Listener:
-    """Handles SIGCHLD. Torch's handler raises wherever the process happens to be, in the middle of a save, say; this
-    one only where it waits for a batch. Otherwise the error is raised when the next batch is asked for.
+    """Handles SIGCHLD. Torch's handler raises at any point of the program, such as in the middle of a save; this one
+    only while the process waits for a batch. Otherwise the error is raised when the next batch is requested.
     """
 
     def __init__(self, before: Any) -> None:

@@ -126,25 +126,35 @@ class Beacon:
         """`number` updates are done."""
         self._step = number
         self._count += 1
+        self._write_mark()
 
     def call(self, name: str) -> None:
         """What is about to be done; the launcher reads its first 64 bytes of UTF-8."""
         self._call = name
         self._count += 1
+        self._write_mark()
 
     def note(self, name: str) -> None:
         """What a script is doing that leaves no marks itself; not counted as one."""
         self._call = name
+        self._write_mark()
 
     def sign(self, collectives: int) -> None:
         """The process lives, and has issued so many collectives; no mark of its progress."""
         self._looks += 1
         self._collectives = collectives
+        self._write_life()
 
     def mark(self) -> Mark:
         """The last mark of this process."""
         step = None if self._step == _NO_STEP else self._step
         return Mark(self._count, step, self._call, self._looks, self._collectives)
+
+    def _write_mark(self) -> None:
+        """Publish the mark; this beacon keeps it for its process."""
+
+    def _write_life(self) -> None:
+        """Publish the sign of life."""
 
 
 class LitBeacon(Beacon):
@@ -155,27 +165,14 @@ class LitBeacon(Beacon):
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        _LIFE.pack_into(self._map, _MARK.size, self._looks, self._collectives)
-        self._write()
+        self._write_life()
+        self._write_mark()
 
-    def step(self, number: int) -> None:
-        super().step(number)
-        self._write()
-
-    def call(self, name: str) -> None:
-        super().call(name)
-        self._write()
-
-    def note(self, name: str) -> None:
-        super().note(name)
-        self._write()
-
-    def sign(self, collectives: int) -> None:
-        super().sign(collectives)
-        _LIFE.pack_into(self._map, _MARK.size, self._looks, collectives)
-
-    def _write(self) -> None:
+    def _write_mark(self) -> None:
         _MARK.pack_into(self._map, 0, self._count, self._step, self._call.encode())
+
+    def _write_life(self) -> None:
+        _LIFE.pack_into(self._map, _MARK.size, self._looks, self._collectives)
 
 
 @contextlib.contextmanager
@@ -254,11 +251,6 @@ class Lookout:
             self._files[name].seek(0)
             return self._files[name].readall()
         return b""
-
-
-def read_mark(folder: Path, rank: int) -> Mark | None:
-    """The last mark of a rank; None if there is none, as of a program that is not Python."""
-    return Lookout(folder, rank).mark()
 
 
 def _as_mark(content: bytes) -> Mark | None:

@@ -134,6 +134,10 @@ class ProcessGang(Gang):
         super().__init__(world)
         self._host = host_group
 
+    def __reduce__(self) -> Any:
+        # A copy is still of this process: an object that holds a gang can be copied and pickled within the job.
+        return current, ()
+
     @property
     def host_group(self) -> Any:
         return self._host

@@ -42,6 +42,11 @@ def check_operations(on: bool) -> None:
     _checking = on
 
 
+def operations_are_checked() -> bool:
+    """Return what `check_operations` set."""
+    return _checking
+
+
 def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
     """The same nest with every process's tensors joined along the first axis, in rank order.
 

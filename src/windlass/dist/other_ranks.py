@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import sys
@@ -87,6 +88,10 @@ class OtherRanks:
         return frozen if self._is_frozen(rank) else ""
 
 
+# How long a process that ends waits for a call of the store, which may be gone.
+_LAST_CALL_SECONDS = 5.0
+
+
 class _Board:
     """The marks of all ranks in the store of the process group. A thread reads and writes: a store may not answer."""
 
@@ -95,7 +100,15 @@ class _Board:
         self.own: Mark | None = None
         self._others: dict[int, Mark] = {}
         self._wanted = False
-        threading.Thread(target=self._run, name="windlass-watch-board", daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="windlass-watch-board", daemon=True)
+        self._thread.start()
+        # A call of the store that returns into an interpreter that is gone aborts the process.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._thread.join(_LAST_CALL_SECONDS)
 
     def others(self) -> dict[int, Mark]:
         """What was read last; reading goes on from now."""
@@ -103,14 +116,13 @@ class _Board:
         return self._others
 
     def _run(self) -> None:
-        pause = threading.Event()
         with contextlib.suppress(Exception):  # the store has gone with the process that held it
-            while _store_is_open():
+            while _store_is_open() and not self._ended.is_set():
                 if self.own is not None:
                     self._store.set(f"windlass/mark/{self._rank}", json.dumps(self.own.to_json()))
                 if self._wanted:
                     self._others = dict(self._read())
-                pause.wait(self._interval)
+                self._ended.wait(self._interval)
 
     def _read(self) -> Any:
         for rank in range(self._world):

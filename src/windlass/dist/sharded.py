@@ -50,7 +50,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`local` of each: for kernels over lists of tensors, which cost far less on plain ones."""
-    return [local(tensor) for tensor in tensors]
+    library = sys.modules.get("torch.distributed.tensor")
+    if library is None:
+        return list(tensors)
+    with torch.no_grad():  # once for all: entering it costs more than a tensor's part
+        return [t.to_local() if isinstance(t, library.DTensor) else t for t in tensors]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ launcher, or in the store of the process group.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -27,6 +28,8 @@ _REPORT_SECONDS = 60.0
 # The exit code of a process that waited longer than it may.
 EXIT_STALLED = 124
 _LOOK_SECONDS = 2.0
+# How long a process that ends waits for the last look, which may wait for a store that is gone.
+_LAST_LOOK_SECONDS = 5.0
 # Waits that nothing else limits; collectives have the timeout of their process group.
 _LIMITED = ("read data", "wait for")
 
@@ -44,16 +47,24 @@ class Watchdog:
         self._beacon, self._others, self._report_after = marks, others, report_after
         self._count, self._idle, self._reported = -1, 0.0, False
         self._marked_meeting = False
+        self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look for as long as the process lives."""
+        """Look until `end` is called."""
         interval, before = min(_LOOK_SECONDS, self._report_after / 4), time.monotonic()
-        while True:
-            time.sleep(interval)
+        while not self._ended.wait(interval):
             now = time.monotonic()
             # A process that was stopped and goes on was not waiting in between.
             self.look(min(now - before, 2 * interval))
             before = now
+
+    def end(self, thread: threading.Thread) -> None:
+        """Called when the interpreter shuts down: wait for the thread that looks.
+
+        It may be in a call of the store, which returns into an interpreter that is gone: that aborts the process.
+        """
+        self._ended.set()
+        thread.join(_LAST_LOOK_SECONDS)
 
     def look(self, elapsed: float) -> None:
         """Compare the marks with those of `elapsed` seconds ago."""
@@ -117,7 +128,9 @@ def watch(environ: Mapping[str, str], limit: float | None = None) -> None:
         after = float(environ.get(REPORT_VARIABLE, _REPORT_SECONDS))
         dog = Watchdog(beacon(), OtherRanks(environ, after), after, limit or float("inf"))
         _watched = (os.getpid(), dog)
-        threading.Thread(target=dog.run, name="windlass-watchdog", daemon=True).start()
+        thread = threading.Thread(target=dog.run, name="windlass-watchdog", daemon=True)
+        thread.start()
+        atexit.register(dog.end, thread)
     elif limit is not None:
         _watched[1].limit = limit
 

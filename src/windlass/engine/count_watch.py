@@ -1,8 +1,8 @@
-"""Finds out from the first real call of a loss function what it does with `num_items_in_batch`.
+"""Measures, in the first real call of a loss function, what it does with `num_items_in_batch`.
 
 The function gets a count that can be differentiated: a loss S / N has the derivative -S / N^2 by N, so -N dL/dN is L
-for a loss that is divided by the count, 0 for one that is not, and something between for a mixture. A count that was
-read as a number (`.item()`, `float()`) leaves no derivative; that it was read is noted.
+for a loss that is divided by the count, 0 for one that is not, and something between for a mixture. A count that is
+read as a number (`.item()`, `float()`) leaves no derivative, so reads are recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READS = frozenset(
 
 
 class Use(Enum):
-    """What a loss does with the count."""
+    """How a loss uses the count."""
 
     DIVIDES = "it is divided by the count"
     IGNORES = "it does not depend on the count"
@@ -34,7 +34,7 @@ class Use(Enum):
 
 
 class CountWatch:
-    """Hands out the counts of the first calls, and judges the losses that come back.
+    """Makes the counts of the first calls, and judges the losses of these calls.
 
     Args:
         sum_over_ranks: sums a host tensor over ranks. All ranks judge at the same calls.
@@ -46,7 +46,7 @@ class CountWatch:
         self._value = 0.0
 
     def count(self, value: float, plain: Tensor) -> Tensor:
-        """`plain`, a count of this value, as a tensor that is watched. It computes the same bits as `plain`."""
+        """`plain`, a count of this value, as a watched tensor, which computes the same bits."""
         wide = torch.float32 if plain.device.type == "mps" else torch.float64
         self._leaf = torch.full((), value, dtype=wide, device=plain.device, requires_grad=True)
         self._value = value
@@ -54,9 +54,9 @@ class CountWatch:
         return WatchedCount.of(plain, self._leaf)
 
     def judge(self, loss: Tensor | LossTerms) -> tuple[Use, float] | None:
-        """What the loss does with the count, and its value times the count over all ranks. Collective.
+        """How the loss uses the count, and its value times the count over all ranks. Collective.
 
-        None if the loss is 0 or not finite on every rank, and so does not tell.
+        None if it cannot be measured because the loss is 0 or not finite on every rank.
         """
         total = loss.sum if isinstance(loss, LossTerms) else loss
         found = None
@@ -83,7 +83,7 @@ def _use(share: float, was_read: bool) -> Use:
 
 
 class WatchedCount(Tensor):
-    """A count whose floating-point uses go through a tensor that asks for its gradient."""
+    """A count whose floating-point uses go through a tensor that requires a gradient."""
 
     was_read: ClassVar[bool] = False
     _leaf: Tensor
@@ -100,11 +100,10 @@ class WatchedCount(Tensor):
         if getattr(func, "__name__", "") in _READS:
             WatchedCount.was_read = True
         with torch._C.DisableTorchFunctionSubclass():
-            others = [
-                t for t in tree_leaves(given) if isinstance(t, Tensor) and not isinstance(t, WatchedCount)
-            ]
+            tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+            others = [t for t in tensors if not isinstance(t, WatchedCount)]
             dtypes = [t.dtype for t in others if t.is_floating_point()]
-            if dtypes:  # as a whole number would be: in the type of what it meets
+            if dtypes:  # like a whole number, in the type of the other operand
                 return _called(func, given, lambda count: count._leaf.to(dtypes[0]))
             result = _called(func, given, lambda count: count.as_subclass(Tensor))
             if not isinstance(result, Tensor) or result.dtype is torch.bool:
@@ -112,12 +111,8 @@ class WatchedCount(Tensor):
             shadow = _called(func, given, lambda count: count._leaf)
             if result.is_floating_point():
                 return shadow.to(result.dtype)
-            kept = shadow if shadow.is_floating_point() else next(_counts(given))._leaf
-            return WatchedCount.of(result, kept)
-
-
-def _counts(given: Any) -> Any:
-    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, WatchedCount))
+            first = next(t for t in tensors if isinstance(t, WatchedCount))
+            return WatchedCount.of(result, shadow if shadow.is_floating_point() else first._leaf)
 
 
 def _called(func: Any, given: Any, change: Callable[[WatchedCount], Tensor]) -> Any:

@@ -1,12 +1,14 @@
 """Evaluation and prediction: exact for every batch size, last batch and number of ranks.
 
-Ranks may hold different numbers of batches, for they meet only once, after the last one (batch metrics aside, which
-see every batch of every rank). Unless predictions are asked for, memory does not grow with the data.
+Ranks may have different numbers of batches, because they exchange results once, after the last one (except for batch
+metrics, which get every batch of every rank). Memory grows with the data only if predictions are kept.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -14,24 +16,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
-from windlass.core.logs import get_logger
-from windlass.core.trees import batch_size_of
+from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.dist.gang import Gang
-from windlass.dist.lockstep import agree, telling_others
-from windlass.engine.evaluate_batches import BatchMetrics, NoBatchMetrics
+from windlass.dist.lockstep import PeerError, agree, telling_others
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
+from windlass.metrics.joining import pad_concat, take_apart
 from windlass.metrics.kept_rows import OrderLog, RowStore
 
-logger = get_logger(__name__)
+logger, job_logger = get_logger(__name__), get_job_logger(__name__)
 
 PredictStep = Callable[[Any], tuple[Any, Any, Any]]
 """batch -> (loss, logits, labels), each None if there is none. The loss is a mean over targets, or `LossTerms`."""
 
 HEAVY_BYTES = 4 * 2**30
-"""From here on a rank that keeps predictions says so, once, and how to keep less."""
+"""A rank that keeps more warns once, with how to keep less."""
 
 FIELDS = ("predictions", "label_ids", "inputs", "losses")
 Fields = dict[str, Any]
@@ -39,19 +42,19 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What one evaluation is asked for.
+    """Options of one evaluation.
 
     Attributes:
-        prefix: put before the name of every metric, with an underscore.
-        loss_only: the loss is all that is wanted; predictions are dropped as they come.
+        prefix: first part of the name of every metric, before an underscore.
+        loss_only: compute only the loss; predictions are dropped at once.
         compute_metrics: `EvalPrediction -> dict`; with `batch_metrics` it also takes `compute_result: bool`.
         preprocess_logits: `(logits, labels) -> logits`, on each batch on the device, before anything is kept.
         batch_metrics: call `compute_metrics` for every batch, with `compute_result=True` for the last one.
-        include: "inputs" and "loss" are handed to `compute_metrics` too.
+        include: "inputs" and "loss" are passed to `compute_metrics` too.
         accumulate_steps: move what is kept to host memory every so many batches; None: at the end.
         concat: join batches into arrays; False: lists with one entry for each batch.
-        main_input: the entry of a batch that `include=("inputs",)` means.
-        predicting: predictions are the purpose: kept also under `batch_metrics`; without labels metrics are left out.
+        main_input: the entry of a batch that `include=("inputs",)` passes.
+        predicting: predictions are the purpose: kept also under `batch_metrics`; without labels, metrics are omitted.
     """
 
     prefix: str = "eval"
@@ -66,29 +69,21 @@ class EvalRequest:
     predicting: bool = False
 
     def __post_init__(self) -> None:
-        problems = [problem for problem in (self._unmeasurable(), self._not_batchwise()) if problem]
+        problems, metrics = [], self.compute_metrics
+        if self.loss_only and metrics:
+            fix = "compute_metrics needs predictions: give only one of the two"
+            problems.append(Problem("prediction_loss_only", True, fix))
+        if self.batch_metrics and metrics and not _takes(metrics, "compute_result"):
+            fix = "compute_metrics must take a `compute_result: bool` argument then"
+            problems.append(Problem("batch_eval_metrics", True, fix))
         if problems:
             raise ConfigError(problems)
-
-    def _unmeasurable(self) -> Problem | None:
-        if not (self.loss_only and self.compute_metrics):
-            return None
-        fix = "compute_metrics needs predictions: give only one of the two"
-        return Problem("prediction_loss_only", True, fix)
-
-    def _not_batchwise(self) -> Problem | None:
-        if not (
-            self.batch_metrics and self.compute_metrics and not _takes(self.compute_metrics, "compute_result")
-        ):
-            return None
-        fix = "compute_metrics must take a `compute_result: bool` argument then"
-        return Problem("batch_eval_metrics", True, fix)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # some builtins have no signature: let the call speak
+    except ValueError:  # some builtins have no signature: the call raises if it does not
         return True
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -101,71 +96,101 @@ def evaluation_loop(
     weigh: Callable[[Any], float],
     gang: Gang | None = None,
     in_step: bool = False,
+    reading_is_collective: bool = False,
     on_batch: Callable[[], None] = lambda: None,
 ) -> EvalLoopOutput:
-    """Run the model over this rank's batches and join the outcome of all ranks. Collective.
+    """Run the model over this rank's batches and join the results of all ranks. Collective.
 
     Args:
-        batches: (dataset positions, batch) of this rank; positions may be empty where unknown. Any number, also none.
-            Positions of None mark a batch that only fills in, where every forward needs all ranks: it counts nothing.
-        predict_step: what the model makes of a batch, without gradients.
-        request: what is wanted of it.
+        batches: (dataset positions, batch) of this rank, any number, also none. Positions are empty if unknown, and
+            None for a filler, in a model whose every forward needs all ranks: it counts nothing.
+        predict_step: computes loss, logits and labels of a batch, without gradients.
+        request: the options.
         weigh: number of targets in a batch, on the host: the weight of its mean loss.
         gang: the ranks; a world of one by default.
-        in_step: every forward needs all ranks. One that fails then tells nobody, for the others wait for it in a
-            forward, where they hear nothing else: they are let go when its process ends.
+        in_step: every forward needs all ranks. A rank that fails then reports nothing, because the others wait for it
+            in a forward: their wait ends with its process.
+        reading_is_collective: ranks exchange while they read `batches`. A rank that fails then reads on, without
+            evaluating, to where the others can learn of it.
         on_batch: called after each batch of this rank.
 
     Returns:
-        On every rank the same: predictions and labels as numpy arrays in the structure that the model gave, one row
-        per sample in the order of dataset positions (in turn over ranks and batches where these are unknown),
-        narrower batches padded with -100; metrics by prefixed name as Python numbers; the number of samples.
+        On every rank the same: predictions and labels as numpy arrays in the structure of the model's outputs, one row
+        per sample in the order of dataset positions (in turn over ranks and batches if these are unknown), narrower
+        batches padded with -100; metrics by prefixed name as Python numbers; the number of samples. Without any batch:
+        None, no metrics and 0, with a warning.
 
     Raises:
-        DataError: there is nothing to evaluate, or no labels for `compute_metrics`.
-        ModelError: the model gives no predictions for `compute_metrics`, or batches cannot be joined.
-        ConfigError: `compute_metrics` returns no dict.
+        DataError: there are no labels for `compute_metrics`.
+        ModelError: the model returns no predictions for `compute_metrics`, or batches cannot be joined.
+        ConfigError: `compute_metrics` does not return a dict.
         PeerError: another rank failed.
     """
     ranks = gang or Gang()
     run = _Evaluation(request, weigh, ranks)
     with contextlib.nullcontext() if in_step else telling_others(ranks):
-        # Closed before anything is told: ranks may be answering each other between batches.
+        # Closed before an error is reported: ranks may be answering each other between batches.
         with closing_if_possible(batches):
-            for ids, batch in batches:
-                if ids is None:
-                    predict_step(batch)
-                    run.batch_metrics.add(None)
-                else:
-                    run.step(predict_step, ids, batch)
-                    on_batch()
+            run.evaluate(batches, predict_step, on_batch, reads_on=reading_is_collective and not in_step)
         batchwise = run.batch_metrics.finish()
         totals = run.totals()
     return run.conclude(totals, batchwise)
 
 
 def closing_if_possible(batches: Any) -> AbstractContextManager[Any]:
-    """Closes a generator at the end of the body, however it ends; other iterables have nothing to close."""
+    """Close a generator at the end of the body; do nothing for other iterables."""
     return contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext()
 
 
 class _Evaluation:
-    """One evaluation on this rank: what it counts, and what it keeps."""
+    """The counts and kept predictions of one evaluation on this rank."""
 
     def __init__(self, request: EvalRequest, weigh: Callable[[Any], float], gang: Gang) -> None:
-        self._request = request
-        self._weigh = weigh
-        self._gang = gang
-        self._loss = MeanLoss()
-        self._samples = 0
-        self._batches = 0
-        self._said_heavy = False
+        self._request, self._weigh, self._gang = request, weigh, gang
+        self._loss, self._samples, self._batches = MeanLoss(), 0, 0
+        self._warned = False
         self._order = OrderLog()
         self._kept = {name: RowStore(name, request.concat) for name in _kept_fields(request)}
-        self.batch_metrics = _batch_metrics(request, gang)
+        self.batch_metrics: BatchMetrics | NoBatchMetrics = NoBatchMetrics()
+        if request.batch_metrics and request.compute_metrics:
+            is_measurable = functools.partial(_measurable, request=request)
+            self.batch_metrics = BatchMetrics(request.compute_metrics, is_measurable, gang)
+
+    def evaluate(
+        self,
+        batches: Iterable[tuple[list[int] | None, Any]],
+        predict_step: PredictStep,
+        on_batch: Callable[[], None],
+        *,
+        reads_on: bool,
+    ) -> None:
+        """Evaluate the batches; with `reads_on`, an error is raised where the other ranks meet this one next."""
+        failure: Exception | None = None
+        metrics = self.batch_metrics
+        for ids, batch in batches:
+            if failure is not None and metrics.meets_at_batches:
+                break
+            if failure is not None:
+                continue
+            rounds = metrics.rounds
+            try:
+                if ids is None:
+                    predict_step(batch)
+                    metrics.add(None)
+                else:
+                    self.step(predict_step, ids, batch)
+                    on_batch()
+            except PeerError:
+                raise
+            except Exception as error:
+                if not reads_on or (metrics.begun and metrics.rounds == rounds):
+                    raise
+                failure = error
+        if failure is not None:
+            raise failure
 
     def step(self, predict_step: PredictStep, ids: list[int], batch: Any) -> None:
-        # All that is read of the batch is read before the step: a loss may take labels out of it.
+        # The batch is read before the step: a loss may take labels out of it.
         weight = self._weigh(batch)
         samples = len(ids) or batch_size_of(batch) or 1
         inputs = self._inputs(batch)
@@ -201,38 +226,34 @@ class _Evaluation:
         self._order.add(ids, samples)
         for name, store in self._kept.items():
             store.add(fields[name])
-        self._say_if_heavy()
+        held = sum(store.nbytes for store in self._kept.values())
+        if held >= HEAVY_BYTES and not self._warned:
+            self._warned = True
+            logger.warning(
+                "evaluation keeps %.1f GiB after %d batches of this process: reduce predictions in "
+                "preprocess_logits_for_metrics, or set batch_eval_metrics or prediction_loss_only",
+                held / 2**30, self._batches,
+            )  # fmt: skip
         every = self._request.accumulate_steps
         if every is not None and self._batches % every == 0:
             for store in self._kept.values():
                 store.to_host()
 
-    def _say_if_heavy(self) -> None:
-        held = sum(store.nbytes for store in self._kept.values())
-        if held < HEAVY_BYTES or self._said_heavy:
-            return
-        self._said_heavy = True
-        logger.warning(
-            "evaluation keeps %.1f GiB after %d batches of this process: reduce predictions in "
-            "preprocess_logits_for_metrics, or set batch_eval_metrics or prediction_loss_only",
-            held / 2**30,
-            self._batches,
-        )
-
     def totals(self) -> dict[str, Any]:
-        """What this rank counted. Waits for the device."""
+        """The counts of this rank. Waits for the device."""
         return {"loss": self._loss.totals(), "samples": self._samples, "batches": self._batches}
 
     def conclude(self, totals: dict[str, Any], batchwise: dict[str, Any] | None) -> EvalLoopOutput:
-        """Meet the other ranks: totals first, then whatever was kept."""
+        """Join the results of all ranks: totals first, then what was kept. Collective."""
         messages = agree(self._gang, totals)
         if not sum(message["batches"] for message in messages):
-            raise DataError("the evaluation data is empty: no batch came on any rank")
+            job_logger.warning("the evaluation data is empty: no loss and no metrics")
+            return EvalLoopOutput(None, None, {}, 0)
         loss = mean_of([message["loss"] for message in messages])
         fields = self._gathered()
         with telling_others(self._gang):
             metrics = self._metrics(fields) if batchwise is None else batchwise
-        agree(self._gang, {})  # no rank continues while another has stopped with an error of its metrics
+        agree(self._gang, {})  # no rank continues if the metrics of another failed
         return EvalLoopOutput(
             predictions=fields["predictions"],
             label_ids=fields["label_ids"],
@@ -260,19 +281,13 @@ def _measurable(fields: Fields, request: EvalRequest) -> bool:
     if fields["predictions"] is None:
         raise ModelError("compute_metrics needs predictions, but the model returned nothing beside the loss")
     if fields["label_ids"] is None and request.predicting:
-        logger.info("compute_metrics is left out: this data has no labels")
+        logger.info("compute_metrics is not called: this data has no labels")
         return False
     if fields["label_ids"] is None:
         raise DataError(
             "compute_metrics needs labels, but the evaluation batches hold none under label_names"
         )
     return True
-
-
-def _batch_metrics(request: EvalRequest, gang: Gang) -> BatchMetrics | NoBatchMetrics:
-    if not (request.batch_metrics and request.compute_metrics):
-        return NoBatchMetrics()
-    return BatchMetrics(request.compute_metrics, lambda fields: _measurable(fields, request), gang)
 
 
 def _kept_fields(request: EvalRequest) -> list[str]:
@@ -282,9 +297,105 @@ def _kept_fields(request: EvalRequest) -> list[str]:
     return ["predictions", "label_ids", *(extra[name] for name in request.include if name in extra)]
 
 
-def _repeated(loss: Any, samples: int) -> torch.Tensor | None:
-    """One entry per sample: the mean loss of the batch it was in."""
+def _repeated(loss: Any, samples: int) -> Tensor | None:
+    """The mean loss of a batch, once for each of its samples."""
     if loss is None:
         return None
     mean = loss.sum / loss.weight if isinstance(loss, LossTerms) else torch.as_tensor(loss).mean()
     return mean.detach().reshape(1).expand(samples)
+
+
+# --- metrics that are computed batch by batch, so that all predictions are never held at once -------------------------
+
+
+class NoBatchMetrics:
+    """Replaces `BatchMetrics` if metrics are computed at the end, or not at all."""
+
+    meets_at_batches, begun, rounds = False, False, 0
+
+    def add(self, fields: Fields | None) -> None:
+        pass
+
+    def finish(self) -> None:
+        return None
+
+
+class BatchMetrics:
+    """Calls `compute_metrics(EvalPrediction, compute_result=...)` once for each round of batches.
+
+    A round is the n-th batch of every rank, joined in rank order (ranks without more data add nothing), so the metric
+    of every rank gets all data and has the same result. This is the only collective that evaluation needs for each
+    batch. Predictions are torch tensors, on the device of this rank's outputs.
+
+    A batch waits until the next one comes, because only then it is known not to be the last. The call for the last one
+    has `compute_result=True` and returns the metrics.
+
+    Args:
+        measurable: returns True if a round's fields can be measured; raises if they should be and cannot.
+
+    Attributes:
+        begun: a batch was added, so the ranks meet at the next one.
+        rounds: how often the ranks have met.
+    """
+
+    meets_at_batches = True
+
+    def __init__(
+        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], gang: Gang
+    ) -> None:
+        self._compute, self._measurable, self._gang = compute_metrics, measurable, gang
+        self._waiting: Fields | None = None
+        self.begun, self.rounds = False, 0
+        self._device = torch.device("cpu")
+        self._result: dict[str, Any] = {}
+
+    def add(self, fields: Fields | None) -> None:
+        """Add this rank's next batch, or None for a filler: the other ranks take part in a round with it."""
+        if self.begun:
+            self._round(more=True)
+        self.begun = True
+        if fields is not None:
+            self._waiting = {name: map_leaves(_copied, tree) for name, tree in fields.items()}
+
+    def finish(self) -> dict[str, Any]:
+        """Take part in rounds until no rank has more data; return the metrics of the last round."""
+        while self._round(more=False):
+            pass
+        return self._result
+
+    def _round(self, *, more: bool) -> bool:
+        """One round over all ranks. Return True if any rank has a further batch."""
+        fields, self._waiting = self._waiting, None
+        spec, leaves = take_apart(fields)
+        messages = agree(self._gang, {"spec": spec, "more": more})
+        self.rounds += 1
+        others_more = any(message["more"] for message in messages)
+        joined = self._joined([message["spec"] for message in messages], leaves)
+        if joined is not None and self._measurable(joined):
+            result = self._compute(EvalPrediction(**joined), compute_result=not others_more)
+            if not others_more:
+                self._result = checked_metrics(result)
+        return others_more
+
+    def _joined(self, specs: list[Spec], leaves: list[Tensor]) -> Fields | None:
+        """The round's fields over all ranks; None if no rank had a batch."""
+        seen = [spec for spec in specs if spec is not None]
+        if not seen:
+            return None
+        if any(spec != seen[0] for spec in seen):
+            raise ModelError(
+                "batch_eval_metrics: the ranks' batches differ in structure and cannot be joined"
+            )
+        if leaves:
+            self._device = leaves[0].device
+        parts = collections.defaultdict[int, list[Tensor]](list)
+        for _, index, tensor in self._gang.stream(leaves):
+            parts[index].append(tensor.to(self._device))
+        tree = unflatten(seen[0], [pad_concat(parts[index]) for index in sorted(parts)])
+        assert isinstance(tree, dict)
+        return tree
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy, which the next forward cannot overwrite."""
+    return tensor.detach().clone()

@@ -17,18 +17,18 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(slots=True)
 class StepRequest:
-    """What one update is asked to do.
+    """Weights and options of one update.
 
     Attributes:
-        denominator: total weight of the update over all ranks, by which summed losses are divided; above 0 (1 where
-            the update has no targets).
+        denominator: total weight of the update over all ranks, the divisor of summed losses; above 0 (1 if the update
+            has no targets).
         targets: this rank's target count of each micro-batch, on the host.
         samples: this rank's sample count of each micro-batch.
         total_samples: number of samples of the update over all ranks.
         max_norm: gradients are scaled down to this global L2 norm; None leaves them.
-        guard: wait for the norm before the update, and skip the update where it is not finite.
-        empty: no target was counted on any rank. Such an update is skipped: momentum and weight decay would move
-            weights that no data speaks for. Losses that bring their own weight (`LossTerms`) are beyond this count.
+        guard: wait for the norm before the update, and skip the update if the norm is not finite.
+        empty: no target was counted on any rank. Such an update is skipped: momentum and weight decay would change
+            weights without data. The weights of `LossTerms` are not part of this count.
     """
 
     denominator: float
@@ -42,12 +42,12 @@ class StepRequest:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one update did. Tensors stay on the device: reading them is the ledger's business.
+    """The result of one update. Tensors stay on the device; the ledger reads them.
 
     Attributes:
         loss: scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss).
         norm: scalar, global gradient norm before clipping.
-        applied: False where the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
+        applied: False if the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
         parts: named auxiliary losses, this rank's share.
         overflowed: fp16 gradients did not fit the loss scale, which is lower now.
         losses: this rank's share of each micro-batch, in order; `loss` is their sum.
@@ -69,11 +69,15 @@ class StepHooks(Protocol):
         ...
 
     def rescale(self, request: StepRequest) -> Tensor | None:
-        """Factor that corrects the gradients once the true weight of the update is known; None: it was known."""
+        """Factor that corrects the gradients once the true weight of the update is known; None if it was known."""
         ...
 
     def parts(self) -> dict[str, Tensor]:
         """Named auxiliary losses of the update, this rank's share."""
+        ...
+
+    def advance_schedule(self) -> None:
+        """Called after an update was applied, while its gradients exist."""
         ...
 
     def event(self, name: str) -> None:
@@ -92,7 +96,7 @@ class Executor(Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """What forwards run through."""
+        """The module that forwards run through."""
         ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -100,7 +104,7 @@ class Executor(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of `loss`, this rank's share. The one owner of loss-scaler and reduction factors."""
+        """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors."""
         ...
 
     def backward_aux(self, loss: Tensor) -> None:
@@ -112,7 +116,7 @@ class Executor(Protocol):
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """The global gradient norm before clipping; scales gradients where it exceeds `max_norm`."""
+        """The global gradient norm before clipping; scales gradients if it exceeds `max_norm`."""
         ...
 
     def step(self) -> bool:
@@ -132,7 +136,7 @@ class Executor(Protocol):
         ...
 
     def release(self) -> None:
-        """Training is over: let go of wrappers, and of the process groups that they hold."""
+        """Release wrappers, and the process groups that they hold, after training."""
         ...
 
     def evaluating(self) -> AbstractContextManager[Any]: ...

@@ -1,4 +1,4 @@
-"""Groups for the loop, one ahead, each with its denominator over all ranks."""
+"""Groups for the loop, read one ahead, each with its denominator over all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Counted(NamedTuple):
 
 @dataclass(slots=True)
 class UpdateBatch:
-    """One update's data on this rank, and what it weighs among all ranks.
+    """One update's data on this rank, with its weight over all ranks.
 
     Attributes:
         targets, samples: of each micro-batch here.
@@ -62,22 +62,22 @@ class Counts:
     signals: Callable[[], Sequence[float]] = tuple
 
 
-# Of data that Windlass deals, every rank reads the same.
+# Every rank reads the same data if Windlass deals it.
 _ENDS_APART = (
-    "{} of {} ranks have come to the end of the training data, and the others have more: it does not give the same "
-    "samples on every rank, so samples were lost when Windlass dealt them. Let it give all samples on every rank, or "
-    "hand in a loader of each rank's own (override get_train_dataloader)."
+    "{} of {} ranks have come to the end of the training data, and the others have more: its samples differ between "
+    "ranks, so samples were lost when Windlass dealt them. Make it return all samples on every rank, or override "
+    "get_train_dataloader with a loader of each rank's own."
 )
 
 
 class Feed:
     """Fetches a group, counts it on the host, and sums the counts over ranks while the previous update runs.
 
-    Ranks whose own loaders differ in length end an epoch together: one that has run out takes part with fillers.
+    Ranks whose own loaders differ in length end an epoch together: a rank without more data takes part with fillers.
 
     Args:
-        in_step: every rank makes equally many micro-batches of an update, as a model needs whose every forward takes
-            all ranks. One with fewer gets its first again, which weighs nothing: it counts no target and no sample.
+        in_step: every rank makes equally many micro-batches of an update, because every forward needs all ranks. A rank
+            with fewer repeats its first one, without weight: it counts no target and no sample.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class Feed:
             targets, samples, tokens, positions = [0.0] * len(group.batches), [0] * len(group.batches), 0, 0
         else:
             targets = [counts.targets(batch) for batch in group.batches]
-            # What was read tells exactly; a batch of joined sequences, say, is one row.
+            # The ids are exact; a batch of joined sequences, for example, is one row.
             samples = [len(i) or rows(b) for i, b in zip(group.ids, group.batches, strict=True)]
             tokens = sum(map(counts.tokens, group.batches))
             positions = sum(map(counts.positions, group.batches))
         signals = counts.signals()
-        # How many ranks have a k-th micro-batch: the sums tell how many micro-batches the longest has.
+        # The sums are the numbers of ranks that have a k-th micro-batch, and show how many the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
         totals = [sum(targets), sum(samples), tokens, positions]
         self._rounds.begin(
@@ -180,7 +180,7 @@ class Feed:
         )
 
     def _inspect(self, group: Group) -> Group:
-        """The first group, in the micro-batches in which whoever looks at it can."""
+        """Return the first group, in smaller micro-batches if `inspect` requests them."""
         while (accumulation := self._counts.inspect(group)) is not None:
             self._reopen(accumulation)
             group = next(self._groups)

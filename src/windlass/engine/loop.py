@@ -228,6 +228,8 @@ class Loop:
                 return batch, self._executor.run_step(batch.group, self._request(batch), self._hooks.steps)
             except Exception as error:
                 if not self._hooks.too_large(error):
+                    step = self._state.global_step + 1
+                    error.add_note(f"raised in the update of step {step}{_samples(batch.group.ids)}")
                     raise
             # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
             batch = self._feed.again(self._hooks.shrink())
@@ -366,6 +368,10 @@ class Loop:
 
 def nonfinite_at(step: int, ids: list[list[int]]) -> str:
     """Describe what happened. `ids` are the samples of the update, by micro-batch; empty if unknown."""
+    return f"loss or gradient became non-finite at step {step}{_samples(ids)}"
+
+
+def _samples(ids: list[list[int]]) -> str:
     named = [index for batch in ids for index in batch]
     shown = ", ".join(map(str, named[:16])) + (f" and {len(named) - 16} more" if len(named) > 16 else "")
-    return f"loss or gradient became non-finite at step {step}" + (f" (samples {shown})" if named else "")
+    return f" (samples {shown})" if named else ""

@@ -29,8 +29,8 @@ class NativeExecutor:
         strategy: how the model is spread over ranks.
         optimizer: any torch optimizer over the model's parameters.
         scaler: the fp16 loss scaler; by default one that does nothing.
-        parameters: what is clipped and cleared; by default every parameter of the model that takes gradients, and
-            whatever else the optimizer holds.
+        parameters: the parameters that are clipped and cleared; by default every parameter of the model that gets
+            gradients, and all others of the optimizer.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativeExecutor:
 
     @property
     def model(self) -> nn.Module:
-        """What forwards run through."""
+        """The module that forwards run through."""
         return self.strategy.model
 
     # --- primitives -------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class NativeExecutor:
         return self.strategy.micro(last)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of `loss`: this rank's share times the number of ranks, since ranks are averaged."""
+        """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def backward_aux(self, loss: Tensor) -> None:
@@ -94,11 +94,11 @@ class NativeExecutor:
         """Divide the gradients by the loss scale, once per update; `clip` does it too."""
         if self._scaler.active and self._overflow is None:
             found = self._scaler.unscale_(self._local_gradients())
-            # A copy: a scaler that several executors share has one flag.
+            # A copy: several executors may share a scaler, which has one flag.
             self._overflow = self.strategy.agree(found.clone())
 
     def follow_scale(self, factor: Tensor) -> None:
-        """The loss scale was multiplied by `factor` while gradients that carry the old one lie here."""
+        """Called if the loss scale was multiplied by `factor` while there are gradients of the old one."""
         gradients = self._local_gradients() if self._overflow is None else []
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -115,27 +115,30 @@ class NativeExecutor:
         """Global L2 norm of the gradients before clipping (after unscaling, after `rescale`).
 
         Args:
-            parameters: clip these instead of all that are trained here; a loop of the user's own may ask so.
+            parameters: clip these instead of all that are trained here, for loops of the user's own.
         """
         self.unscale()
         gradients = [p.grad for p in parameters or self._parameters if p.grad is not None]
-        local = self.strategy.local(gradients)
-        if rescale is not None and local:
-            # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-            self._multiply(local, rescale.to(torch.promote_types(local[0].dtype, torch.float32)))
+        if rescale is not None:
+            self._multiply(gradients, rescale)
         norm = self.strategy.total_norm(gradients)
-        if max_norm is not None and local and not self._is_within(norm, max_norm):
+        if max_norm is not None and not self._is_within(norm, max_norm):
             # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
-            self._multiply(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            self._multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def _multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
+        local = self.strategy.local(gradients)
+        if not local:
+            return
+        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
+        factor = factor.to(torch.promote_types(local[0].dtype, torch.float32))
         if not self.strategy.sharded:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(local, factor)
             return
         # Those of a sharded model may be kept on the host, with others beside them on the device.
-        for device in {gradient.device for gradient in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
+        for device in {gradient.device for gradient in local}:
+            torch._foreach_mul_([g for g in local if g.device == device], factor.to(device))
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
@@ -172,8 +175,7 @@ class NativeExecutor:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode for the model, and for optimizers that keep averaged weights; restores both. Collective."""
-        was_training = self.model.training
+        """Evaluation mode: of the model until `run_step`, of an optimizer with averaged weights here. Collective."""
         switch: Callable[[], Any] | None = getattr(self.optimizer, "eval", None)
         self.model.eval()
         if callable(switch):
@@ -182,7 +184,6 @@ class NativeExecutor:
             with self.strategy.buffers_of_first_rank():
                 yield
         finally:
-            self.model.train(was_training)
             if callable(switch):
                 self.optimizer.train()  # type: ignore[attr-defined]
 
@@ -190,6 +191,8 @@ class NativeExecutor:
 
     def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
         """Gradients of every micro-batch, one norm, one update."""
+        if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
+            self.model.train()
         loss: Tensor | None = None
         losses: list[Tensor] = []
         last = len(group.batches) - 1
@@ -210,11 +213,13 @@ class NativeExecutor:
         norm = self.clip(request.max_norm, rescale)
         self._skip = request.empty and rescale is None
         if request.guard and not math.isfinite(float(norm)):
-            # Ranks agree without talking: the norm is the same on all of them. The one read that this policy costs.
+            # The norm is the same on all ranks, so they agree without an exchange. The only read of this policy.
             self._skip = True
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
         hooks.event("on_optimizer_step")
+        if applied:
+            hooks.advance_schedule()  # of a script's own may look at gradients
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 
@@ -235,7 +240,7 @@ class NativeExecutor:
 
 
 def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What is clipped and cleared: every parameter that takes gradients, and whatever else the optimizer holds."""
+    """Every parameter of the model that gets gradients, and all others of the optimizer."""
     found = {id(p): p for p in model.parameters() if p.requires_grad}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,11 +1,11 @@
-"""Who divides: what the loss of a micro-batch means, and the factor that makes it its share of the update's loss.
+"""Normalising losses: the meaning of a micro-batch's loss, and the factor that makes it its share of the update's loss.
 
-Every strategy averages gradients over ranks, so the loss handed to `Executor.backward` is this rank's share times the
-number of ranks. Everything else in Windlass speaks of shares.
+Every strategy averages gradients over ranks, so the loss passed to `Executor.backward` is this rank's share times the
+number of ranks. Everything else in Windlass uses shares.
 
 There are two normalisers, because a run of the Trainer has counted the whole update before its first backward, and a
-loop of the user's own learns of each micro-batch when it comes (`LoopNormaliser`). What a filler weighs, how the weight
-of `LossTerms` is summed and its estimate until it is known are the same for both.
+loop of the user's own gets one micro-batch at a time (`LoopNormaliser`). Both treat fillers, the sum of the weights of
+`LossTerms` and its estimate in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Meaning(Enum):
-    """What `compute_loss` returned."""
+    """The meaning of the value that `compute_loss` returned."""
 
     MICRO_MEAN = "the mean over this micro-batch's targets"
     SHARE = "the sum over this micro-batch's targets, divided by the update's denominator"
@@ -46,7 +46,7 @@ class TermsWeight:
         self._sum_on_device = sum_on_device
 
     def add(self, terms: LossTerms, filler: bool) -> None:
-        """A micro-batch brings its weight; a filler's counts nothing. Never waits for the device."""
+        """Add the weight of a micro-batch; 0 for a filler. Never waits for the device."""
         device = terms.sum.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(terms.weight, Tensor):
@@ -57,9 +57,7 @@ class TermsWeight:
         self.here = weight if self.here is None else self.here + weight
 
     def over_ranks(self, micro_batches: int = 1, otherwise: float = 1.0) -> Tensor:
-        """The sum over ranks, times `micro_batches`; `otherwise` if nothing weighs, so that it can be divided by.
-        Collective.
-        """
+        """The sum over ranks, times `micro_batches`; `otherwise` if it is 0, because it is a divisor. Collective."""
         assert self.here is not None
         total = self._sum_on_device(self.here.clone())
         total = total if micro_batches == 1 else total * micro_batches
@@ -68,7 +66,7 @@ class TermsWeight:
 
 @dataclass(slots=True)
 class Normaliser:
-    """Turns the losses of one update's micro-batches into what goes to backward, and keeps the account.
+    """Scales the losses of one update's micro-batches for backward, and sums this rank's shares.
 
     `begin` starts an update, `scope` a micro-batch; `apply` maps the loss that the user's code hands to backward.
     """
@@ -99,7 +97,7 @@ class Normaliser:
         return self._terms_weight.here
 
     def begin(self, denominator: float, filler: bool) -> None:
-        """Start an update: `denominator` is its weight over all ranks; a `filler` weighs nothing."""
+        """Start an update: `denominator` is its weight over all ranks; a `filler` has no weight."""
         self.denominator, self.filler = max(denominator, 1e-30), filler
         self.aux_loss = self._waiting = self._total = self._terms_weight.here = None
         if self.parts:
@@ -108,8 +106,8 @@ class Normaliser:
     def scope(
         self, targets: float, share_of_samples: float, last: bool = True, filler: bool | None = None
     ) -> None:
-        """Start a micro-batch with this many targets, and this fraction of the update's samples; whether it is a
-        `filler`, where that is not what the update as a whole is.
+        """Start a micro-batch with this many targets, and this fraction of the update's samples. `filler` is that of
+        the update unless it is given.
         """
         self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
         self.filler = self.filler if filler is None else filler
@@ -118,7 +116,7 @@ class Normaliser:
     def apply(self, loss: Tensor | LossTerms) -> Tensor:
         """The scalar to run backward on: this rank's share times the number of ranks."""
         self.calls += 1
-        if self.judge is not None:  # the first loss of a script's own function tells what it means
+        if self.judge is not None:  # the first loss of a script's own function shows its meaning
             self.judge(loss)
         if isinstance(loss, LossTerms):
             scaled = self._scaled_terms(loss)
@@ -139,19 +137,19 @@ class Normaliser:
     def _scaled_terms(self, terms: LossTerms) -> Tensor:
         if self._total is not None:
             raise ModelError(
-                "a training step handed LossTerms to `self.accelerator.backward` again after auxiliary terms: add the "
-                "sums, the weights and the terms up, and hand them over once"
+                "a training step passed LossTerms to `self.accelerator.backward` again after auxiliary terms: add up "
+                "the sums, the weights and the terms, and pass them once"
             )
         total = _weigh(terms.sum, 0.0 if self.filler else self.world / self.denominator)
         self._terms_weight.add(terms, self.filler)
         return total + self._auxiliary(terms.aux) if terms.aux else total
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
-        """What auxiliary terms add to the loss that goes to backward now.
+        """The part of the auxiliary terms in the present backward.
 
-        The whole update is divided by the guessed weight, and corrected once the true one is known; auxiliary terms
-        must come out of that as they were. In the last micro-batch the true weight is known, and the correction is
-        undone beforehand. In earlier ones it is not: their gradients are kept separately (`aux_loss`) until it is.
+        The whole update is divided by the estimated weight, and corrected once the true one is known, which must not
+        change auxiliary terms. In the last micro-batch the true weight is known, and they are divided by the correction
+        in advance. In earlier ones it is not: their gradients are kept separately (`aux_loss`) until it is.
         """
         mean: Tensor | float = 0.0
         for name, value in terms.items():
@@ -182,7 +180,7 @@ class Normaliser:
 
     @property
     def correction(self) -> Tensor:
-        """True weight of the update / the guessed one. Collective."""
+        """True weight of the update / the estimated one. Collective."""
         total = self.total
         assert total is not None, "only LossTerms have auxiliary terms"
         return total / self.denominator
@@ -191,12 +189,12 @@ class Normaliser:
         """This rank's share of the loss of the micro-batch that has just run.
 
         Raises:
-            ModelError: nothing was handed to backward.
+            ModelError: nothing was passed to backward.
         """
         if self.loss is None:
             raise ModelError(
                 "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
-                "`loss.backward()` goes past accumulation, loss scaling and the reduction over ranks: replace it, or "
+                "`loss.backward()` bypasses accumulation, loss scaling and the reduction over ranks: replace it, or "
                 "call `super().training_step(...)`"
             )
         return self.loss
@@ -204,13 +202,13 @@ class Normaliser:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a loop of the user's own knows of the micro-batch whose loss it hands to backward.
+    """The micro-batch whose loss a loop of the user's own passes to backward.
 
     Attributes:
         of_update: micro-batches of an update.
         last: it completes its update.
-        here, everywhere: its samples on this rank and over all ranks; None where that is not known.
-        accumulates: the loop said which models it accumulates into.
+        here, everywhere: its samples on this rank and over all ranks; None if that is not known.
+        accumulates: the loop named the models that it accumulates into.
     """
 
     of_update: int
@@ -221,17 +219,17 @@ class MicroBatch:
 
     @property
     def filler(self) -> bool:
-        """It only runs along with other ranks' batches, and weighs nothing."""
+        """True if it only runs along with other ranks' batches, without weight."""
         return self.here == 0
 
 
 class LoopNormaliser:
-    """Turns the losses of a loop that the user owns into what goes to backward.
+    """Scales the losses of a loop that the user owns for backward.
 
     A plain loss is the mean over its batch's samples: it is divided by the micro-batches of an update and weighted by
-    this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known at its last
-    micro-batch only. Until then the weight of the previous update is used as an estimate, and the gradients are
-    corrected once, after they were reduced. Nothing of it waits for the device.
+    this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known only at its
+    last micro-batch. Until then the weight of the previous update is used as an estimate, and the gradients are
+    corrected once, after they were reduced. This never waits for the device.
     """
 
     def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
@@ -283,8 +281,8 @@ class LoopNormaliser:
     def _check(self, terms: LossTerms, micro: MicroBatch) -> None:
         if terms.aux:
             raise ModelError(
-                "LossTerms(aux=...) is for the Trainer: in a loop of your own, put auxiliary terms into the sum, "
-                "times the weight they are to have"
+                "LossTerms(aux=...) is for the Trainer: in a loop of your own, put auxiliary terms into the sum, times "
+                "their weight"
             )
         if self._plain_seen:
             raise ModelError(_MIXED)
@@ -292,13 +290,13 @@ class LoopNormaliser:
             raise ModelError("LossTerms are accumulated within `with accelerator.accumulate(model):` only")
 
     def _divisor(self, micro_batches: int) -> Tensor:
-        """What this micro-batch's sum is divided by for now; the same on every rank and in the whole update."""
+        """The estimated divisor of this micro-batch's sum; the same on every rank and in the whole update."""
         if micro_batches == 1 or self._guess is None:
             self._guess = self._weight.over_ranks(micro_batches)
         return self._guess
 
     def _settle(self, guess: Tensor, accumulated: bool) -> None:
-        """The weight of the update is complete."""
+        """Called once the weight of the update is complete."""
         if accumulated:
             true = self._weight.over_ranks()
             self._guess, self._correction = true, guess / true
@@ -306,14 +304,16 @@ class LoopNormaliser:
 
 
 _MIXED = (
-    "one update was given LossTerms in one micro-batch and a plain loss in another: they are divided by different "
-    "things. Use one of the two"
+    "one update was given LossTerms in one micro-batch and a plain loss in another, which have different divisors. Use "
+    "one of the two"
 )
 
 
 def _account(scaled: Tensor, world: int) -> Tensor:
-    """This rank's share, for the account: sums of bf16 or fp16 numbers would lose their last digits."""
+    """This rank's share, to be summed: sums of bf16 or fp16 numbers would lose their last digits."""
     share = scaled.detach()
+    if share.ndim:  # a loss of one element may have any shape
+        share = share.reshape(())
     if share.dtype in _NARROW:
         share = share.float()
     return share / world if world > 1 else share

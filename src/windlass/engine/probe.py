@@ -1,16 +1,14 @@
-"""Finds out by experiment, on the first batch, what the model's own loss is a mean over. Names and signatures are never
-trusted for it.
+"""Measures, on the first batch, what the model's own loss is a mean over. Names and signatures are not trusted.
 
-The questions, each answered by forwards of the bare model without gradients, everything put back afterwards:
+Each question is answered by forwards of the bare model without gradients; everything is restored afterwards:
 
-- *Is the first label of a row a target?* Keep only that one: a model that shifts its labels is left with nothing to
-  predict.
-- *Does the model divide by the denominator it is given?* Double it: the loss halves, or stays.
+- *Is the first label of a row a target?* Keep only that one: a model that shifts its labels then has no target.
+- *Does the model divide by the denominator?* Double it: the loss halves, or is unchanged.
 - *Is the loss a sum, a mean over targets, a mean over rows, or none of them?* Compare the loss of a batch with those of
   its halves.
 
-A loss function of the user's is never called for it: it may log, count and draw. `engine.count_watch` learns from its
-first real call.
+A loss function of the user's is not called for this, because it may log, count and draw random numbers;
+`engine.count_watch` measures its first real call.
 
 Answers are summed over ranks before they are judged: one rank's first batch may hold no target.
 """
@@ -38,18 +36,17 @@ Loss = Callable[[Any, float | None], Tensor | LossTerms]
 SumOverRanks = Callable[[Tensor], Tensor]
 _TOLERANCE = 1e-2
 
-# How far apart two ways to compute the same loss may be, as a fraction of it, by the type it is computed in.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION_ROUNDING = 2e-2
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """How far apart two ways to compute the same loss in this type may be, as a fraction of it."""
+    """The largest difference between two ways to compute the same loss in this type, as a fraction of it."""
     return _ROUNDING.get(dtype, _LOW_PRECISION_ROUNDING)
 
 
 class Probe:
-    """Experiments on one prepared batch (already on its device).
+    """Measurements on one prepared batch (already on its device).
 
     Args:
         module: the bare model; it is restored after each forward.
@@ -58,9 +55,8 @@ class Probe:
 
     def __init__(self, module: nn.Module, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
         self._module, self._device, self._sum_over_ranks = module, device, sum_over_ranks
-        self._loss_type = (
-            torch.float32
-        )  # of the last loss; some models compute theirs in fp32, whatever they are in
+        # Of the last loss: some models of low precision compute theirs in fp32.
+        self._loss_type = torch.float32
 
     def shifts_labels(self, batch: Any, counter: TargetCounter, loss: Loss) -> bool:
         """Return True if the first label of each row is not a target (a causal model that shifts by itself)."""
@@ -73,12 +69,12 @@ class Probe:
             answer = self._value(loss, only_first, None)
             vote = float(not math.isfinite(answer) or answer == 0.0)
         elif batch is not None:
-            self._value(loss, batch, None)  # the voters' forwards need this rank where the model is sharded
+            self._value(loss, batch, None)  # if the model is sharded, the voters' forwards need this rank
         (votes,) = self._summed(vote)
         return votes * 2 > voters
 
     def divides(self, batch: Any, loss: Loss, denominator: float) -> bool | None:
-        """True: the loss halves when the denominator doubles. False: it stays. None: neither."""
+        """True: the loss halves when the denominator doubles. False: it is unchanged. None: neither."""
         once, twice = self._summed(
             self._value(loss, batch, denominator), self._value(loss, batch, 2 * denominator)
         )
@@ -87,10 +83,10 @@ class Probe:
         return True if _close(2 * twice, once) else None
 
     def splits(self, batch: Any, loss: Loss, counter: TargetCounter, rounding: float) -> Split:
-        """How the losses of the batch's halves make its loss; `Split()` if that cannot be measured.
+        """How the batch's loss follows from those of its halves; `Split()` if that cannot be measured.
 
         Measured in evaluation mode, because dropout draws differently for halves. If the model has batch normalization,
-        training mode is measured too, and decides whether the split is exact.
+        it is also measured in training mode, for `exact`.
         """
         parts = None if batch is None else halves(batch, counter)
         able, ranks = self._summed(float(parts is not None), 1.0)
@@ -120,14 +116,13 @@ class Probe:
 
         try:
             return self._value(in_mode, part, None)
-        except (
-            Exception
-        ) as error:  # a model that gives no loss in evaluation mode, or does not take a part of a batch
+        except Exception as error:
+            # The model returns no loss in evaluation mode, or does not accept a part of a batch.
             logger.info("the loss of a part of a batch cannot be measured: %r", error)
             return math.nan
 
     def value(self, batch: Any, loss: Loss) -> float:
-        """The loss of the batch; NaN if it has none or the model does not take it."""
+        """The loss of the batch; NaN if it has none or the model does not accept it."""
         return self._part(loss, batch, self._module.training)
 
     def _summed(self, *values: float) -> list[float]:

@@ -1,7 +1,9 @@
-"""Forwards that leave no trace in a model: what measurements on a batch run in."""
+"""A context for forwards of a measurement, which restores the model."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,34 +16,29 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _COPIED = (list, dict, set)
 
 
-class undisturbed:  # noqa: N801 (a context manager, used like a function)
-    """Leave a module as it was found, and compute no gradients: `with undisturbed(module, device): ...`.
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Compute no gradients within the body, and restore the module afterwards.
 
-    Restored are submodules, their modes, buffers (also those that a forward replaced), extra states and attributes
-    (also the contents of lists, dicts and sets in them, such as caches), and the random generators.
+    Restores submodules, their modes, buffers (also those that a forward replaced), extra states and attributes (also
+    the contents of lists, dicts and sets in them, such as caches), and the random generators.
     """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._rng, self._no_grad = module, preserved_rng(device), torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._rng.__enter__()
-        self._saved = [
-            (part, _attributes(part), dict(part._buffers), dict(part._modules))
-            for part in self._module.modules()
+    with preserved_rng(device):
+        parts = [
+            (part, _attributes(part), dict(part._buffers), dict(part._modules)) for part in module.modules()
         ]
-        self._forward = ForwardState(self._module)
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._no_grad.__exit__(*error)
-        for part, attributes, buffers, children in self._saved:
-            for live, saved in ((part._buffers, buffers), (part._modules, children)):
-                live.clear()
-                live.update(saved)  # type: ignore[arg-type]
-            _restore(vars(part), attributes)
-        self._forward.restore()
-        self._rng.__exit__(*error)
+        forward = ForwardState(module)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part, attributes, buffers, children in parts:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+                part._modules.clear()
+                part._modules.update(children)
+                _restore(vars(part), attributes)
+            forward.restore()
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Evaluation batches of which ranks may have different numbers: padded, or left by all ranks together."""
+"""Evaluation batches whose number may differ between ranks: padded, or abandoned by all ranks together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from windlass.dist.lockstep import Lockstep, answer_until_all_are_done
 T = TypeVar("T")
 
 Placed = tuple[list[int] | None, Any]
-"""(dataset positions, batch); positions are empty if unknown, and None for a batch that only fills in."""
+"""(dataset positions, batch); positions are empty if unknown, and None for a filler."""
 
 
 class EvaluationAbandoned(BaseException):
-    """All ranks leave an evaluation where it is. Not an error: code that handles errors must let it pass."""
+    """All ranks abandon an evaluation. Not an error: code that handles errors must let it pass."""
 
 
 def pad_uneven_batches(batches: Iterable[Placed], gang: Gang) -> Iterator[Placed]:
-    """This rank's batches, and its last one again (as a filler) while other ranks still have some. Collective.
+    """This rank's batches, then its last one again (as a filler) while other ranks have more. Collective.
 
-    For models whose every forward needs all ranks. Costs one exchange between hosts for each batch: loaders of our own
-    know the ends beforehand and do without.
+    For models whose every forward needs all ranks. Costs one exchange between hosts for each batch; Windlass's own
+    loaders know their lengths and do not need it.
 
     Raises:
-        DataError: this rank has nothing to fill in with.
+        DataError: this rank has no batch to repeat.
     """
     remaining, last, rounds = iter(batches), None, Lockstep[Placed | None](gang)
     while True:
@@ -55,16 +55,16 @@ def interruptible_batches(
     agreed: Callable[[Sequence[float]], None],
     in_step: bool = False,
 ) -> Generator[T, None, None]:
-    """The batches, of which ranks may have different numbers; before each the ranks exchange signals, one batch ahead.
+    """The batches, whose number may differ between ranks; before each the ranks exchange signals, one batch ahead.
 
-    A rank that has run out keeps answering until all have. One that leaves early, for an error of its own or of its
-    data, answers the others until they have run out, too; therefore who iterates must close the iterator.
+    A rank without more data keeps answering until no rank has any. So does a rank that leaves early because of an error
+    of its own or of its data; therefore the caller must close the iterator.
 
     Args:
-        signals: what this rank tells the others.
+        signals: returns the signals of this rank.
         agreed: called with the sums, at the same exchange on every rank; it may raise `EvaluationAbandoned`.
-        in_step: every forward needs all ranks. One that leaves early answers nobody then, for the others wait for it
-            in a forward, and are let go when its process ends.
+        in_step: every forward needs all ranks. A rank that leaves early does not answer then, because the others wait
+            for it in a forward: their wait ends with its process.
     """
     remaining, rounds = iter(batches), Lockstep[T | None](gang)
     with _others_answered(gang, signals, silent=in_step):
@@ -85,7 +85,7 @@ def interruptible_batches(
 
 @contextmanager
 def _others_answered(gang: Gang, signals: Callable[[], Sequence[float]], *, silent: bool) -> Iterator[None]:
-    """Keeps the exchanges going if this rank leaves: closed by who iterates, or with an error. Not if `silent`."""
+    """Unless `silent`, continue to answer if this rank leaves the body early: closed by its caller, or by an error."""
     try:
         yield
     except (Exception, GeneratorExit):

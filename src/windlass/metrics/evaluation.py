@@ -1,4 +1,4 @@
-"""The parts of an evaluation: the exact mean loss, which outputs are loss and which predictions, names of metrics."""
+"""Parts of an evaluation: the exact mean loss, splitting outputs into loss and predictions, names of metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loss = Tensor | LossTerms | float | None
 class MeanLoss:
     """Mean loss over the targets of all batches of all ranks: sum(loss_i * weight_i) / sum(weight_i).
 
-    Sums stay on the device of the losses, in fp64 (fp32 where the device has none); nothing is read before `totals`.
+    Sums stay on the device of the losses, in fp64 (fp32 if the device has none), until `totals`.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class MeanLoss:
         self._without = 0
 
     def add(self, loss: Loss, weight: float, samples: int) -> None:
-        """Count one batch.
+        """Add one batch.
 
         Args:
-            loss: mean over the batch's targets (anything but a scalar is averaged), or exact terms; None where the
+            loss: mean over the targets of the batch (averaged unless it is a scalar), or exact terms; None if the
                 batch has no labels.
-            weight: number of targets behind a mean. A mean over none, NaN in most models, counts nothing.
-            samples: number of samples, by which auxiliary terms are weighted.
+            weight: number of targets of a mean. A mean over none, NaN in most models, is ignored.
+            samples: number of samples, the weight of auxiliary terms.
         """
         if loss is None:
             self._without += 1
@@ -62,7 +62,7 @@ class MeanLoss:
             weight = _wide(terms.weight)
             self._weight = _plus(self._weight, weight)
             total = torch.where(weight == 0, torch.zeros_like(total), total)
-        else:  # known on the host: no need to wait for the device
+        else:  # on the host already: no host sync
             self._plain_weight += float(terms.weight)
             total = total if float(terms.weight) else torch.zeros_like(total)
         self._sum = _plus(self._sum, total)
@@ -70,7 +70,7 @@ class MeanLoss:
             self._aux[name] = _plus(self._aux.get(name), _wide(value) * samples)
 
     def totals(self) -> dict[str, Any]:
-        """This rank's sums as numbers that JSON can carry; the one place that waits for the device."""
+        """The sums of this rank as numbers. The one host sync."""
         return {
             "sum": _read(self._sum),
             "weight": self._plain_weight + _read(self._weight),
@@ -99,11 +99,11 @@ def mean_of(totals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The mean loss of all ranks from their `MeanLoss.totals`; the same bits on every rank.
 
     Returns:
-        {"loss": ...} with the auxiliary terms by name beside it (their means are part of the loss); {} where no batch
-        had a loss. NaN where there were batches but no target at all.
+        {"loss": ...} and the auxiliary terms by name (their means are part of the loss); {} if no batch had a loss.
+        NaN if no batch had a target.
 
     Raises:
-        ModelError: some batches have a loss and some have none.
+        ModelError: some batches have a loss and others do not.
     """
     with_loss, without = sum(t["with_loss"] for t in totals), sum(t["without"] for t in totals)
     if with_loss and without:
@@ -124,26 +124,21 @@ def mean_of(totals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _sum(values: Any) -> float:
-    """Correctly rounded, and quiet about infinities of both signs, which add up to NaN."""
+    """Correctly rounded sum; infinities of both signs add up to NaN instead of an error."""
     numbers = list(values)
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else float(sum(numbers))
 
 
 def ignored_keys(model: Any) -> list[str]:
-    """Names of outputs that are no predictions, as the model's config says; caches where it says nothing."""
+    """Names of outputs that are not predictions, by the model's config; caches if it has none."""
     config = getattr(model, "config", None)
-    return (
-        list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
-        if config is not None
-        else []
-    )
+    return [] if config is None else list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
 
 
 def labels_of(batch: Mapping[str, Any], label_names: Sequence[str]) -> Any:
-    """The batch's labels, detached: a tensor for one name, a tuple for several, None where any of them is missing.
+    """The labels of a batch, detached: a tensor for one name, a tuple for several, None if any is missing or for `()`.
 
-    Read them before the loss is computed: some losses take them out of the batch. Where the loss needs no labels, the
-    caller says so with `()`.
+    Read them before the loss is computed: some losses remove them from the batch.
     """
     labels = tuple(batch.get(name) for name in label_names)
     if not labels or any(label is None for label in labels):
@@ -152,17 +147,17 @@ def labels_of(batch: Mapping[str, Any], label_names: Sequence[str]) -> Any:
 
 
 def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = ()) -> tuple[Any, Any]:
-    """Divide what a model returned into (loss, predictions).
+    """Split the output of a model into (loss, predictions).
 
     Args:
         outputs: a mapping (model output objects are), a tuple or list, a bare tensor, or an object whose attributes
             are the outputs.
         has_loss: the loss is among them: under "loss" in a mapping, first in a tuple.
-        ignore_keys: names of a mapping's entries that are no predictions.
+        ignore_keys: names of entries of a mapping that are not predictions.
 
     Returns:
-        The loss (None where there is none) and the predictions, detached: a tuple, or its one element unwrapped; None
-        where the model returned nothing but the loss. Entries that are None are left out.
+        The loss, if any, and the predictions, detached: a tuple, or its one element; None if the model returned the
+        loss alone. Entries that are None are left out.
     """
     if not isinstance(outputs, Mapping | tuple | list | Tensor) and hasattr(outputs, "__dict__"):
         outputs = {name: value for name, value in vars(outputs).items() if not name.startswith("_")}
@@ -176,20 +171,14 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
     else:
         loss, parts = None, [outputs]
     predictions = tuple(detach(part) for part in parts if part is not None)
-    return detach(loss), _unwrapped(predictions)
-
-
-def _unwrapped(parts: tuple[Any, ...]) -> Any:
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else parts
+    return detach(loss), predictions[0] if len(predictions) == 1 else predictions or None
 
 
 def checked_metrics(result: Any) -> dict[str, Any]:
-    """What `compute_metrics` returned.
+    """Return the result of `compute_metrics` as a dict.
 
     Raises:
-        ConfigError: it is no mapping.
+        ConfigError: it is not a mapping.
     """
     if not isinstance(result, Mapping):
         fix = 'must return a dict of names and numbers, such as {"accuracy": 0.9}'
@@ -198,14 +187,15 @@ def checked_metrics(result: Any) -> dict[str, Any]:
 
 
 def named_metrics(prefix: str, loss: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """All metrics as plain data, with `prefix_` before their names (once). The loss replaces a metric of its name."""
-    named = plain_metrics({_prefixed(prefix, str(name)): value for name, value in metrics.items()})
+    """All metrics as plain data, their names prefixed with `prefix_` once. The loss replaces a metric of its name."""
+    returned = {_prefixed(prefix, str(name)): value for name, value in metrics.items()}
+    named = plain_metrics(returned, "compute_metrics")
     exact = {_prefixed(prefix, name): value for name, value in loss.items()}
     for name in sorted(named.keys() & exact.keys()):
         logger.warning(
             "compute_metrics returned %s, which is the name of the evaluation loss: the loss is kept", name
         )
-    return {**exact, **named, **exact}  # the loss first, where scripts and readers look for it
+    return {**exact, **named, **exact}  # the loss comes first
 
 
 def _prefixed(prefix: str, name: str) -> str:

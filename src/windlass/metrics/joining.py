@@ -1,10 +1,11 @@
-"""Outputs of a model, taken apart into tensors whose batches are padded and joined.
+"""Flattening the outputs of a model into tensors, and joining the tensors of several batches with padding.
 
-Their structure is one that JSON can carry, so that a rank which saw no batch can rebuild what the others saw.
+The structure is JSON, so that a rank without a batch can rebuild the outputs of the others.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,16 @@ from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, flatten
 
 PADDING = -100
-"""What fills the gap where batches of different widths are joined; the label value that losses ignore."""
+"""Fills the difference between batches of different widths; losses ignore this label."""
 
 Shape = tuple[int, ...]
 
 
 def take_apart(tree: Any) -> tuple[Spec, list[Tensor]]:
-    """The structure of what a model returned, and its tensors in order; numpy arrays and numbers become tensors.
+    """Return the structure of a model's output and its tensors in order. Arrays and numbers become tensors.
 
     Raises:
-        ModelError: a leaf is neither a tensor nor a number; names its place in the tree.
+        ModelError: a leaf is neither a tensor nor a number; its path is named.
     """
     return flatten(tree, _as_tensor)
 
@@ -46,23 +47,23 @@ def _as_tensor(value: Any, path: str) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """A host tensor as a numpy array, sharing memory where numpy knows the type."""
+    """A host tensor as a numpy array, sharing memory if numpy has the dtype."""
     return tensor.to(numpy_dtype(tensor.dtype)).numpy()
 
 
 def numpy_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`dtype` itself, or float32 for the short floating-point types that numpy lacks."""
+    """`dtype`, or float32 for bfloat16 and float8, which numpy lacks."""
     lacking = dtype.is_floating_point and (dtype.itemsize == 1 or dtype == torch.bfloat16)
     return torch.float32 if lacking else dtype
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor with at least one axis: a scalar counts as one row."""
+    """The tensor with at least one axis: a scalar is one row."""
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def widest(shapes: Sequence[Shape], what: str) -> Shape:
-    """The smallest row that holds a row of each of `shapes` (first axes left out).
+    """The size of the smallest row that holds a row of each of `shapes`, whose first axis is ignored.
 
     Raises:
         ModelError: the shapes differ in their number of axes.
@@ -78,7 +79,7 @@ def widest(shapes: Sequence[Shape], what: str) -> Shape:
 def blank(
     rows: int, shapes: Sequence[Shape], dtype: torch.dtype, what: str, padding: int = PADDING
 ) -> Tensor:
-    """Room for `rows` rows as wide as the widest of `shapes`; filled with `padding` only where some are narrower."""
+    """A tensor of `rows` rows as wide as the widest of `shapes`, filled with `padding` if some are narrower."""
     width = widest(shapes, what)
     if all(shape[1:] == width for shape in shapes):
         return torch.empty((rows, *width), dtype=dtype)
@@ -86,19 +87,18 @@ def blank(
 
 
 def place(out: Tensor, rows: slice | Tensor, block: Tensor) -> None:
-    """Write a block, narrower than `out` or not, into the given rows of `out`."""
+    """Write a block, which may be narrower, into the given rows of `out`."""
     out[(rows, *(slice(size) for size in block.shape[1:]))] = block.to(device=out.device, dtype=out.dtype)
 
 
 def pad_concat(blocks: Sequence[Tensor], what: str = "tensors", padding: int = PADDING) -> Tensor:
     """Join tensors along the first axis, padding every other axis to the widest; one copy of each element.
 
-    Returns a tensor on the device of the first block. An empty sequence is an error of the caller.
+    Args:
+        blocks: at least one; the result is on the device of the first.
     """
     rows = [as_rows(block) for block in blocks]
-    dtype = rows[0].dtype
-    for block in rows[1:]:
-        dtype = torch.promote_types(dtype, block.dtype)
+    dtype = functools.reduce(torch.promote_types, (block.dtype for block in rows))
     shapes = [tuple(block.shape) for block in rows]
     out = blank(sum(shape[0] for shape in shapes), shapes, dtype, what, padding).to(rows[0].device)
     start = 0

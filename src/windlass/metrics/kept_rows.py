@@ -1,11 +1,12 @@
-"""What evaluation keeps of every batch, and how the ranks' shares become one array in the dataset's order.
+"""The outputs that an evaluation keeps, and joining those of all ranks into one array in the order of the dataset.
 
-Batches are kept as they came and joined once at the end, straight into their place: the work is linear in the number of
+Batches are kept as they are and joined once at the end, each copied into its place: the work is linear in the number of
 samples, and no array exists twice.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,22 +23,25 @@ from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Which samples every batch of every rank held.
+    """The samples of every batch of every rank.
 
     Attributes:
         counts: for each rank, the number of samples of each of its batches.
-        ids: for each rank, the dataset positions of all its samples, int64 of shape (sum of counts,); None where some
-            batch came without positions.
+        ids: for each rank, the dataset positions of all its samples, int64 of shape (sum of counts,); None if a batch
+            had no positions.
     """
 
     counts: list[list[int]]
     ids: list[Tensor] | None
 
     def rows(self, blocks: list[list[int]]) -> list[list[slice | Tensor]]:
-        """Where each batch's rows go in the joined array, given each batch's number of rows for each rank.
+        """The rows of each batch in the joined array.
 
-        One row per sample: by dataset position. Otherwise (outputs flattened over tokens, scalars): whole batches, by
-        the position of their first sample. Without positions: batches in turn, rank by rank.
+        With one row per sample: by dataset position. Otherwise (outputs flattened over tokens, scalars): whole batches
+        by the position of their first sample. Without positions: batches in turn, rank by rank.
+
+        Args:
+            blocks: for each rank, the number of rows of each of its batches.
         """
         if self.ids is not None and blocks == self.counts:
             return self._rows_by_id(self.ids)
@@ -70,7 +74,7 @@ class BatchOrder:
 
 
 class OrderLog:
-    """Notes, batch by batch on this rank, which samples came; `exchange` makes the order of all ranks of it."""
+    """Records the samples of each batch of this rank."""
 
     def __init__(self) -> None:
         self._counts: list[int] = []
@@ -83,7 +87,7 @@ class OrderLog:
         self._ids.extend(ids)
 
     def exchange(self, gang: Gang) -> BatchOrder:
-        """Collective."""
+        """The order of all ranks. Collective."""
         messages = agree(gang, {"counts": self._counts, "known": self._known})
         counts = [message["counts"] for message in messages]
         if not all(message["known"] for message in messages):
@@ -96,11 +100,11 @@ class RowStore:
     """One field (predictions, labels, inputs or losses) of every batch of this rank.
 
     Args:
-        name: what error messages call it.
+        name: for error messages.
         concat: join batches into one tree; False keeps a list with one tree for each batch.
 
     Attributes:
-        nbytes: size of what is kept on this rank.
+        nbytes: bytes kept on this rank.
     """
 
     def __init__(self, name: str, concat: bool = True) -> None:
@@ -112,10 +116,10 @@ class RowStore:
         self.nbytes = 0
 
     def add(self, tree: Any) -> None:
-        """Keep a copy: the original may be a view that holds more memory, or be overwritten by the next batch.
+        """Keep a copy of a batch: the original may be a view of more memory, or be overwritten by the next batch.
 
         Raises:
-            ModelError: batches are to be joined, and this one is built differently from the first.
+            ModelError: batches are to be joined, and the structure of this one differs from the first.
         """
         spec, leaves = take_apart(tree)
         if self._concat and self._specs and spec != self._specs[0]:
@@ -125,15 +129,15 @@ class RowStore:
         self.nbytes += sum(leaf.nbytes for leaf in leaves)
 
     def to_host(self) -> None:
-        """Free the accelerator: whatever was added since the last call moves to host memory."""
+        """Move batches added since the last call to host memory."""
         for leaves in self._blocks[self._on_host :]:
             leaves[:] = [leaf.cpu() for leaf in leaves]
         self._on_host = len(self._blocks)
 
     def gather(self, order: BatchOrder, gang: Gang) -> Any:
-        """All ranks' batches as a tree of numpy arrays (or a list of such trees); None where there was nothing.
+        """The batches of all ranks as a tree of numpy arrays (or a list of such trees), None if there are none.
 
-        Collective. Leaves this store empty.
+        Collective. Empties the store.
         """
         specs = [message["specs"] for message in agree(gang, {"specs": self._distinct_specs()})]
         result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
@@ -165,7 +169,7 @@ class RowStore:
         return out
 
     def _take(self, leaf: int) -> list[Tensor]:
-        """One leaf of every batch. Only the list holds them now, and `stream` lets go of them piece by piece."""
+        """One leaf of every batch, of which only the list has references: `stream` releases them one by one."""
         nothing = torch.empty(0)
         taken = []
         for leaves in self._blocks:
@@ -181,7 +185,10 @@ class RowStore:
         self._blocks = []
         for rank, _, tensor in gang.stream(mine):
             arrays[rank].append(to_numpy(tensor.cpu()))
-        trees = [_trees(rank_specs, stock) for rank_specs, stock in zip(specs, arrays, strict=True)]
+        stocks = map(iter, arrays)  # `unflatten` takes the leaves of one batch after the other
+        trees = [
+            [unflatten(spec, stock) for spec in of_rank] for of_rank, stock in zip(specs, stocks, strict=True)
+        ]
         return [trees[rank][index] for rank, index in order.batches()]
 
 
@@ -189,12 +196,6 @@ def _headers(blocks: list[Tensor], gang: Gang) -> list[list[tuple[str, Shape]]]:
     """Type name and shape of every rank's blocks."""
     messages = agree(gang, {"blocks": [[_name(block.dtype), list(block.shape)] for block in blocks]})
     return [[(name, tuple(shape)) for name, shape in message["blocks"]] for message in messages]
-
-
-def _trees(specs: list[Spec], leaves: list[Any]) -> list[Any]:
-    """Put the trees of several batches together, given all their leaves in one row."""
-    stock = iter(leaves)
-    return [unflatten(spec, [next(stock) for _ in range(_count_leaves(spec))]) for spec in specs]
 
 
 def _count_leaves(spec: Spec) -> int:
@@ -209,10 +210,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _common_dtype(names: set[str]) -> torch.dtype:
-    dtypes = [getattr(torch, name) for name in sorted(names)]
-    common: torch.dtype = dtypes[0]
-    for dtype in dtypes[1:]:
-        common = torch.promote_types(common, dtype)
+    common: torch.dtype = functools.reduce(
+        torch.promote_types, (getattr(torch, name) for name in sorted(names))
+    )
     return common
 
 
@@ -224,7 +224,7 @@ def _different(name: str, batch: int, first: Spec, other: Spec) -> str:
 
 
 def describe(spec: Spec) -> str:
-    """A spec in words for an error message, such as `(tensor, {'mask': tensor})`."""
+    """A spec as text, such as `(tensor, {'mask': tensor})`."""
     if spec is None or spec == "leaf":
         return "tensor" if spec else "None"
     kind, children = spec

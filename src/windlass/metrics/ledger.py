@@ -1,4 +1,4 @@
-"""What a run has seen since it last reported, kept on the device and read once per report."""
+"""Losses and gradient norms since the last report, kept on the device and read once per report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class Ledger:
-    """Sums of losses over updates; `read` costs one transfer and one reduction, `add` costs neither.
+    """Sums of losses over updates. `read` costs one transfer and one reduction, `add` neither.
 
-    Losses are each rank's *share*: summed over ranks they give the update's loss. Sums are kept in float64 where the
-    device has it, so that a report over many updates does not lose the small ones.
+    Losses are the *shares* of a rank: their sum over ranks is the loss of the update. Sums are float64 if the device
+    has it.
 
-    Means are over the updates that were applied: one that was skipped (not finite, or an overflow in fp16) changed
-    nothing, and its loss, often NaN, would hide all others. It is counted in `skipped`; where a report covers
-    skipped updates alone, their loss is shown as it was.
+    Means are over applied updates. A skipped one (not finite, or an overflow in fp16) changed no weight, and its loss,
+    often NaN, would hide all others. It is counted in `skipped`; a report of skipped updates alone has their loss.
     """
 
     def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
@@ -33,7 +32,7 @@ class Ledger:
         self._parts: dict[str, Any] = {}
         self._updates = 0
         self._skips = 0
-        # On the CPU sums are plain numbers: they are read in place, and a tensor operation costs more than an addition.
+        # On the CPU sums are Python numbers: values are read in place, and adding tensors costs more.
         self._loss, self._skipped_loss = self._taken(0.0), self._taken(0.0)
         self._last_norm: Tensor | None = None
         self.total_loss = 0.0
@@ -41,7 +40,7 @@ class Ledger:
         self.skipped = 0
 
     def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> None:
-        """Take in one update. `loss` and `parts` are this rank's shares, `norm` is global; all stay where they are."""
+        """Add one update. `loss` and `parts` are the shares of this rank, `norm` is global. No host sync."""
         self._last_norm = norm
         if not applied:
             self._skips += 1
@@ -54,15 +53,15 @@ class Ledger:
             self._parts[name] = self._parts.get(name, 0.0) + self._taken(value)
 
     def _taken(self, value: Tensor | float) -> Any:
-        """A value as sums are kept: a number on the CPU, a scalar tensor on a device."""
+        """A value in the form of the sums: a number on the CPU, a scalar tensor on a device."""
         if self._device.type == "cpu":
             return host.read(value) if isinstance(value, Tensor) else value
         return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
     def read(self) -> dict[str, float]:
-        """Means since the last call (`loss`, each auxiliary part) and the last gradient norm; then starts anew.
+        """Return the means since the last call (`loss`, each auxiliary part) and the last gradient norm; reset them.
 
-        Every rank must call it. Empty when nothing was added.
+        Collective. Empty if no update was added.
         """
         if not self.pending:
             return {}
@@ -70,7 +69,7 @@ class Ledger:
         loss, count = (self._loss, self._updates) if self._updates else (self._skipped_loss, self._skips)
         shares = [loss, *(self._parts[name] for name in names)]
         norms = [] if self._last_norm is None else [self._taken(self._last_norm)]
-        # One transfer for all of it: each would wait for the device. The norm is the same on every rank already.
+        # One transfer for all values: each waits for the device. The norm is already the same on every rank.
         packed = self._packed(shares + norms)
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
         if self._updates:
@@ -120,11 +119,10 @@ class Ledger:
 
 
 class FiniteWatch:
-    """Learns whether the last update's loss and norm were finite, without making the host wait for the device.
+    """Checks that the loss and the norm of each update are finite, without a host sync.
 
-    On the CPU the values are read in place, at once. On an accelerator they are copied to pinned memory behind the
-    update's own work, and looked at when the *next* update has been queued: one step late, and the device never
-    idles.
+    On the CPU the values are read at once. On an accelerator they are copied to pinned memory after the work of the
+    update, and read once the *next* update is queued: one step late, but the device never idles.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,7 +130,7 @@ class FiniteWatch:
         self._pending: tuple[Tensor, Any, Any] | None = None
 
     def add(self, loss: Tensor, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
-        """Watch one update; gives `(tag, loss, norm)` of one that was not finite, or None."""
+        """Add one update; return `(tag, loss, norm)` of an update that was not finite, if any."""
         if not self._asynchronous:
             return _judge(tag, _peek(loss), _peek(norm))
         earlier = self.flush()
@@ -144,7 +142,7 @@ class FiniteWatch:
         return earlier
 
     def flush(self) -> tuple[Any, float, float] | None:
-        """Wait for the update still in flight and judge it. Called before anything is saved."""
+        """Wait for the last update and check it; called before a save."""
         if self._pending is None:
             return None
         pinned, event, tag = self._pending
@@ -157,7 +155,7 @@ class FiniteWatch:
 def _peek(value: Tensor) -> float:
     if value.is_cpu:
         return float(host.read(value))
-    return float(value)  # mps: memory is shared, and there is no pinned copy to go behind
+    return float(value)  # mps: memory is shared and cannot be pinned
 
 
 def _judge(tag: Any, loss: float, norm: float) -> tuple[Any, float, float] | None:

@@ -1,4 +1,4 @@
-"""The one denominator: what a batch's loss is a mean over, counted on the host before the first backward."""
+"""Counts of targets and inputs of a batch, made on the host. The targets of an update are its loss's denominator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 
 
 def rows(batch: Any) -> int:
-    """Number of samples in a collated batch: the first axis of its first tensor, 0 where there is none."""
+    """Number of samples in a collated batch: the first axis of its first tensor, 0 if it has none."""
     if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else 1
     values: Any = batch.values() if isinstance(batch, Mapping) else batch
@@ -32,14 +32,13 @@ def rows(batch: Any) -> int:
 class TargetCounter:
     """Counts the targets of a batch.
 
-    Integer labels of two axes or more (one label per token or pixel) count where they are not -100; class labels
-    (one per row) count where they are not -100 either; real-valued labels, several label columns and batches without
-    labels count rows.
+    Integer labels, one per row or per token, count unless they are -100. For real-valued labels, several label columns
+    and batches without labels, rows are counted.
 
     Attributes:
         label_names: the batch's keys that hold labels.
-        shifted: the model predicts label t from position t-1, so the first label of each row is no target. Measured
-            by `engine.probe`, never inferred from a model's name.
+        shifted: the model predicts label t from position t-1, so the first label of each row is not a target.
+            Measured by `engine.probe`, never inferred from the name of a model.
     """
 
     label_names: tuple[str, ...] = ("labels",)
@@ -48,14 +47,14 @@ class TargetCounter:
     def __call__(self, batch: Any) -> float:
         labels = self.labels(batch)
         if labels is None:
-            # A batch of a kind that shows no rows weighs one, never nothing.
+            # A batch without visible rows has the weight of one.
             return float(rows(batch) or 1)
         if self.shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
         return float(_count(labels))
 
     def labels(self, batch: Any) -> Tensor | None:
-        """The integer labels that decide the count, None where rows do."""
+        """The integer labels that are counted, None if rows are."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
         if "shift_labels" in batch:
@@ -65,20 +64,15 @@ class TargetCounter:
 
 
 def _integer(labels: Any) -> Tensor | None:
-    if (
-        not isinstance(labels, Tensor)
-        or labels.is_floating_point()
-        or labels.is_complex()
-        or labels.ndim == 0
-    ):
-        return None
-    return labels
+    whole_numbers = isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex()
+    return labels if whole_numbers and labels.ndim else None
 
 
 def _count(labels: Tensor) -> int:
     if labels.is_cpu:
-        if labels.ndim == 1 and len(labels) <= 64:  # one label a row: too few for array arithmetic to pay
-            return len(labels) - int(host.read(labels).count(IGNORE_INDEX))
+        count = labels.numel()
+        if labels.ndim == 1 and count <= 64:  # one label a row: too few for array arithmetic to pay
+            return count - int(host.read(labels).count(IGNORE_INDEX))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device.
         return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
     return int(torch.count_nonzero(labels != IGNORE_INDEX))
@@ -86,32 +80,28 @@ def _count(labels: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InputCounter:
-    """Counts a batch's input positions, on the host.
+    """Counts the input positions of a batch.
 
     Attributes:
-        main_input: the batch's key whose positions are counted.
-        pad_token_id: what padding is where the batch has no attention mask; None: nothing is.
+        main_input: the key of the batch whose positions are counted.
+        pad_token_id: the padding of batches without an attention mask; None: they have no padding.
     """
 
     main_input: str = "input_ids"
     pad_token_id: int | None = None
 
     def positions(self, batch: Any) -> int:
-        """All positions, padding included; 0 where the batch has no such input."""
+        """All positions, padding included; 0 if the batch has no such input."""
         main = batch.get(self.main_input) if isinstance(batch, Mapping) else None
         return int(main.numel()) if isinstance(main, Tensor) else 0
 
     def real(self, batch: Any) -> int:
-        """Positions that are no padding, by the attention mask or else by the padding token."""
+        """Positions other than padding, by the attention mask or else by the padding token."""
         if not isinstance(batch, Mapping):
             return 0
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor):
-            return (
-                int(np.count_nonzero(mask.numpy()))
-                if mask.device.type == "cpu"
-                else int(torch.count_nonzero(mask))
-            )
+            return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else torch.count_nonzero(mask))
         main = batch.get(self.main_input)
         if not isinstance(main, Tensor) or self.pad_token_id is None:
             return self.positions(batch)

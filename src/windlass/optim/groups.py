@@ -1,13 +1,14 @@
-"""Which parameters decay: all but norms and biases."""
+"""Parameter groups for weight decay: all parameters but norms and biases."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-# By name as well as by type: models bring their own norm classes (LlamaRMSNorm, T5LayerNorm, ...).
+# By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
 _KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _NORMS = (
     nn.LayerNorm,
@@ -18,30 +19,43 @@ _NORMS = (
 
 
 def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] = _NORMS) -> list[str]:
-    """Names of the parameters that weight decay applies to, submodules before their parents' own parameters.
+    """Names of the parameters that weight decay applies to: of `parameter_names` all but norms and biases.
 
-    Left out: parameters inside norm layers (torch's own types, or those given), and those whose name says bias or norm.
+    Left out: parameters of norm layers (torch's types, or those in `norms`), and those with bias or norm in their name.
+    """
+    return parameter_names(model, norms, [_KEPT_NAMES])
+
+
+def parameter_names(
+    model: nn.Module,
+    without_types: tuple[type[nn.Module], ...],
+    without_names: Sequence[re.Pattern[str]] = (),
+) -> list[str]:
+    """Names of the model's parameters, submodules before their parents' own parameters.
+
+    Args:
+        without_types: modules inside the model whose parameters are left out.
+        without_names: patterns that are searched for in lower-case names, in those relative to each submodule too.
     """
     names: list[str] = []
     for child_name, child in model.named_children():
-        if isinstance(child, norms):
-            continue
-        names += [f"{child_name}.{name}" for name in decay_parameter_names(child, norms)]
+        if not isinstance(child, without_types):
+            inner = parameter_names(child, without_types, without_names)
+            names += [f"{child_name}.{name}" for name in inner]
     names += list(model._parameters)
-    return [name for name in names if not _KEPT_NAMES.search(name.lower())]
+    return [name for name in names if not any(pattern.search(name.lower()) for pattern in without_names)]
 
 
 def decay_groups(
     model: nn.Module, weight_decay: float, decaying: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups, decaying then not, each in the model's order; only parameters that require gradients.
+    """Two groups of the trainable parameters, decaying then not, each in the model's order. Scripts address them by
+    their position, so that both exist if one is empty, and if `weight_decay` is 0.
 
-    Without weight decay there is nothing to tell apart and one group holds all: a fused optimizer launches its kernel
-    once for each group. `decaying` replaces the names of `decay_parameter_names`.
+    Args:
+        decaying: names in the place of `decay_parameter_names`.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if weight_decay == 0.0:
-        return [{"params": [p for _, p in trainable], "weight_decay": 0.0}]
     names = set(decay_parameter_names(model) if decaying is None else decaying)
     return [
         {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},

@@ -29,31 +29,31 @@ def get_scheduler(
     name = str(getattr(name, "value", name))
     options = scheduler_specific_kwargs or {}
     if name in METRIC_DRIVEN:
-        return build_metric_driven(name, optimizer, options)
+        return build_metric_driven(name, optimizer, **options)
     if num_warmup_steps is None and name not in WITHOUT_WARMUP and name in SCHEDULE_NAMES:
         raise ConfigError(
             Problem("num_warmup_steps", None, f"the {name} schedule needs it; 0 for no warm-up")
         )
-    return _lambda(name, optimizer, num_warmup_steps or 0, num_training_steps, -1, options)
+    return _lambda(name, optimizer, num_warmup_steps or 0, num_training_steps, -1, **options)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
     """The same learning rate throughout."""
-    return _lambda("constant", optimizer, 0, None, last_epoch, {})
+    return _lambda("constant", optimizer, 0, None, last_epoch)
 
 
 def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
     """Linear warm-up, then the same learning rate throughout."""
-    return _lambda("constant_with_warmup", optimizer, num_warmup_steps, None, last_epoch, {})
+    return _lambda("constant_with_warmup", optimizer, num_warmup_steps, None, last_epoch)
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
     """Linear warm-up, then a straight line to 0."""
-    return _lambda("linear", optimizer, num_warmup_steps, num_training_steps, last_epoch, {})
+    return _lambda("linear", optimizer, num_warmup_steps, num_training_steps, last_epoch)
 
 
 def get_cosine_schedule_with_warmup(
@@ -64,8 +64,9 @@ def get_cosine_schedule_with_warmup(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Linear warm-up, then `num_cycles` cosine waves."""
-    options = {"num_cycles": num_cycles}
-    return _lambda("cosine", optimizer, num_warmup_steps, num_training_steps, last_epoch, options)
+    return _lambda(
+        "cosine", optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles
+    )
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
@@ -76,10 +77,8 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Linear warm-up, then `num_cycles` cosine falls, each from the peak."""
-    options = {"num_cycles": num_cycles}
-    return _lambda(
-        "cosine_with_restarts", optimizer, num_warmup_steps, num_training_steps, last_epoch, options
-    )
+    name = "cosine_with_restarts"
+    return _lambda(name, optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles)
 
 
 def get_polynomial_decay_schedule_with_warmup(
@@ -91,15 +90,16 @@ def get_polynomial_decay_schedule_with_warmup(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Linear warm-up, then a polynomial fall to the learning rate `lr_end`."""
-    options = {"lr_end": lr_end, "power": power}
-    return _lambda("polynomial", optimizer, num_warmup_steps, num_training_steps, last_epoch, options)
+    return _lambda(
+        "polynomial", optimizer, num_warmup_steps, num_training_steps, last_epoch, lr_end=lr_end, power=power
+    )
 
 
 def get_inverse_sqrt_schedule(
     optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
 ) -> LambdaLR:
     """Linear warm-up, then a fall with the inverse square root of the step."""
-    return _lambda("inverse_sqrt", optimizer, num_warmup_steps, None, last_epoch, {"timescale": timescale})
+    return _lambda("inverse_sqrt", optimizer, num_warmup_steps, None, last_epoch, timescale=timescale)
 
 
 def get_cosine_with_min_lr_schedule_with_warmup(
@@ -113,7 +113,9 @@ def get_cosine_with_min_lr_schedule_with_warmup(
 ) -> LambdaLR:
     """Linear warm-up, then cosine waves down to a floor."""
     options = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
-    return _lambda("cosine_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, options)
+    return _lambda(
+        "cosine_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options
+    )
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
@@ -127,15 +129,10 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     warmup_lr_rate: float | None = None,
 ) -> LambdaLR:
     """A warm-up that starts above 0, then cosine waves down to a floor."""
-    options = {
-        "num_cycles": num_cycles,
-        "min_lr": min_lr,
-        "min_lr_rate": min_lr_rate,
-        "warmup_lr_rate": warmup_lr_rate,
-    }
     return _lambda(
-        "cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, options
-    )
+        "cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch,
+        num_cycles=num_cycles, min_lr=min_lr, min_lr_rate=min_lr_rate, warmup_lr_rate=warmup_lr_rate,
+    )  # fmt: skip
 
 
 def get_wsd_schedule(
@@ -151,17 +148,11 @@ def get_wsd_schedule(
     last_epoch: int = -1,
 ) -> LambdaLR:
     """Warm-up, a plateau, then a decay."""
-    options = {
-        "num_decay_steps": num_decay_steps,
-        "num_stable_steps": num_stable_steps,
-        "warmup_type": warmup_type,
-        "decay_type": decay_type,
-        "min_lr_ratio": min_lr_ratio,
-        "num_cycles": num_cycles,
-    }
     return _lambda(
-        "warmup_stable_decay", optimizer, num_warmup_steps, num_training_steps, last_epoch, options
-    )
+        "warmup_stable_decay", optimizer, num_warmup_steps, num_training_steps, last_epoch,
+        num_decay_steps=num_decay_steps, num_stable_steps=num_stable_steps, warmup_type=warmup_type,
+        decay_type=decay_type, min_lr_ratio=min_lr_ratio, num_cycles=num_cycles,
+    )  # fmt: skip
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:
@@ -175,12 +166,7 @@ def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
 
 
 def _lambda(
-    name: str,
-    optimizer: Optimizer,
-    warmup: float,
-    total: float | None,
-    last_epoch: int,
-    options: dict[str, Any],
+    name: str, optimizer: Optimizer, warmup: float, total: float | None, last_epoch: int, **options: Any
 ) -> LambdaLR:
     factor = build_factor(name, Span(warmup, total, peak_lr(optimizer)), options)
     return LambdaLR(optimizer, factor, last_epoch)

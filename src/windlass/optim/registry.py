@@ -1,4 +1,4 @@
-"""The optimizers by name: one line for each. Known names without a line are refused in the support table's words."""
+"""The optimizers by name. Names that are known but not built are refused with the note of the support table."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from windlass.config.plan import OptimizerPlan
 from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
-from windlass.optim.groups import decay_groups
 from windlass.optim.optimizers.adafactor import adafactor
-from windlass.optim.optimizers.adagrad import adagrad
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
-from windlass.optim.optimizers.rmsprop import rmsprop
-from windlass.optim.optimizers.sgd import sgd
+from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
 
 _log = get_logger(__name__)
-Recipe = tuple[type[Optimizer], dict[str, Any]]
 
 OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "adamw_torch": adamw,
@@ -35,10 +31,10 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
 
 
 def optimizer_factory(plan: OptimizerPlan) -> Recipe:
-    """The class and the keyword arguments that make the optimizer of `plan`, parameters aside.
+    """The class of the optimizer of `plan` and its keyword arguments without parameters.
 
     Raises:
-        ConfigError: the name is unknown or not built, or an option does not belong to it.
+        ConfigError: the name is unknown or not built, or the optimizer does not have an option.
     """
     factory = OPTIMIZERS.get(plan.name)
     if factory is None:
@@ -46,17 +42,11 @@ def optimizer_factory(plan: OptimizerPlan) -> Recipe:
     return factory(plan)
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan) -> Optimizer:
-    """The optimizer of `plan` over the trainable parameters of `model`, decay groups and all."""
-    cls, kwargs = optimizer_factory(plan)
-    return make_optimizer(decay_groups(model, plan.weight_decay), cls, kwargs)
-
-
 def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str, Any]) -> Optimizer:
-    """`cls(params, **kwargs)`; the fused kernel is left out where a parameter's device or type has none.
+    """`cls(params, **kwargs)`, without `fused` if a parameter's device or dtype has no fused kernel.
 
     Args:
-        params: groups or parameters; anything else that `cls` takes in their place (a model, say) is handed on unseen.
+        params: groups or parameters, or a model or dict that `cls` takes in their place, which is passed unchecked.
 
     Raises:
         ModelError: no parameter is trainable.
@@ -80,7 +70,7 @@ def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str,
 
 
 def _flat(params: list[Any]) -> Iterator[torch.Tensor]:
-    """The parameters of groups, of (name, parameter) pairs or of a plain list; single-pass iterables are kept whole."""
+    """The parameters of groups, of (name, parameter) pairs or of a plain list; iterators become lists in place."""
     for item in params:
         if isinstance(item, dict):
             item["params"] = (

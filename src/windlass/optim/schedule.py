@@ -1,4 +1,4 @@
-"""The learning rate of every update: written into the optimizer before the update, a function of its index alone."""
+"""Learning-rate schedules: the rate of each update is a function of its index, set before the update."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHA
 
 _log = get_logger(__name__)
 
+# What schedulers that follow a metric keep for each group.
+_RATES_OF_GROUPS = frozenset({"base_lrs", "lrs", "_last_lr", "min_lrs", "max_lrs"})
+
 
 class Schedule(Protocol):
-    """What the engine needs of a schedule; the same calls whatever drives it.
+    """A schedule as the engine calls it.
 
-    Before update `k` (counted from 0): `set(k)`. After it, where it was not skipped: `advance()`. After an
-    evaluation, where `follows_metric`: `observe(metric)`. `exposed` is the object that callbacks and
-    `trainer.lr_scheduler` show.
+    Before update `k` (counted from 0): `set(k)`. After it, unless it was skipped: `advance()`. After an evaluation, if
+    `follows_metric`: `observe(metric)`. `exposed` is the object for callbacks and `trainer.lr_scheduler`.
     """
 
     optimizer: Optimizer
@@ -41,7 +43,7 @@ class Schedule(Protocol):
     def observe(self, metric: float) -> None: ...
 
     def last_lrs(self) -> list[float]:
-        """The learning rates, one per group, that the last `set` gave to its update."""
+        """The learning rate of each group in the update of the last `set`."""
         ...
 
     def state_dict(self) -> State: ...
@@ -52,9 +54,9 @@ class Schedule(Protocol):
 class FactorSchedule(LRScheduler):
     """A schedule that is a pure function of the step: `group's first lr * factor(step)`.
 
-    An `LRScheduler` by type and by face (`step`, `get_last_lr`, `last_epoch`, `base_lrs`), so that callbacks written
-    for torch's find what they expect. Torch's constructor is left out on purpose: it wraps `optimizer.step` to count
-    calls, which costs time in every update and is not needed by a schedule that is told its step.
+    A subclass of torch's `LRScheduler` with its interface (`step`, `get_last_lr`, `last_epoch`, `base_lrs`) for scripts
+    and callbacks. Torch's constructor is not called: it wraps `optimizer.step` to count calls, which costs time in each
+    update and is not needed here.
     """
 
     follows_metric = False
@@ -71,13 +73,18 @@ class FactorSchedule(LRScheduler):
     def exposed(self) -> FactorSchedule:
         return self
 
+    @property
+    def lr_lambdas(self) -> list[Factor]:
+        """The function of the step for each group, as torch's `LambdaLR` has it."""
+        return [self._factor for _ in self.base_lrs]
+
     def lrs(self, step: int) -> list[float]:
-        """The learning rate of each group in update `step`. Changes nothing."""
+        """The learning rate of each group in update `step`."""
         factor = self._factor(step)
         return [base * factor for base in self.base_lrs]  # type: ignore[misc]
 
     def set(self, step: int) -> None:
-        """Write the learning rates of update `step` into the optimizer's groups."""
+        """Set the learning rates of update `step` in the optimizer."""
         self.last_epoch = step
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
@@ -90,28 +97,28 @@ class FactorSchedule(LRScheduler):
             group["lr"] = base * factor
 
     def advance(self) -> None:
-        """Nothing to do: `set` names the step."""
+        """Nothing to do: `set` receives the step."""
 
     def observe(self, metric: float) -> None:
-        """Nothing to do: no metric drives this schedule."""
+        """Nothing to do."""
 
     def last_lrs(self) -> list[float]:
-        """As they stand in the optimizer: also what a callback wrote over the schedule's."""
+        """The rates in the optimizer, which a callback may have changed."""
         if self._tensor_lrs:  # reading a tensor would wait for the device
             return self.lrs(self.last_epoch)
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> State:
-        """The step alone. The first learning rates are the configuration's: a resumed run obeys its own arguments."""
+        """The step alone: the initial rates of a resumed run are those of its own arguments."""
         return {"step": self.last_epoch}
 
     def load_state_dict(self, state: State) -> None:
         self.set(int(state["step"]))
 
-    # The face of torch's LRScheduler, for loops and callbacks that the user owns.
+    # The interface of torch's LRScheduler.
 
     def step(self, epoch: int | None = None) -> None:
-        """Move on by one update, or to update `epoch`."""
+        """Continue with the next update, or with update `epoch`."""
         self.set(self.last_epoch + 1 if epoch is None else epoch)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
@@ -121,14 +128,14 @@ class FactorSchedule(LRScheduler):
         return list(self.last_lrs())
 
     def _adopt_groups(self) -> None:
-        """Take the present learning rate of groups not seen before as the one that the factor multiplies."""
+        """The factor multiplies the present learning rate of new groups."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             self._tensor_lrs |= isinstance(group["lr"], torch.Tensor)
             first = group.setdefault("initial_lr", float(group["lr"]))
             self.base_lrs.append(float(first))
 
     def _fill(self, step: int) -> None:
-        """As `set`, where an optimizer keeps its learning rate in a tensor (`capturable`, compiled steps)."""
+        """`set` for optimizers with a tensor as learning rate (`capturable`, compiled steps)."""
         for group, lr in zip(self.optimizer.param_groups, self.lrs(step), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -137,9 +144,9 @@ class FactorSchedule(LRScheduler):
 
 
 class UserSchedule:
-    """A scheduler object of torch's kind, which keeps its own count: the user's, or one that follows a metric.
+    """A torch scheduler, which counts its steps: the user's, or one that follows a metric.
 
-    It is stepped once after each update that was applied; one whose `step` asks for a metric, after each evaluation.
+    It is stepped after each applied update, or, if its `step` requires a metric, after each evaluation.
     """
 
     def __init__(self, inner: Any, optimizer: Optimizer | None = None) -> None:
@@ -153,40 +160,46 @@ class UserSchedule:
         return self.inner
 
     def set(self, step: int) -> None:
-        """Note the learning rates that this update will use; the scheduler itself decided them."""
+        """Record the learning rates of this update, which the scheduler has set."""
         self._seen = self._read()
 
     def advance(self) -> None:
-        """An update was applied: let the scheduler take its step."""
+        """Step the scheduler after an applied update."""
         if not self.follows_metric:
             self.inner.step()
 
     def observe(self, metric: float) -> None:
-        """An evaluation gave `metric`."""
+        """Step the scheduler with the metric of an evaluation."""
         if self.follows_metric:
             self.inner.step(metric)
 
     def last_lrs(self) -> list[float]:
-        """A rate that the optimizer keeps in a tensor is read from its device here."""
+        """The recorded rates; those in tensors are read from their device."""
         return [float(lr) for lr in self._seen]
 
     def state_dict(self) -> State:
-        """The scheduler's own state, with maps of special types (counters) as plain ones."""
+        """The state of the scheduler, in which maps of other types (counters) become dicts."""
         return {key: _plain(value) for key, value in self.inner.state_dict().items()}
 
     def load_state_dict(self, state: State) -> None:
-        restored = {key: _as_before(getattr(self.inner, key, None), value) for key, value in state.items()}
+        groups = len(self.optimizer.param_groups)
+        restored = {
+            key: _for_groups(value, groups)
+            if key in _RATES_OF_GROUPS
+            else _as_before(getattr(self.inner, key, None), value)
+            for key, value in state.items()
+        }
         self.inner.load_state_dict(restored)
         self._seen = self._read()
 
     def _read(self) -> list[float | torch.Tensor]:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        # A tensor is written in place by the next step of its scheduler, so it is copied where it is.
+        # The next step of the scheduler writes tensors in place, so they are copied on their device.
         return [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in rates]
 
 
 def as_schedule(scheduler: Any, optimizer: Optimizer) -> Schedule:
-    """`scheduler` for the engine: ours as it is, anything else with torch's face wrapped."""
+    """`scheduler` for the engine: torch's and others with its interface are wrapped."""
     if isinstance(scheduler, (FactorSchedule, UserSchedule)):
         return scheduler
     return UserSchedule(scheduler, optimizer)
@@ -203,30 +216,29 @@ def build_schedule(
     """The schedule called `name` over a run of `total_steps` updates, `warmup_steps` of them warm-up.
 
     Raises:
-        ConfigError: no such name, an option that it does not have, or an option's value that cannot be.
+        ConfigError: an unknown name or option, or an invalid value of an option.
     """
-    if name in METRIC_DRIVEN:
-        _warn_of_warmup(name, warmup_steps)
-        return UserSchedule(build_metric_driven(name, optimizer, options or {}), optimizer)
     _warn_of_warmup(name, warmup_steps)
+    if name in METRIC_DRIVEN:
+        return UserSchedule(build_metric_driven(name, optimizer, options or {}), optimizer)
     span = Span(warmup_steps, total_steps, peak_lr(optimizer))
     return FactorSchedule(optimizer, build_factor(name, span, options or {}))
 
 
 def build_factor(name: str, span: Span, options: Mapping[str, Any]) -> Factor:
-    """The pure function behind a schedule of the step."""
+    """The function of the step for the schedule called `name`."""
     if name not in SHAPES:
         raise ConfigError(_unknown_name(name))
     return _construct(name, SHAPES[name], span, options)  # type: ignore[no-any-return]
 
 
 def build_metric_driven(name: str, optimizer: Optimizer, options: Mapping[str, Any]) -> Any:
-    """The torch-like scheduler behind a schedule that follows a metric."""
+    """The scheduler called `name`, which follows a metric."""
     return _construct(name, METRIC_DRIVEN[name], optimizer, options)
 
 
 def peak_lr(optimizer: Optimizer) -> float:
-    """The optimizer's own learning rate, to which floors given as learning rates refer."""
+    """The learning rate of the optimizer, to which floors that are learning rates refer."""
     lr = optimizer.defaults.get("lr")
     return float(optimizer.param_groups[0]["lr"] if lr is None else lr)
 
@@ -280,8 +292,13 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+def _for_groups(value: Any, groups: int) -> Any:
+    """The rates of one group for several: earlier versions had one group without weight decay."""
+    return value * groups if isinstance(value, list) and len(value) == 1 else value
+
+
 def _as_before(current: Any, value: Any) -> Any:
-    """`value` in the mapping type that the scheduler holds now (a Counter of milestones, say)."""
+    """`value` as the mapping type that the scheduler has (e.g. a Counter of milestones)."""
     if isinstance(current, dict) and isinstance(value, dict) and type(current) is not dict:
         return type(current)(value)
     return value

@@ -1,4 +1,4 @@
-"""Where a forward computes in a lower precision than its weights."""
+"""Autocast: forwards in a lower precision than the weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that gives the context of one forward; a null context for fp32.
+    """A function that returns the context of one forward; a null context for fp32.
 
-    Each call gives a new one: a `torch.autocast` object remembers what it found on entry, so the same object entered
-    twice (a forward inside a forward) would leave autocast on for good.
+    Each call returns a new one: a `torch.autocast` object stores the state on entry, so if the same object were entered
+    twice (a forward inside a forward), autocast would stay enabled.
     """
     dtype = COMPUTE_DTYPES.get(plan.compute)
     if dtype is None:

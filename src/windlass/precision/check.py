@@ -1,4 +1,4 @@
-"""Whether this device and this model can compute in the precision that was asked for, found before the first step."""
+"""Checks before the first step that the device and the model support the configured precision."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _log = get_logger(__name__)
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
-    """Refuse what cannot be honoured; warn of trainable weights too coarse to take small updates.
+    """Check the precision; warn if trainable weights have too few bits for small updates.
 
     Raises:
-        ConfigError: the device lacks the dtype or TF32, or fp16 is asked for a model whose trainable weights are fp16.
+        ConfigError: the device lacks the dtype or TF32, or trainable weights are fp16 already under fp16.
     """
     problems = [*_device_problems(plan, device), *_model_problems(plan, model)]
     if problems:
@@ -26,7 +26,7 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
 
 
 def apply_tf32(plan: PrecisionPlan) -> None:
-    """Allow or forbid TF32 in fp32 matrix products and convolutions of CUDA devices; None leaves torch's setting."""
+    """Set TF32 for fp32 matrix products and convolutions on CUDA devices; None keeps torch's setting."""
     if plan.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         torch.backends.cudnn.allow_tf32 = plan.tf32
@@ -67,10 +67,9 @@ def _model_problems(plan: PrecisionPlan, model: nn.Module | None) -> list[Proble
 
 
 def _warn_of_low_weights(model: nn.Module) -> None:
-    """A model loaded in bf16 trains purely in bf16, which is easily overlooked and loses small updates."""
-    low = [
-        p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
-    ]
+    """A model that was loaded in bf16 trains purely in bf16, which is easily overlooked and loses small updates."""
+    dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
+    low = [dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
     if low:
         coarse = torch.finfo(low[0]).eps / 2
         warn_once(

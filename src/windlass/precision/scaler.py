@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 (Micikevicius et al., arXiv:1710.03740), with the device asked one question per update."""
+"""Loss scaling for fp16 (Micikevicius et al., arXiv:1710.03740), with one host sync per update."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import NonFiniteError
 from windlass.core.types import State
 
-# Halving 65536 so often ends at 3e-15: no gradient overflows for its size any more, so it is not finite at any scale.
+# 65536 halved 64 times is 3e-15: a gradient that overflows there is not finite at any scale.
 MAX_SKIPS_IN_A_ROW = 64
 
 
 class Scaler(Protocol):
-    """What an executor asks of a scaler, in this order: `scale`, `unscale_`, `overflowed`, `update`."""
+    """Called by an executor in this order: `scale`, `unscale_`, `overflowed`, `update`."""
 
     active: bool
     skipped: int
@@ -36,7 +36,7 @@ class Scaler(Protocol):
 
 
 class UnitScaler:
-    """No scaling: for fp32 and bf16, whose range is the loss's own. Costs nothing and reads nothing."""
+    """No scaling, for fp32 and bf16. No host sync."""
 
     active = False
     skipped = 0
@@ -60,24 +60,24 @@ class UnitScaler:
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing to do: a checkpoint of an fp16 run may be continued without a scaler."""
+        """Nothing to do: the checkpoint of an fp16 run may be continued without a scaler."""
 
 
 class LossScaler:
-    """Multiplies the loss so that small fp16 gradients survive, and divides the gradients again before they are used.
+    """Multiplies the loss so that small fp16 gradients do not underflow, and divides the gradients before their use.
 
     After an overflow the scale is multiplied by `backoff_factor` and the update must be skipped; after
     `growth_interval` updates without one it is multiplied by `growth_factor`. The scale lives on the device and is
     changed there.
 
     Under data parallelism gradients are summed over ranks before they are unscaled, so an overflow on one rank is one
-    on all of them, and every rank takes the same decision without asking.
+    on all of them, and all ranks decide alike.
 
     Args:
-        device: where the loss and the gradients are.
+        device: of the loss and the gradients.
 
     Attributes:
-        skipped: updates that overflowed since the beginning of the run.
+        skipped: updates that overflowed since the run began.
     """
 
     active = True
@@ -109,27 +109,27 @@ class LossScaler:
         """Divide `gradients` by the scale, in place.
 
         Returns:
-            Scalar fp32 tensor on the device: 0, or 1 where any gradient is infinite or NaN.
+            Scalar fp32 tensor on the device: 1 if any gradient is infinite or NaN, else 0.
 
         Raises:
-            ValueError: a gradient is fp16, which cannot be unscaled without losing it again.
+            ValueError: a gradient is fp16, and would underflow again.
         """
-        # The reciprocal in fp64: rounding it to fp32 first would not be the exact inverse of the scale.
+        # The reciprocal in fp64: in fp32 it would not be the exact inverse of the scale.
         exact = torch.float32 if self._scale.device.type == "mps" else torch.float64
         inverse = self._scale.to(exact).reciprocal().float()
-        # Its own tensor for each call: several optimizers may share a scaler.
+        # A new tensor for each call: several optimizers may share a scaler.
         found = torch.zeros_like(self._scale)
         for grads in _alike(gradients):
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
         return found
 
     def overflowed(self, found_inf: Tensor) -> bool:
-        """Whether this update must be skipped. The one host read of fp16 training: a flag per update.
+        """Return True if this update must be skipped. The one host sync of an update.
 
         Raises:
-            NonFiniteError: so many updates overflowed in a row that no scale can be the cause.
+            NonFiniteError: so many updates in a row overflowed that the scale cannot be the cause.
         """
-        # On the CPU the value is read through NumPy's view of the same memory, which costs no dispatch.
+        # On the CPU the value is read through NumPy, without a dispatch.
         flag = found_inf.numpy() if found_inf.device.type == "cpu" else found_inf.item()
         if not flag:
             self._skips_in_a_row = 0
@@ -144,18 +144,12 @@ class LossScaler:
         return True
 
     def update(self, found_inf: Tensor) -> None:
-        """Adjust the scale after an update, skipped or not. On the device."""
-        torch._amp_update_scale_(
-            self._scale,
-            self._streak,
-            found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
+        """Adjust the scale after an update, skipped or not, on the device."""
+        factors = self.growth_factor, self.backoff_factor, self.growth_interval
+        torch._amp_update_scale_(self._scale, self._streak, found_inf, *factors)
 
     def get_scale(self) -> float:
-        """The scale now. Waits for the device: for logs and tests."""
+        """The current scale. Waits for the device."""
         return float(self._scale)
 
     def state_dict(self) -> State:
@@ -167,7 +161,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue; the empty state of a run without scaler leaves this one as it is."""
+        """Restore a state; the empty one of a run without scaler is ignored."""
         if not state:
             return
         self._scale.copy_(state["scale"])
@@ -176,12 +170,12 @@ class LossScaler:
 
 
 def build_scaler(plan: PrecisionPlan, device: torch.device) -> Scaler:
-    """The loss scaler for fp16, the unit one for everything else."""
+    """The loss scaler for fp16, the unit scaler otherwise."""
     return LossScaler(device) if plan.compute == "fp16" else UnitScaler(device)
 
 
 def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Gradients in lists of one dtype and device, as the kernel wants them."""
+    """Gradients in lists of one dtype and device, as the kernel requires."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in gradients:
         if grad.dtype is torch.float16:

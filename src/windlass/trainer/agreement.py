@@ -1,4 +1,4 @@
-"""What ranks tell each other while they train."""
+"""Signals that ranks exchange while they train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Signals(NamedTuple):
     """Numbers that every rank sends with each group of data; their sums reach all ranks at the same update.
 
     Attributes:
-        stop: wishes to end the run with this update.
-        leave: processes that a scheduler told to leave.
-        save_due: the main process's clock asks for an ephemeral checkpoint, or for one in place of a failed one.
+        stop: requests to end the run with this update.
+        leave: processes that got a scheduler's signal.
+        save_due: the main process's clock requests an ephemeral checkpoint, or one to replace a failed one.
         written, settled, failed: the counters of the save under way (`checkpoint.background.Counters`).
     """
 
@@ -36,8 +36,8 @@ class Agreement:
     """Collects this rank's signals, and applies what all ranks agreed on.
 
     Attributes:
-        clock_asks: by the last exchange, the clock asks for a checkpoint.
-        save_due: so it does, and there is something new to save.
+        clock_asks: by the last exchange, the clock requests a checkpoint.
+        save_due: the same, and there is something new to save.
     """
 
     def __init__(self, gang: Gang, interruption: Interruption, saver: RunSaver) -> None:
@@ -57,22 +57,17 @@ class Agreement:
         )
 
     def apply(self, sums: Sequence[float], step: int) -> Signals:
-        """Take note of what all ranks know by now.
-
-        Args:
-            sums: their signals, added up.
-            step: the present one.
-        """
+        """Apply the signals of all ranks, given as sums, at the present step."""
         told = Signals(*sums) if any(sums) else _NONE
         self._interruption.agree_preemption(told.leave)
         if self._saver.busy:
             self._saver.agreed(Counters(told.written, told.settled, told.failed))
         self.clock_asks = told.save_due > 0
-        # What was sent before a save began still asks for it. And what a checkpoint of the plan was resumed from, one
-        # of the clock does not replace.
+        # A signal that was sent before a save began still requests it. And the clock does not replace the checkpoint
+        # that the run was resumed from.
         self.save_due = self.clock_asks and step - self._saved_step > 1 and not self._saver.busy
         return told
 
     def saved(self, step: int) -> None:
-        """A save of this step begins, or the run was resumed from one."""
+        """Called before a save of this step, or if the run was resumed from one."""
         self.save_due, self._saved_step = False, step

@@ -1,42 +1,46 @@
-"""`auto_find_batch_size`: what memory does not hold at once is done in smaller pieces, with the same result.
+"""`auto_find_batch_size`: smaller batches if memory runs out, with the same result.
 
-In a process of its own an update that ran out of memory is repeated at once. Where other processes take part, they may
-be waiting inside an exchange that this one has left: then it notes the smaller size in the output folder and ends, and
-the job that is started next, by its launcher or by hand, begins with that size.
+A single process retries an update that ran out of memory at once. With several processes, the others may be waiting in
+an exchange that this one has left: then it writes the smaller size into the output folder and exits, and the next job,
+started by its launcher or by hand, begins with that size.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from windlass.accelerator.device_cache import clear_device_cache, should_reduce_batch_size
-from windlass.assemble.batch import UpdateSize
-from windlass.core.errors import MemoryShortError
-from windlass.core.logs import get_logger
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.strict_json import dump, parse
+from windlass.config.plan import UpdateSize
+from windlass.core.errors import CheckpointError, MemoryShortError
+from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
 from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.engine.executor import Executor
-from windlass.trainer.memory_note import MemoryNote, read_note, write_note
 from windlass.trainer.session import Session
 from windlass.transforms.buffers import ForwardState
 
-logger = get_logger(__name__)
+logger, job_logger = get_logger(__name__), get_job_logger(__name__)
 Result = TypeVar("Result")
+FILE_NAME = "batch_sizes.json"
+_LIMIT = 1 << 12  # bytes; a note has about two hundred
 
 
 class BatchFitter:
-    """Owner of what a Trainer knows about the batches that memory holds.
+    """Finds the largest batches that fit into memory.
 
     Attributes:
         active: `auto_find_batch_size`.
-        train, eval: samples of the largest batches that memory may hold; None: those asked for.
+        train, eval: samples of the largest batches that may fit; None: those of the arguments.
     """
 
     def __init__(self, session: Session) -> None:
@@ -47,11 +51,8 @@ class BatchFitter:
         self._note_read = False
 
     def begin(self, active: bool, folder: Path, asked: MemoryNote) -> None:
-        """A `train()` or `evaluate()` begins. What an earlier attempt of this job noted is read once. Collective.
-
-        Args:
-            folder: the output folder.
-            asked: the sizes that the arguments ask for.
+        """Called first in `train()` and `evaluate()`; reads the note of an earlier attempt of this job once.
+        Collective.
         """
         self.active, self._folder, self._asked = active, folder, asked
         if self._note_read or not active:
@@ -65,25 +66,23 @@ class BatchFitter:
     def exit_for_smaller(
         self, error: Exception, *, train: int | None = None, eval_: int | None = None
     ) -> None:
-        """Note the sizes to try next, and end this process.
-
-        Raises:
-            MemoryShortError: always.
-        """
+        """Write the sizes to try next into the output folder, and raise MemoryShortError."""
         what = f"evaluation batches of {eval_}" if train is None else f"micro-batches of {train}"
         try:
             write_note(self._folder, replace(self._asked, train=train or self.train, eval=eval_ or self.eval))
-            noted = f"{self._folder} notes that {what} are tried next"
+            noted = f"Wrote to {self._folder} that the next attempt uses {what}"
         except OSError as failure:
-            noted = f"{what} are to be tried next, which could not be noted ({failure}): set the batch size to that"
+            noted = (
+                f"Use {what} in the next attempt; that could not be written to the output folder ({failure})"
+            )
         why = (
-            "Other processes may wait for this one, so it cannot go on alone with smaller batches"
+            "Other processes may wait for this one, so it cannot continue alone with smaller batches"
             if self._session.gang.size > 1
-            else "A sharded model cannot be put back into the middle of an update"
+            else "A sharded model cannot be restored within an update"
         )
         raise MemoryShortError(
             f"{error}\n{why}. {noted}. Start the job again, with resume_from_checkpoint='auto'; "
-            "`windlass launch --max_restarts 3` (and torchrun --max-restarts 3) starts it by itself"
+            "`windlass launch --max_restarts 3` (and torchrun --max-restarts 3) restarts it automatically"
         ) from error
 
     # --- evaluation -------------------------------------------------------------------------------------------------
@@ -91,10 +90,10 @@ class BatchFitter:
     def evaluate(
         self, loader: object, measure: Callable[[], Result], *, batch_metrics: bool, sharded: bool
     ) -> Result:
-        """`measure()`, which runs over `loader`: begun again with smaller batches if memory does not hold them.
+        """Return `measure()`, which runs over `loader`; if memory runs out, start it again with smaller batches.
 
         Args:
-            batch_metrics: `compute_metrics` sees each batch, so nothing can begin again.
+            batch_metrics: `compute_metrics` sees each batch, so the evaluation cannot start again.
             sharded: every forward needs all ranks.
         """
         while True:
@@ -104,11 +103,11 @@ class BatchFitter:
                 smaller = self._smaller_eval_batch(error, loader, batch_metrics, sharded)
                 if smaller is None:
                     raise
-            # Outside the handler, whose traceback holds on to all that did not fit.
+            # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
             clear_device_cache(garbage_collection=True)
             assert isinstance(loader, Loader)
             logger.warning(
-                "memory does not hold an evaluation batch of %d: evaluation begins anew with %d",
+                "out of memory at evaluation batch size %d; starting the evaluation again with %d",
                 loader.batch.micro, smaller,
             )  # fmt: skip
             loader.resize(smaller, 1)
@@ -117,24 +116,19 @@ class BatchFitter:
     def _smaller_eval_batch(
         self, error: Exception, loader: object, batch_metrics: bool, sharded: bool
     ) -> int | None:
-        """The size to try next; None if the error stays."""
+        """The size to try next; None if the error must be raised."""
         if not should_reduce_batch_size(error) or isinstance(error, MemoryShortError):
             return None
         if not self.active:
             error.add_note("auto_find_batch_size=True tries smaller batches; so does a lower batch size")
             return None
         if not isinstance(loader, Loader) or batch_metrics:
-            why = (
-                "compute_metrics has seen some batches already"
-                if isinstance(loader, Loader)
-                else "the loader cuts"
-            )
+            own = not isinstance(loader, Loader)
+            why = "the loader makes the batches" if own else "compute_metrics has seen some batches already"
             error.add_note(f"auto_find_batch_size cannot help here ({why}): lower per_device_eval_batch_size")
             return None
         if loader.batch.micro == 1:
-            raise MemoryShortError(
-                "memory does not hold even a single sample of the evaluation data"
-            ) from error
+            raise MemoryShortError("out of memory with a single sample of the evaluation data") from error
         smaller = loader.batch.micro // 2
         if self._session.gang.size > 1 or sharded:
             self.exit_for_smaller(error, eval_=smaller)
@@ -142,13 +136,10 @@ class BatchFitter:
 
 
 class UpdateFitter:
-    """Makes the micro-batches of a run smaller when memory does not hold them, and leaves no other trace of it.
+    """Makes the micro-batches of a run smaller if memory runs out, and changes nothing else.
 
     Attributes:
-        size: what updates are made of.
-
-    Args:
-        source: where the run's data comes from.
+        size: the micro-batches of an update.
     """
 
     def __init__(
@@ -162,7 +153,7 @@ class UpdateFitter:
         self._tried: list[int] = []
 
     def remember(self) -> None:
-        """Before the data of an update is asked for: what a forward changes, and what reading ahead draws."""
+        """Before the data of an update is requested: copy what a forward changes, and the random generators."""
         if not self._fitter.active:
             return
         if self._before is None:
@@ -182,32 +173,26 @@ class UpdateFitter:
         unchanged = self._executor.abandon()
         if not self._fitter.active:
             error.add_note(
-                "auto_find_batch_size=True goes on with smaller micro-batches, and with as many samples in an update"
+                "auto_find_batch_size=True continues with smaller micro-batches, and as many samples in an update"
             )
             return False
         if not unchanged:
             error.add_note(
-                "the optimizer ran out of memory while it changed the weights: smaller batches would not help it. "
-                "Resume from the last checkpoint with an optimizer that needs less"
+                "the optimizer ran out of memory while it changed the weights; smaller batches would not help. "
+                "Resume from the last checkpoint with an optimizer that needs less memory"
             )
             return False
         size = self.size
         self._tried.append(size.micro)
         if size.micro == 1:
             tried = ", ".join(map(str, self._tried))
-            raise MemoryShortError(
-                f"memory does not hold a micro-batch of any size: tried {tried}"
-            ) from error
+            raise MemoryShortError(f"out of memory at every micro-batch size: tried {tried}") from error
         if self._session.gang.size > 1 or self._executor.strategy.sharded:
             self._fitter.exit_for_smaller(error, train=size.within(size.micro // 2).micro)
         return True
 
     def shrink(self) -> dict[str, int]:
-        """Put back what the failed update changed, and cut the data smaller from its samples on.
-
-        Returns:
-            What to report.
-        """
+        """Restore what the failed update changed, and make micro-batches smaller. Return a row for the log."""
         size = self.size
         assert self._before is not None, "`remember` was called before any data was read"
         assert self._rng is not None
@@ -215,15 +200,82 @@ class UpdateFitter:
         load_rng_state(self._rng, self._session.device)
         clear_device_cache(garbage_collection=True)
         smaller = size.within(size.micro // 2)
-        assert isinstance(self._source, Loader), "any other is refused before training"
+        assert isinstance(self._source, Loader), "other loaders are refused before training"
         self._source.resize(smaller.micro, smaller.accumulation)
         self.size, self._fitter.train = smaller, smaller.micro
         logger.warning(
-            "memory does not hold a micro-batch of %d: updates are made of %d x %d samples from here on, which is as "
-            "many as before", size.micro, smaller.accumulation, smaller.micro,
+            "out of memory at micro-batch size %d; continuing with %d x %d samples in an update, as many as before",
+            size.micro, smaller.accumulation, smaller.micro,
         )  # fmt: skip
         return {
             "micro_batch_too_large": size.micro,
             "micro_batch_size": smaller.micro,
             "micro_batches": smaller.accumulation,
         }
+
+
+# --- the note for the next attempt -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNote:
+    """Sizes in samples.
+
+    Attributes:
+        asked_train, asked_accumulation, asked_eval: the arguments for which the sizes were found.
+        train, eval: the largest batches that may fit; None if those of the arguments did.
+    """
+
+    asked_train: int
+    asked_accumulation: int
+    asked_eval: int
+    train: int | None
+    eval: int | None
+
+    @property
+    def asked(self) -> tuple[int, int, int]:
+        return self.asked_train, self.asked_accumulation, self.asked_eval
+
+
+def write_note(folder: Path, note: MemoryNote) -> None:
+    """Write the note atomically. If several processes do so at once, one of their notes stays."""
+    files, target = Files(), folder / FILE_NAME
+    partial = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
+    files.ensure_folder(folder)
+    partial.unlink(missing_ok=True)
+    files.write(partial, [dump(asdict(note), str(target))])
+    files.rename(partial, target)
+    files.sync_folder(folder)
+
+
+def read_note(folder: Path, like: MemoryNote) -> dict[str, Any] | None:
+    """The note of an earlier attempt with the same arguments as `like`, as plain data; None if there is none.
+
+    A damaged note is ignored with a warning: all it saves is finding the sizes again.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        note = _checked(parse(Files().read(path, _LIMIT), str(path)))
+    except CheckpointError as error:
+        job_logger.warning("%s: ignored, batch sizes will be found again", error)
+        return None
+    if note.asked != like.asked:
+        return None
+    job_logger.warning(
+        "out of memory in an earlier attempt of this job (%s); using micro-batches of at most %s, evaluation batches "
+        "of at most %s. Remove that file to try the sizes of the arguments again",
+        path, note.train or note.asked_train, note.eval or note.asked_eval,
+    )  # fmt: skip
+    return asdict(note)
+
+
+def _checked(values: Any) -> MemoryNote:
+    if not isinstance(values, dict) or values.keys() != MemoryNote.__dataclass_fields__.keys():
+        raise CheckpointError(f"{FILE_NAME} does not hold the names of a note")
+    for name, value in values.items():
+        optional = value is None and not name.startswith("asked_")
+        if not optional and (type(value) is not int or not 1 <= value <= 1 << 40):
+            raise CheckpointError(f"{FILE_NAME}: {name} is not a size")
+    return MemoryNote(**values)

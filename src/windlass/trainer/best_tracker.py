@@ -1,4 +1,4 @@
-"""Which evaluations of a run were the best."""
+"""The best evaluations of a run, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.trainer.run_events import Events
 
 
 class BestTracker:
-    """Ranks evaluations by the metric of the plan, and notes the checkpoints of the best ones.
+    """Ranks evaluations by the metric of the plan, and records the checkpoints of the best ones.
 
     The only writer of `best_metric`, `best_global_step` and `best_model_checkpoint` of the state.
 
@@ -26,23 +26,18 @@ class BestTracker:
 
     def __init__(self, plan: SavePlan, events: Events, folder_of: Callable[[int], Path]) -> None:
         self._plan, self._events, self._folder_of = plan, events, folder_of
-        # As many of the best evaluations as `keep_best` asks for, as [metric, step], best first; and the same as of
-        # the last checkpoint that was committed.
+        # The best `keep_best` evaluations, as [metric, step], best first, now and at the last committed checkpoint.
         self.evaluations: list[list[float]] = []
         self._committed_evaluations: list[list[float]] = []
         # Step and metric of the last evaluation.
         self._last: tuple[int, float | None] = (-1, None)
-        # Metric and step of the evaluation that `best_model_checkpoint` was saved at.
+        # Metric and step of the evaluation of `best_model_checkpoint`.
         self._saved: tuple[float | None, int | None] = (None, None)
 
     # --- evaluations ------------------------------------------------------------------------------------------------
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
-        """Note an evaluation of the present step; return True if it is the best so far.
-
-        Raises:
-            ConfigError: the metric is not among `metrics`.
-        """
+        """Record an evaluation at the present step; return True if it is the best so far."""
         if self._plan.metric is None:
             return False
         value, state = find_metric(metrics, self._plan.metric), self._events.state
@@ -61,21 +56,21 @@ class BestTracker:
         if not self._plan.keep_best or value is None or not math.isfinite(value):
             return False
         sign = -1 if self._plan.greater_is_better else 1
-        # Of equals the earlier one stays; a repeated evaluation replaces its first result.
-        others = [noted for noted in self.evaluations if noted[1] != step]
-        ranked = sorted([*others, [value, step]], key=lambda noted: (sign * noted[0], noted[1]))
+        # Of equal metrics the earlier one is kept; a repeated evaluation replaces its first result.
+        others = [known for known in self.evaluations if known[1] != step]
+        ranked = sorted([*others, [value, step]], key=lambda known: (sign * known[0], known[1]))
         self.evaluations = ranked[: self._plan.keep_best]
         return [value, step] in self.evaluations
 
     def metric_at(self, step: int) -> float | None:
         """The metric of the last evaluation, if that was at this step."""
-        noted_step, value = self._last
-        return None if noted_step != step or value is None else float(value)
+        last_step, value = self._last
+        return None if last_step != step or value is None else float(value)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def begin_save(self) -> str | None:
-        """A checkpoint of the present step begins. Returns the best checkpoint until then, for `failed`."""
+        """Called before a checkpoint of the present step is saved. Return the best checkpoint so far, for `failed`."""
         state = self._events.state
         previous = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
@@ -83,13 +78,13 @@ class BestTracker:
         return previous
 
     def committed(self, as_saved: TrainerState) -> None:
-        """The checkpoint of this state was committed."""
+        """Called once the checkpoint of this state is committed."""
         self._committed_evaluations = list(self.evaluations)
         if as_saved.best_global_step == as_saved.global_step:
             self._saved = as_saved.best_metric, as_saved.best_global_step
 
     def failed(self, as_saved: TrainerState, previous: str | None) -> None:
-        """The checkpoint of this state failed: the best is one of those that exist."""
+        """Called once the checkpoint of this state failed: the best is one of those that exist."""
         state = self._events.state
         if state.best_model_checkpoint == as_saved.best_model_checkpoint:
             state.best_model_checkpoint = previous
@@ -98,10 +93,10 @@ class BestTracker:
         self.evaluations = list(self._committed_evaluations)
 
     def checkpoints(self) -> list[Path]:
-        """Where the best model and the best evaluations that are kept lie, as far as they were saved."""
-        noted = self._events.state.best_model_checkpoint
+        """The folders of the best model and of the best evaluations, as far as they were saved."""
+        best = self._events.state.best_model_checkpoint
         kept = [self._folder_of(int(step)) for _, step in self.evaluations]
-        return kept if noted is None else [*kept, Path(noted)]
+        return kept if best is None else [*kept, Path(best)]
 
     # --- in checkpoints ---------------------------------------------------------------------------------------------
 
@@ -113,15 +108,15 @@ class BestTracker:
         self._committed_evaluations = list(self.evaluations)
 
     def moved(self, folder: Path) -> None:
-        """The best checkpoint is in this folder now."""
+        """Set the folder of the best checkpoint."""
         self._events.state.best_model_checkpoint = str(folder)
 
     def resume(self, step: int, metric: Any) -> None:
         """Continue at a checkpoint whose step was evaluated with this metric (None: it was not)."""
         state = self._events.state
         self._last = step, metric
-        noted = state.best_model_checkpoint is not None
-        self._saved = (state.best_metric, state.best_global_step) if noted else (None, None)
+        known = state.best_model_checkpoint is not None
+        self._saved = (state.best_metric, state.best_global_step) if known else (None, None)
 
 
 def find_metric(metrics: Mapping[str, float], name: str) -> float:

@@ -1,15 +1,17 @@
-"""The model card: a README.md whose head machines read (YAML) and whose body people do."""
+"""The model card: a README.md with a YAML head for programs and a Markdown body for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
 from windlass.config.plain_yaml import load_yaml
+from windlass.core.events import TrainerState
 from windlass.core.output import shown
 from windlass.core.plain_text import read_text
 
@@ -22,26 +24,24 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What the card is made of.
+    """Contents of a card.
 
     Attributes:
+        base: the model that this one was fine-tuned from.
         facts: lists for the YAML head; empty ones are left out.
         settings: the arguments of the run as a plain dict.
-        history: `state.log_history`.
+        world: number of processes.
     """
 
     name: str
-    model_class: str
-    parameters: int
+    model: nn.Module
     base: str | None
     facts: dict[str, list[str]]
     dataset: list[str]
     dataset_args: list[str]
     settings: Mapping[str, Any]
     world: int
-    history: list[dict[str, Any]]
-    steps: int
-    epochs: float
+    state: TrainerState
 
 
 def write_card(path: Path, card: ModelCard) -> None:
@@ -61,12 +61,12 @@ def write_card(path: Path, card: ModelCard) -> None:
 
 
 def earlier_tags(path: Path) -> list[str]:
-    """The tags in the YAML head of a card, none where there is no card or no head."""
+    """The tags in the YAML head of a card; empty if there is no card or no head."""
     if not path.is_file():
         return []
     try:
         parts = read_text(path).split("---\n", 2)
-    except (OSError, UnicodeDecodeError):  # too long for a card, or no text: another's file
+    except (OSError, UnicodeDecodeError):  # too long for a card, or not a text: another program's file
         return []
     if len(parts) < 3 or parts[0].strip():
         return []
@@ -83,51 +83,39 @@ def body(card: ModelCard) -> str:
     origin = f"fine-tuned from {card.base}" if card.base else "trained from scratch"
     data = f" on {', '.join(card.dataset)}" if card.dataset else ""
     detail = f" ({', '.join(card.dataset_args)})" if card.dataset_args else ""
-    lines = [
-        f"# {card.name}",
-        "",
-        f"A {card.model_class} of {card.parameters:,} parameters, {origin}{data}{detail}.",
-        "",
-        "## Training",
-        "",
-        f"{card.steps:,} updates, {card.epochs:.2f} epochs, {card.world} process(es).",
-        "",
-        *table(
-            ("setting", "value"), [(name, card.settings[name]) for name in _SETTINGS if name in card.settings]
-        ),
-    ]
-    evaluations = evaluated(card.history)
+    parameters = sum(p.numel() for p in card.model.parameters())
+    settings = [(name, card.settings[name]) for name in _SETTINGS if name in card.settings]
+    text = (
+        f"# {card.name}\n\n"
+        f"A {type(card.model).__name__} of {parameters:,} parameters, {origin}{data}{detail}.\n\n"
+        "## Training\n\n"
+        f"{card.state.global_step:,} updates, {card.state.epoch:.2f} epochs, {card.world} process(es).\n\n"
+        f"{table(('setting', 'value'), settings)}"
+    )
+    evaluations = evaluated(card.state.log_history)
     if evaluations:
-        names = sorted({name for row in evaluations for name in row if name not in ("step", "epoch")})
-        head = ("step", "epoch", *names)
-        lines += [
-            "",
-            "## Evaluation",
-            "",
-            *table(head, [[row.get(n, "") for n in head] for row in evaluations]),
-        ]
-    return "\n".join(lines) + "\n"
+        head = ("step", "epoch", *sorted({name for row in evaluations for name in row} - {"step", "epoch"}))
+        rows = [[row.get(name, "") for name in head] for row in evaluations]
+        text += f"\n## Evaluation\n\n{table(head, rows)}"
+    return text
 
 
 def evaluated(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The evaluations of a run: metrics without their timings."""
     found = []
     for entry in history:
-        metrics = {name: value for name, value in entry.items() if name.startswith("eval_")}
-        shown = {
-            name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_per_second"))
+        metrics = {
+            name: value
+            for name, value in entry.items()
+            if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
         }
-        if shown:
-            found.append({"step": entry.get("step", ""), "epoch": entry.get("epoch", ""), **shown})
+        if metrics:
+            found.append({"step": entry.get("step", ""), "epoch": entry.get("epoch", ""), **metrics})
     return found
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
-    """Lines of a Markdown table; floats with four digits."""
-    head = list(head)
-    lines = [_row(head), _row(["---"] * len(head))]
-    return [*lines, *(_row([f"{v:.4g}" if isinstance(v, float) else str(v) for v in row]) for row in rows)]
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table; floats with four digits."""
+    shown = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    lines = [[cell.replace("|", "/") for cell in row] for row in (head, ["---"] * len(head), *shown)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

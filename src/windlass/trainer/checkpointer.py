@@ -1,4 +1,4 @@
-"""The checkpoints of one run: what they hold, and how the run goes back to one."""
+"""The checkpoints of one run: saving, restoring and rolling back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from windlass.checkpoint.adapters import BASE_STATE
 from windlass.checkpoint.content import Content
-from windlass.checkpoint.foreign import is_foreign
+from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manager import Checkpoint, costs_one_save
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.checkpoint.sharded import parts_of_rank
@@ -23,10 +23,9 @@ from windlass.checkpoint.weights import weights_bytes
 from windlass.config.plan import SavePlan
 from windlass.core.errors import CheckpointError, NonFiniteError
 from windlass.core.events import TrainerState
-from windlass.core.logs import get_job_logger
+from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.threads import thread_count, warn_of_other_threads
 from windlass.core.types import State
-from windlass.trainer.auxiliary_files import AuxiliaryFiles
 from windlass.trainer.best_tracker import BestTracker
 from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.resuming import CheckpointSource, saved_state
@@ -37,22 +36,22 @@ from windlass.trainer.saved_parts import SavedParts
 from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)
-_PATIENCE = 3
+_MAX_ROLLBACKS = 3  # to the same checkpoint
 
 WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 
 
 class Checkpointer:
-    """Saves a run, restores it, and rolls it back, by one list of parts.
+    """Saves a run, restores it and rolls it back, by one list of parts.
 
     Attributes:
-        newest: the last complete checkpoint of this run; what it was resumed from until it saved one.
-        ephemeral: the checkpoint that is being saved is only for a run that is cut off: the clock asked for it.
+        newest: the last complete checkpoint of this run, or the one it was resumed from until it has saved one.
+        ephemeral: the clock requested the checkpoint that is being saved, in case the run is interrupted.
 
     Args:
         parts: returns what a checkpoint holds besides weights, optimizer and history.
-        describe: returns what the manifest says of the run besides metrics.
-        write_model: a script's own way to write the model into a folder, of gathered weights or None; None: the
+        describe: returns entries of the manifest besides metrics.
+        write_model: a script's own function to write the model into a folder, from gathered weights or None; None: the
             default, which needs nothing of the live model.
     """
 
@@ -75,7 +74,6 @@ class Checkpointer:
         self._folder, self._source, self._files, self._optimizer = folder, source, files, optimizer
         self._best, self._parts, self._saver = best, parts, saver
         self._describe, self._write_model = describe, write_model
-        self._auxiliary = AuxiliaryFiles()
         self._fingerprint: dict[str, list[Any]] | None = None
         self.newest: Path | None = None
         self.ephemeral = False
@@ -84,8 +82,8 @@ class Checkpointer:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the run as it is: training goes on while it is written, and `on_save` follows when it is committed (see
-        `RunSaver`). Collective.
+        """Save the run. Training continues while the checkpoint is written; `on_save` is called once it is committed
+        (see `RunSaver`). Collective.
         """
         self.finish()
         state = self._events.state
@@ -107,7 +105,7 @@ class Checkpointer:
         self._saver.save(step, content, meta=meta, protected=self._best.checkpoints(), ended=ended)
 
     def _ended(self, as_saved: TrainerState, previous_best: str | None, folder: Path | None) -> None:
-        """A save was committed, or failed."""
+        """Called once a save commits, or with a folder of None once it fails."""
         if folder is None:
             self._best.failed(as_saved, previous_best)
         else:
@@ -118,15 +116,15 @@ class Checkpointer:
         self._best.committed(as_saved)
         asked = self._events.control.should_save
         self._events.fire("on_save", as_saved)
-        self._events.control.should_save |= asked  # what is asked for by now is another save
+        self._events.control.should_save |= asked  # a request made since then is for another save
 
     def finish(self) -> None:
-        """Wait until the save under way is committed or failed. Collective."""
+        """Wait until the save under way is committed or has failed. Collective."""
         self._saver.finish()
 
     def finish_last(self, pauses: Iterable[float], save_again: Callable[[], None]) -> None:
-        """Wait for the save under way; if the last one failed, save again, after each of these pauses (seconds), until
-        one is committed. Collective.
+        """Wait for the save under way. If it failed, save again after each of these pauses (seconds) until a save is
+        committed. Collective.
         """
         self.finish()
         retry = self._saver.retry
@@ -140,54 +138,48 @@ class Checkpointer:
             self.finish()
 
     def check_last(self) -> None:
-        """Raise if what the run ended with was not saved, though a save was due.
-
-        Raises:
-            CheckpointError: what went wrong, what is on the disk, and what can be done.
-        """
+        """Raise CheckpointError if the last save of the run failed."""
         retry = self._saver.retry
         if retry.owes_ordinary:
             newest = self.newest or "none of this run"
             raise CheckpointError(
                 f"training ended at step {self._events.state.global_step}, but its last save failed: {retry.reason}. "
                 f"Last whole checkpoint: {newest}. While this process lives, trainer.save_model(FOLDER) writes the "
-                "model elsewhere; or mend the output folder and run again with resume_from_checkpoint=True"
+                "model elsewhere; or repair the output folder and run again with resume_from_checkpoint=True"
             )
 
     def abandon(self) -> None:
-        """The run ends in an error: the save under way may still be committed; its failure does not hide that error."""
+        """Called if the run ends in an error. The save under way may still commit; if it fails, that is not raised."""
         with contextlib.suppress(Exception):
             self._saver.leave()
-        self._saver.release()  # whoever handles the error may keep the Trainer
+        self._saver.release()  # code that handles the error may keep the Trainer
 
     # --- what is saved ----------------------------------------------------------------------------------------------
 
     def _agreed_content(self, step: int) -> Content | None:
-        """All that this rank has for a checkpoint; None if a disk on the way there was full. Collective.
-
-        Raises:
-            CheckpointError: a rank has something that cannot be saved; on every rank, so that none waits for it.
+        """This rank's content of a checkpoint; None if a disk that it needs was full. Collective: if a rank has
+        something that cannot be saved, all ranks raise CheckpointError.
         """
         manager = self._saver.manager
         content, error = None, None
-        # A part that cannot give its state must not leave other ranks waiting: in the exchange below, nor in a
-        # gathering of tensors that it never came to, so what all ranks do together comes first.
+        # A part that fails to return its state must not leave other ranks waiting, neither in the exchange below nor in
+        # a gathering of tensors: `_content` does what is collective first.
         try:
             if manager.store.is_writer:
                 self._folder.confirm()
             content = self._content(manager.store.is_writer).encoded()
         except BaseException as raised:
             error = raised
-        # The small files beside the weights are written into the system's temporary folder first: it may be full.
+        # Small files are first written into the system's temporary folder, which may be full.
         only_this_save = isinstance(error, Exception) and costs_one_save(error)
-        told = self._gang.gather_objects(None if error is None else [only_this_save, f"{error}"])
+        everywhere = self._gang.gather_objects(None if error is None else [only_this_save, f"{error}"])
         if error is not None and not only_this_save:
             raise error
-        failed = [(rank, *what) for rank, what in enumerate(told) if what is not None]
-        for rank, costs_little, what in failed:
-            if not costs_little:
+        failed = [(rank, *failure) for rank, failure in enumerate(everywhere) if failure is not None]
+        for rank, costs_one, reason in failed:
+            if not costs_one:
                 raise CheckpointError(
-                    f"checkpoint {step} was given up: rank {rank} has nothing to save: {what}"
+                    f"checkpoint {step} was dropped: rank {rank} has nothing to save: {reason}"
                 )
         if failed:
             manager.warn(step, error if isinstance(error, Exception) else SaveDropped(failed[0][2]))
@@ -195,11 +187,7 @@ class Checkpointer:
         return content
 
     def _content(self, is_writer: bool) -> Content:
-        """All that this rank has for a checkpoint, the tensors being the live ones. Collective.
-
-        Args:
-            is_writer: this rank writes what is saved once.
-        """
+        """This rank's content of a checkpoint, with the live tensors; a writer has what is saved once. Collective."""
         files, whole = self._files, not self._plan.model_only
         shared, spread = self._tensor_states()
         gathered = {} if "model" in spread else files.gathered()
@@ -212,34 +200,33 @@ class Checkpointer:
                 parts_of_rank(stem, tensors, self._gang.world, members) for stem, tensors in spread.items()
             ],
         )
-        own_weights = files.of_first_rank(self._folder.disks.nodes) if gathered is None else {}
+        weights = files.of_first_rank(self._folder.disks.nodes) if gathered is None else gathered
         state = self._events.saved_state()
         if not is_writer:
             return own
-        own = replace(own, history=(history := self._saver.history.plan(state)))
-        shared.update(history.states)
-        weights = own_weights if gathered is None else gathered
+        history = self._saver.history.plan(state)
+        shared |= history.states
         if files.adapter is not None:
             shared[BASE_STATE] = files.adapter.base_state(fingerprint, weights)
-        if self._write_model is not None:
-            write = self._write_model
-            return replace(
-                own,
-                shared=shared,
-                write_model=lambda folder: write(folder, gathered),
-                other_bytes=weights_bytes(weights),
-            )
+        own = replace(own, shared=shared, history=history)
+        target = self._saver.manager.store.path_for(self._events.state.global_step)
+        write = self._write_model
+        if write is None and files.saves_own_way and "model" not in spread:
+            write = files.write
+        if write is not None:
+            write_model = partial(_write_for, write, target, gathered)
+            return replace(own, write_model=write_model, other_bytes=weights_bytes(weights))
         name, tensors = files.named(weights)
         return replace(
             own,
-            shared=shared,
             weights={name: tensors} if tensors else {},
-            files=self._auxiliary.files(files.write_small, files.tokenizer),
+            layout=files.layout,
+            files=files.small_files(target),
         )
 
     def _tensor_states(self) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-        """The optimizer's state for the main process to write, and the tensors of which every rank writes its part:
-        none of these if whole tensors are saved. Collective.
+        """Return the optimizer's state for the main process to write, and the tensors of which every rank writes its
+        part (none if whole tensors are saved). Collective.
         """
         files = self._files
         in_parts = files.strategy.saves_parts
@@ -254,7 +241,9 @@ class Checkpointer:
         return {"optimizer": state}, spread
 
     def _base_fingerprint(self, is_writer: bool) -> dict[str, list[Any]]:
-        """Of the weights that an adapter is trained on, taken once per run. Collective if ranks hold parts."""
+        """The fingerprint of the weights that an adapter is trained on, computed once per run. Collective if ranks hold
+        parts.
+        """
         adapter = self._files.adapter
         if adapter is None or not (is_writer or self._files.strategy.sharded):
             return {}
@@ -265,15 +254,11 @@ class Checkpointer:
     # --- going back -------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Checkpoint, restore_callback_args: bool) -> None:
-        """Continue from a checkpoint whose weights are in the model.
-
-        Raises:
-            CheckpointError: a part is missing, or does not fit.
-        """
+        """Continue from a checkpoint whose weights are in the model; raise CheckpointError if a part does not fit."""
         if not checkpoint.has("optimizer"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds only the model (it was saved with save_only_model=True), so a run can't "
-                "be continued from it. Start a new run from its weights: load them into the model and call train()"
+                "continue from it. Start a new run from its weights: load them into the model and call train()"
             )
         self._restore(checkpoint, restore_callback_args, rolling_back=False)
         warn_of_other_threads(checkpoint.meta, self._session.device.type, checkpoint.folder)
@@ -283,8 +268,8 @@ class Checkpointer:
     def _restore(self, checkpoint: Checkpoint, restore_callback_args: bool, rolling_back: bool) -> None:
         if checkpoint.world_size != self._gang.size:
             logger.warning(
-                "%s was saved by %d process(es), this run has %d: the order of samples goes on unchanged, the bits of "
-                "dropout and of sums over ranks do not", checkpoint.folder, checkpoint.world_size, self._gang.size
+                "%s was saved by %d process(es), this run has %d: the order of samples is unchanged, but the bits of "
+                "dropout and of sums over ranks differ", checkpoint.folder, checkpoint.world_size, self._gang.size
             )  # fmt: skip
         self._events.adopt(saved_state(checkpoint))
         self._saver.history.resume(checkpoint, self._events.state.log_history)
@@ -294,10 +279,8 @@ class Checkpointer:
         self._parts().load(checkpoint, rolling_back=rolling_back)
 
     def find_best(self, checkpoint: Checkpoint) -> None:
-        """Find where the best checkpoint is now: the folder may have been moved since its path was noted.
-
-        Raises:
-            CheckpointError: it is gone, and the run needs it at its end.
+        """Find the best checkpoint, whose folder may have been moved; raise CheckpointError if it is gone and the run
+        needs it at its end.
         """
         self._best.resume(checkpoint.step, checkpoint.meta.get("metric"))
         noted = self._events.state.best_model_checkpoint
@@ -305,10 +288,10 @@ class Checkpointer:
             return
         name = Path(noted).name
         places = [self._folder.path / name, checkpoint.folder.parent / name]
-        # One that is noted as a relative path is not of this working directory.
+        # A relative path was relative to another working directory, maybe.
         places.insert(0 if Path(noted).is_absolute() else 2, Path(noted))
         store = self._saver.manager.store
-        found = next((place for place in places if store.is_committed(place) or is_foreign(place)), None)
+        found = next((place for place in places if store.is_committed(place) or format_of(place)), None)
         if found is not None:
             self._best.moved(found)
         elif self._plan.load_best_at_end:
@@ -321,40 +304,42 @@ class Checkpointer:
         """Load the best checkpoint's weights into the model, verified."""
         best = self._events.state.best_model_checkpoint
         if best is None:
-            logger.warning("load_best_model_at_end: no evaluation gave a best model; the last weights stay")
+            logger.warning(
+                "load_best_model_at_end: no evaluation found a best model; keeping the last weights"
+            )
             return
         checkpoint = self._source.open(best)
         checkpoint.load_weights(self._files.model)
         logger.info("loaded the best model, of step %d: %s", checkpoint.step, checkpoint.folder)
 
     def roll_back(self, what: str, position: State) -> dict[str, Any]:
-        """Put everything but the position in the data back to the run's newest checkpoint. Collective.
+        """Restore everything but the position in the data from the run's newest checkpoint. Collective.
 
-        The data between that checkpoint and the refused update is not seen again: it is the window that led to the
-        non-finite values. Updates made from it are undone, with their logs.
+        The data between that checkpoint and the refused update, which led to the non-finite values, is skipped. Updates
+        made from it are undone, with their logs.
 
         Args:
-            what: where the non-finite values came up, in words.
-            position: where the data is.
+            what: a description of where the non-finite values appeared.
+            position: the present position in the data.
 
         Returns:
-            What to report.
+            A row for the log.
 
         Raises:
-            NonFiniteError: there is no checkpoint of this run yet, or going back to it has not helped.
+            NonFiniteError: this run has no checkpoint yet, or rolling back to it several times has not helped.
         """
-        self.finish()  # what is being saved is newer than what is committed
+        self.finish()  # the save under way is newer than what is committed
         refused = self._events.state.global_step
         if self.newest is None:
             raise NonFiniteError(
                 f"{what}, and this run has saved no checkpoint yet to roll back to; save more often"
             )
-        if self._rollbacks >= _PATIENCE:
+        if self._rollbacks >= _MAX_ROLLBACKS:
             raise NonFiniteError(
-                f"{what}, again: going back to {self.newest.name} {_PATIENCE} times has not helped"
+                f"{what}, again: rolling back to {self.newest.name} {_MAX_ROLLBACKS} times has not helped"
             )
         exists = self._gang.vote(is_checkpoint(self.newest))
-        # A limit that keeps the best alone may have removed the newest.
+        # A limit that keeps only the best may have removed the newest.
         checkpoint = self._source.open(str(self.newest) if exists else True)
         checkpoint.load_weights(self._files.model)
         self._restore(checkpoint, restore_callback_args=False, rolling_back=True)
@@ -375,8 +360,14 @@ class Checkpointer:
         return {**event, "reason": what}
 
 
+def _write_for(write: WriteModel, target: Path, gathered: Mapping[str, Any] | None, folder: Path) -> None:
+    """Write a model into the folder that becomes `target`, which what transformers logs names."""
+    with showing_place("transformers", folder, target):
+        write(folder, gathered)
+
+
 def samples_between(start: State, end: State) -> int | None:
-    """Samples over all ranks from one position of a loader to a later one; None if they tell no samples."""
+    """Samples over all ranks between two positions of a loader; None if positions are not counted in samples."""
     if not {"epoch", "consumed"} <= start.keys() & end.keys() or start.get("unit", "samples") != "samples":
         return None
     passes = end["epoch"] - start["epoch"]

@@ -1,6 +1,6 @@
 """What the ranks of a run compare before it starts: a difference would hang it, or train other weights on each rank.
 
-Each check is one exchange of a hash; in a world of one there is none.
+Each check is one exchange of a hash; a world of one exchanges nothing.
 """
 
 from __future__ import annotations
@@ -10,50 +10,35 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from windlass.callbacks.handler import CallbackHandler
-from windlass.config.arguments import TrainingArguments
-from windlass.config.per_rank import shared_arguments
+from windlass.config.arguments import shared_arguments
 from windlass.config.plan import RunPlan
 from windlass.data.prepare import is_stream
-from windlass.dist.alike import check_alike, model_facts, optimizer_facts
+from windlass.dist.alike import check_alike, model_facts
 from windlass.dist.gang import Gang
+from windlass.trainer.hooks import Overridable
 
-# What a plan holds under other names than the arguments that may differ.
+# Fields of a plan that may differ between ranks, under other names than the arguments that may.
 _OF_THIS_RANK = {"data": ("workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
-                          "in_order"), "save": ("output_dir", "host_memory"), "batch": ("rank",),
+                          "in_order"), "save": ("output_dir", "host_memory"),
                  "dist": ("timeout_seconds",), "reports": ("empty_cache_every",)}  # fmt: skip
 _DECIDING = ("DefaultFlowCallback", "EarlyStoppingCallback")
 
 
-class Compared(Protocol):
-    """What is read of a Trainer."""
+class Compared(Overridable, Protocol):
+    """What a call reads of a Trainer."""
 
-    args: TrainingArguments
-    model: nn.Module
     train_dataset: Any
-    eval_dataset: Any
-    compute_metrics: Any
-    compute_loss_func: Any
-    preprocess_logits_for_metrics: Any
     is_in_train: bool
-
-    @property
-    def callback_handler(self) -> CallbackHandler: ...
 
 
 def check_call_alike(
     trainer: Compared, gang: Gang, call: str, overridden: frozenset[str], resume: Any = None
 ) -> None:
-    """All ranks make the same call, with the same arguments, data sizes and model. Collective.
+    """Raise RankMismatchError unless all ranks make the same call, with the same arguments, data sizes and model.
+    Collective.
 
     Args:
-        overridden: methods that a script replaced. Of data that its own loaders read, each rank may hold a part.
-
-    Raises:
-        RankMismatchError: they do not.
+        overridden: methods that a script replaced. Each rank may hold a part of the data that its own loaders read.
     """
     if gang.size == 1:
         return
@@ -70,8 +55,8 @@ def check_call_alike(
         "train_dataset": _size(trainer.train_dataset, own_training),
         "eval_dataset": _size(trainer.eval_dataset, own_evaluation),
         "overridden methods": sorted(overridden),
-        # Windlass's own callbacks that log, evaluate, save or stop decide on every rank without asking the others.
-        # What a script's own ask for on one rank is exchanged.
+        # Windlass's own callbacks that log, evaluate, save or stop decide on every rank without an exchange. The
+        # requests of a script's own callbacks are exchanged.
         "callbacks": sorted(name for name in present if name in _DECIDING),
         "model": model_facts(trainer.model),
     }
@@ -79,11 +64,7 @@ def check_call_alike(
 
 
 def check_plan_alike(gang: Gang, plan: RunPlan) -> None:
-    """What was resolved from arguments, data and environment is the same on all ranks. Collective.
-
-    Raises:
-        RankMismatchError: it is not.
-    """
+    """Raise RankMismatchError unless all ranks resolved the same plan. Collective."""
     facts = asdict(replace(plan, data=replace(plan.data, worker_init=None)))
     for part, names in _OF_THIS_RANK.items():
         for name in names:
@@ -91,18 +72,8 @@ def check_plan_alike(gang: Gang, plan: RunPlan) -> None:
     check_alike({"plan": facts}, gang)
 
 
-def check_optimizer_alike(gang: Gang, optimizer: torch.optim.Optimizer | None) -> None:
-    """Groups and options of the optimizer are the same on all ranks. Collective.
-
-    Raises:
-        RankMismatchError: they are not.
-    """
-    if optimizer is not None:
-        check_alike({"optimizer": optimizer_facts(optimizer)}, gang)
-
-
 def _size(dataset: Any, own_loader: bool) -> Any:
-    """Samples of a dataset that Windlass deals to the ranks: each must hold all of it."""
+    """The size of a dataset that Windlass deals to the ranks, each of which must hold all of it."""
     if isinstance(dataset, Mapping):
         return {name: _size(one, own_loader) for name, one in dataset.items()}
     sized = dataset is not None and not own_loader and not is_stream(dataset) and hasattr(dataset, "__len__")

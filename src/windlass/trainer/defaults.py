@@ -1,12 +1,10 @@
-"""What the Trainer does when the script leaves it open, as plain functions."""
+"""Defaults of a Trainer, and checks of its constructor's arguments, as plain functions."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,71 +14,49 @@ from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.tracking import TrackingCallback
-from windlass.checkpoint.nodes import Disks
-from windlass.checkpoint.opening import open_store
-from windlass.checkpoint.remote import RemoteFolder, check_remote
+from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import SavePlan
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerCallback
-from windlass.core.locations import is_url, local_folder
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
-from windlass.dist.gang import Gang
-from windlass.transforms.strategy import Strategy
 
 logger = get_logger(__name__)
 
 
 def checked_arguments(args: Any) -> TrainingArguments:
-    """The arguments given, or those of a script that gives none.
-
-    Raises:
-        ConfigError: they are something else, such as a dict or another library's arguments.
-    """
+    """Return the arguments, by default `TrainingArguments()`; raise ConfigError if they are of another type."""
     if args is None:
         return TrainingArguments()
-    if not isinstance(args, TrainingArguments):
-        kind = f"{type(args).__module__}.{type(args).__qualname__}"
-        fix = (
-            "give windlass.TrainingArguments(...); a dict of options goes in as TrainingArguments(**options)"
-        )
-        raise ConfigError(Problem("args", kind, fix))
-    return args
+    if isinstance(args, TrainingArguments):
+        return args
+    kind = f"{type(args).__module__}.{type(args).__qualname__}"
+    fix = "give windlass.TrainingArguments(...); a dict of options goes in as TrainingArguments(**options)"
+    raise ConfigError(Problem("args", kind, fix))
 
 
 def seed_all(args: TrainingArguments) -> None:
-    """Seed every generator as the arguments say."""
+    """Seed all random generators by the arguments."""
     if args.full_determinism:
         enable_full_determinism(args.seed)
     else:
         set_seed(args.seed)
 
 
-class MakesModels(Protocol):
-    """The part of a Trainer that makes models."""
-
-    model_init: Callable[..., nn.Module] | None
-
-    def call_model_init(self, trial: Any = None) -> nn.Module: ...
-
-
-def first_model(model: Any, trainer: MakesModels) -> nn.Module:
-    """The model given, or made by `model_init`.
-
-    Raises:
-        ConfigError: both are given, or neither, or the model is something else.
-    """
-    if (model is None) == (trainer.model_init is None):
+def first_model(model: Any, make: Callable[[], nn.Module] | None) -> nn.Module:
+    """Return the model, or make it with `make`, which calls `model_init`; raise ConfigError unless one is given."""
+    if (model is None) == (make is None):
         fix = "give exactly one of `model` and `model_init`"
         raise ConfigError(Problem("model", None if model is None else type(model).__name__, fix))
-    model = trainer.call_model_init() if model is None else model
+    model = model if make is None else make()
     if not isinstance(model, nn.Module):
         fix = "give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained(name)"
         raise ConfigError(Problem("model", type(model).__name__, fix))
@@ -90,12 +66,8 @@ def first_model(model: Any, trainer: MakesModels) -> nn.Module:
 def check_given(
     args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, model_init: Any
 ) -> None:
-    """Raise if the output folder cannot be opened, or if something contradicts an optimizer that a script brings.
-
-    Raises:
-        ConfigError: with all problems.
-    """
-    problems, given = remote_problems(str(args.output_dir)), optimizers[0] is not None
+    """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer."""
+    problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
     if model_init is not None and (given or optimizers[1] is not None):
@@ -105,14 +77,28 @@ def check_given(
         raise ConfigError(problems)
 
 
+def _remote_problems(output_dir: str) -> list[Problem]:
+    """Reasons why a URL cannot be opened: an unknown kind of folder, or a package that is not installed."""
+    if not is_url(output_dir):
+        return []
+    if has_hidden(output_dir):
+        fix = "its credentials were removed when the arguments were written; give the whole URL again"
+        return [Problem("output_dir", output_dir, fix)]
+    try:
+        RemoteFolder(output_dir)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
-    """The callbacks that come before a script's own."""
+    """The callbacks that are called before a script's own."""
     trackers = [TrackingCallback(args.report_to)] if args.report_to else []
     return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers]
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
-    """What shows the progress of a run."""
+    """The callback that shows the progress of a run."""
     return PrinterCallback if args.disable_tqdm else ProgressCallback
 
 
@@ -126,43 +112,29 @@ def multiplied_parameters(model: nn.Module) -> int:
 
 
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
-    """The value given under either of two names; both are a contradiction."""
+    """Return the value given under either of two names; raise ConfigError if the values differ."""
     if value is not None and old_value is not None and value is not old_value:
-        raise ConfigError(
-            Problem(
-                old_name, "given", f"it is the earlier name of `{name}`, which is given too: leave one out"
-            )
-        )
+        fix = f"it is the earlier name of `{name}`, which is given too: leave one out"
+        raise ConfigError(Problem(old_name, "given", fix))
     return old_value if value is None else value
 
 
-def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
-    """Padding where there is a tokenizer that pads, else stacking."""
-    return DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate
-
-
 def checked_collator(collator: Any, tokenizer: Any) -> Callable[[list[Any]], Any]:
-    """The collator given, or the default one.
-
-    Raises:
-        ConfigError: what was given cannot be called.
-    """
+    """Return the collator. The default pads if the tokenizer can pad, and stacks otherwise."""
     if collator is not None and not callable(collator):
         fix = "give a function or an object that makes a batch of a list of samples"
         raise ConfigError(Problem("data_collator", collator, fix))
-    return collator or default_collator(tokenizer)
+    return collator or (DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate)
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Whether the model's parts were put on devices by someone else already (a device map, a quantized loader)."""
-    device_map = getattr(model, "hf_device_map", None)
-    return (device_map is not None and len(set(device_map.values())) > 1) or getattr(
-        model, "quantization_method", None
-    ) is not None
+    """Return True if a device map or a quantized loader has put the model's parts on devices."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    return len(set(device_map.values())) > 1 or getattr(model, "quantization_method", None) is not None
 
 
 def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
-    """Give the model's and its generation's configuration the tokenizer's special tokens."""
+    """Copy the tokenizer's special tokens into the configurations of the model and of its generation."""
     changed = {}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
@@ -171,11 +143,11 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
                 setattr(config, name, value)
                 changed[name] = value
     if changed:
-        logger.info("the model's configuration takes the tokenizer's special tokens: %s", changed)
+        logger.info("set the tokenizer's special tokens in the model's configuration: %s", changed)
 
 
 def retention_of(plan: SavePlan) -> Retention:
-    """Which checkpoints of a run stay; the best of it are protected one by one."""
+    """Which checkpoints of a run are kept, besides the best, which are protected one by one."""
     if plan.keep_best is not None and plan.keep_last is None:
         return Retention(last=1)
     return Retention(limit=plan.total_limit, last=plan.keep_last)
@@ -188,113 +160,4 @@ def warn_of_spare_devices(world: World, device: torch.device) -> None:
         logger.warning(
             "%d accelerators are visible and this job uses %d. To use them all, start the script with: "
             "torchrun --nproc-per-node %d SCRIPT", total, world.local_size, total
-        )  # fmt: skip
-
-
-def check_writable(output_dir: str, shown: str | None = None) -> None:
-    """Make the output folder if need be, and write a page to it and away again.
-
-    Args:
-        shown: as the user wrote it.
-
-    Raises:
-        ConfigError: it can't be written.
-    """
-    probe = os.path.join(output_dir, ".windlass-write-test")
-    try:
-        os.makedirs(output_dir, exist_ok=True)
-        try:
-            with open(probe, "wb") as file:
-                file.write(bytes(4096))  # an empty file fits on a full disk too
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(probe)
-    except OSError as error:
-        raise unwritable(shown or output_dir, error) from error
-
-
-def unwritable(output_dir: str, error: OSError) -> ConfigError:
-    """The output folder's refusal as a problem of the configuration."""
-    fix = (
-        f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
-    )
-    return ConfigError(Problem("output_dir", output_dir, fix))
-
-
-def agree_on_output(gang: Gang, output_dir: str, resuming: bool) -> None:
-    """Make the output folder, on the main process for all.
-
-    Raises:
-        ConfigError: it can't be written; on every rank, so that none waits for one that has gone.
-    """
-    fix = None
-    if gang.rank == 0:
-        try:
-            prepare_output(output_dir, resuming)
-        except ConfigError as error:
-            fix = error.problems[0].fix
-    fix = gang.broadcast_object(fix)
-    if fix is not None:
-        raise ConfigError(Problem("output_dir", output_dir, fix))
-
-
-def remote_problems(output_dir: str) -> list[Problem]:
-    """What keeps a URL from being opened at all: an unknown kind of folder, or a package that is not installed."""
-    try:
-        if is_url(output_dir):
-            if has_hidden(output_dir):
-                fix = (
-                    "its credentials were taken out when the arguments were written; give the whole URL again"
-                )
-                return [Problem("output_dir", output_dir, fix)]
-            RemoteFolder(output_dir)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
-    """Refuse to bring whole weights to one process where the others' machines could not read them again.
-
-    Args:
-        on_each_node: the final model is wanted on every disk.
-
-    Raises:
-        ConfigError: naming the setting to change.
-    """
-    if disks.nodes == 1 or not strategy.sharded:
-        return
-    if on_each_node:
-        fix = "sharded weights come together on the first process alone: leave it off, and copy what save_model() wrote"
-        raise ConfigError(Problem("save_on_each_node", True, fix))
-    if not strategy.saves_parts:
-        fix = (
-            f"output_dir lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
-            "use SHARDED_STATE_DICT, or an output_dir that all machines share"
-        )
-        raise ConfigError(Problem("fsdp_config.state_dict_type", "FULL_STATE_DICT", fix))
-
-
-def prepare_output(output_dir: str, resuming: bool) -> None:
-    """Make the output folder, and warn where it holds another run.
-
-    Raises:
-        ConfigError: it can't be written.
-    """
-    check_writable(str(local_folder(output_dir)))
-    if is_url(output_dir):
-        check_remote(output_dir)
-        logger.info(
-            "%s: the run works in %s, which WINDLASS_STAGING moves", output_dir, local_folder(output_dir)
-        )
-    earlier = [] if resuming else open_store(output_dir).committed()
-    if earlier:
-        newest, others = earlier[-1].path.name, len(earlier) - 1
-        logger.warning(
-            "%s holds another run (%s%s), and this is a fresh one. Its checkpoints count as older than this run's: "
-            "save_total_limit and keep_last remove them first, one of the same step is replaced, and from this run's "
-            "first save on resume_from_checkpoint=True continues this run. To keep both, choose another output_dir",
-            output_dir, newest, f" and {others} more" if others else ""
         )  # fmt: skip

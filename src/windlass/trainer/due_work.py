@@ -1,4 +1,4 @@
-"""What is done between two updates: log, evaluate, save, and leave if a scheduler asks for it."""
+"""Work between two updates: log, evaluate, save, and exit if a scheduler requests it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ logger = get_job_logger(__name__)
 
 
 class DueWork:
-    """Does what control flags, the clock and signals ask for. All ranks call it alike.
+    """Does what control flags, the clock and signals request. All ranks make the same calls.
 
-    It is a part of checkpoints: what a run that was told to leave in an evaluation has not done at its last step, a
-    resumed run makes up.
+    Its state is a part of checkpoints: if a run was preempted in an evaluation, the resumed run evaluates first.
 
     Args:
-        in_step: returns whether a forward of one rank waits for the others.
+        in_step: returns True if a forward of one rank waits for the others.
     """
 
     def __init__(
@@ -51,43 +50,42 @@ class DueWork:
         self._beacon = beacon()
         self._started = Moment()
         self._saved_step = 0
-        # An evaluation that was left, and a save that was due after it.
+        # An evaluation that was abandoned, and a save that was due after it.
         self._evaluation_left = self._save_left = False
 
     def begin(self, started: Moment) -> None:
-        """Training began at this moment; make up what an earlier part of the run left undone."""
+        """Begin training at this moment; first do what an earlier part of the run left undone."""
         self._started = started
         evaluation, save = self._evaluation_left, self._save_left
         self._evaluation_left = self._save_left = False
         if not evaluation:
             return
-        evaluates = self._hooks.has_evaluation_data
-        if not evaluates:
+        control, has_data = self._events.control, self._hooks.has_evaluation_data
+        if not has_data:
             logger.warning(
-                "the evaluation that the run left at step %d is not made up: there is no evaluation data now",
+                "the evaluation that was abandoned at step %d is skipped: there is no evaluation data now",
                 self._events.state.global_step,
             )
-        self._events.control.should_evaluate, self._events.control.should_save = evaluates, save
+        control.should_evaluate, control.should_save = has_data, save
         self.run()
 
     def run(self) -> None:
-        """Log, evaluate, save: in this order, each if a callback or the cadence asked for it."""
+        """Log, evaluate and save, in this order, each if requested."""
         events, interruption = self._events, self._interruption
         if events.control.should_log:
-            self._beacon.call("log")
-            self._log()
-            events.agree_on_flags()
+            self._do("log", self._log)
         if events.control.should_evaluate:
-            self._beacon.call("evaluate")
-            self._evaluate()
-            events.agree_on_flags()
+            self._do("evaluate", self._evaluate)
         preempted = interruption.preempted
         if events.control.should_save or interruption.stopped or self._agreement.save_due or preempted:
-            self._beacon.call("save")
-            self._save()
-            events.agree_on_flags()
+            self._do("save", self._save)
         if preempted:
             self.leave()
+
+    def _do(self, name: str, work: Callable[[], None]) -> None:
+        self._beacon.call(name)
+        work()
+        self._events.agree_on_flags()
 
     def _log(self) -> None:
         logs = self._reports.progress()
@@ -103,7 +101,7 @@ class DueWork:
             with self._evaluator.interruptible(self._interruptible):
                 metrics = self._hooks.evaluate()
         except EvaluationAbandoned:
-            # It is made again from its start, and what it reported so far is reported again.
+            # The resumed run starts it again, and reports everything again.
             del events.state.log_history[logged:]
             events.handler.load_state_dict(states)
             self._evaluation_left, self._save_left = True, events.control.should_save
@@ -112,18 +110,17 @@ class DueWork:
         if follows_metric(self._schedule):
             self._schedule.observe(find_metric(metrics, save.metric or "loss"))
         if save.load_best_at_end or save.keep_best:
-            self._checkpointer.finish()  # the best is one of those that were committed
+            self._checkpointer.finish()  # the best is one of the committed checkpoints
         new_best = self._hooks.judge(metrics)
         kept = self._best.keeps_last()
         if save.cadence.strategy == "best":
             events.control.should_save = new_best or kept
         elif kept or (new_best and save.load_best_at_end):
-            # Kept whatever the save stride is: otherwise the best weights would be gone by the time they are asked
-            # for.
+            # Saved at any step: the best weights must exist when they are loaded.
             events.control.should_save = True
 
     def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches of an evaluation, which all ranks leave when one of them is told to."""
+        """The batches of an evaluation, which all ranks abandon together if one of them is preempted."""
 
         def agreed(sums: Sequence[float]) -> None:
             self._agreement.apply(sums, self._events.state.global_step)
@@ -138,7 +135,7 @@ class DueWork:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the run saved, or tried to, at its present step."""
+        """True if the run saved, or tried to, at its present step."""
         return self._saved_step == self._events.state.global_step
 
     def _save(self) -> None:
@@ -151,26 +148,22 @@ class DueWork:
         self._saved_step = step
         self._loop.check_finite()
         self._hooks.save_checkpoint()
-        checkpointer.ephemeral = False  # what a script saves by itself is not the clock's
+        checkpointer.ephemeral = False  # saves that a script starts itself are not ephemeral
         interruption.saved()
         self._events.control.should_save = False
 
     def save_and_leave(self) -> None:
-        """The run was told to leave while it waited for data, or after its last update: save what was done."""
+        """Save and exit after a preemption that came while the run waited for data, or after its last update."""
         self._interruption.preempted = True
         if not self.is_saved:
             self._save()
         self.leave()
 
     def leave(self) -> None:
-        """Collective, when all is saved.
-
-        Raises:
-            Preempted: always.
-        """
+        """Raise Preempted once the run is saved. Collective."""
         self._checkpointer.finish_last(save_retry.LEAVING_PAUSES, self._hooks.save_checkpoint)
         folder, step = self._checkpointer.newest, self._events.state.global_step
-        logger.warning("leaving at step %d; the run goes on from %s", step, folder or "its beginning")
+        logger.warning("exiting at step %d; the run can be resumed from %s", step, folder or "its beginning")
         raise Preempted(step, folder)
 
     # --- in checkpoints ---------------------------------------------------------------------------------------------
@@ -183,5 +176,5 @@ class DueWork:
 
 
 def follows_metric(schedule: Schedule) -> bool:
-    """Whether a schedule learns from evaluations."""
+    """Return True if a schedule depends on the metrics of evaluations."""
     return bool(getattr(schedule, "follows_metric", False))

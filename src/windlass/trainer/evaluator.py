@@ -1,4 +1,4 @@
-"""Evaluation and prediction over a loader: what surrounds `engine.evaluate`."""
+"""Evaluation and prediction over a loader: modes, randomness and batch sizes around `engine.evaluate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Watch = Callable[[Iterable[Placed]], Generator[Placed, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class EvalHooks:
-    """What one evaluation works with.
+    """Model and functions of one evaluation.
 
     Attributes:
         model, strategy: the bare model, and how it is spread over ranks.
@@ -60,7 +60,7 @@ class EvalHooks:
 
 
 class Evaluator:
-    """Runs a model over loaders, in the course of a run or by itself."""
+    """Runs a model over loaders, within a run or outside."""
 
     def __init__(self, session: Session, events: Events, loss: LossPolicy, fitter: BatchFitter) -> None:
         self._session, self._events, self._loss, self._fitter = session, events, loss, fitter
@@ -69,7 +69,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def during(self, executor: Executor) -> Iterator[None]:
-        """Within the body a run trains the model on this executor, which knows its evaluation mode."""
+        """Within the body, a run trains the model on this executor, which sets its evaluation mode."""
         self._executor = executor
         try:
             yield
@@ -78,7 +78,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def interruptible(self, watch: Watch) -> Iterator[None]:
-        """Within the body evaluations are the run's own: it passes their batches through `watch`."""
+        """Within the body, batches of evaluations pass through `watch`."""
         self._watch = watch
         try:
             yield
@@ -86,40 +86,35 @@ class Evaluator:
             self._watch = None
 
     def own_randomness(self) -> contextlib.AbstractContextManager[None]:
-        """In the course of a run, an evaluation draws nothing from the run's generators, overrides included."""
+        """A context in which an evaluation, overrides included, draws nothing from a run's random generators."""
         return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)
 
     def run(
         self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, *, loss_only: bool | None, prefix: str,
         predicting: bool,
     ) -> EvalLoopOutput:  # fmt: skip
-        """Evaluate a loader's batches and join what all ranks found. Collective.
+        """Evaluate a loader's batches and join the results of all ranks. Collective.
 
         Args:
-            loss_only: keep nothing but the loss; None: as the plan has it.
-            prefix: what the metrics' names begin with.
-            predicting: predictions are the purpose.
+            loss_only: keep nothing but the loss; None: as in the plan.
         """
-        request = self._request(
-            hooks, plan, plan.loss_only if loss_only is None else loss_only, prefix, predicting
-        )
+        loss_only = plan.loss_only if loss_only is None else loss_only
+        request = self._request(hooks, plan, loss_only, prefix, predicting)
         self._events.show(eval_dataloader=loader)
         logger.info("***** Running %s *****", "Prediction" if predicting else "Evaluation")
-        on_batch = functools.partial(self._events.fire, "on_prediction_step")
         return self._fitted(
-            loader, hooks, plan,
-            lambda: self._evaluate(self._placed(loader, hooks, plan), hooks, plan, request, on_batch),
+            loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
+            functools.partial(self._events.fire, "on_prediction_step"),
         )  # fmt: skip
 
     def rehearse(
         self, loaders: Mapping[str, Callable[[], Any]], hooks: EvalHooks, plan: EvaluationPlan, wanted: str
     ) -> dict[str, float]:
-        """The metrics of the first batch of each evaluation set, unreported: only their names matter. Collective.
-
-        Where `compute_metrics` cannot make anything of so few samples, `wanted` counts as returned.
+        """The metrics of the first batch of each evaluation set, unreported, for their names. Collective.
 
         Args:
             loaders: makes the loader of each set, by name; "" is the only one.
+            wanted: the metric that counts as returned if `compute_metrics` fails on so few samples.
         """
         metrics: dict[str, float] = {}
         for name, make_loader in loaders.items():
@@ -129,19 +124,22 @@ class Evaluator:
             if request.compute_metrics is not None:
                 request = replace(request, compute_metrics=_lenient(request.compute_metrics, wanted))
 
-            def first_batch(loader: Any = loader, request: EvalRequest = request) -> EvalLoopOutput:
-                first = itertools.islice(self._placed(loader, hooks, plan), 1)
-                return self._evaluate(first, hooks, plan, request, lambda: None)
+            def first_batch(loader: Any = loader) -> Iterable[Placed]:
+                return itertools.islice(self._placed(loader, hooks, plan), 1)
 
-            metrics.update(self._fitted(loader, hooks, plan, first_batch).metrics)
+            output = self._fitted(loader, hooks, plan, request, first_batch, lambda: None)
+            metrics.update(output.metrics)
         return metrics
 
     def _fitted(
-        self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, measure: Callable[[], EvalLoopOutput]
-    ) -> EvalLoopOutput:
+        self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, request: EvalRequest,
+        batches: Callable[[], Iterable[Placed]], on_batch: Callable[[], None],
+    ) -> EvalLoopOutput:  # fmt: skip
+        """Evaluate the batches of `loader`, which is resized if memory runs out."""
         return self._fitter.evaluate(
-            loader, measure, batch_metrics=plan.batch_metrics, sharded=hooks.strategy.sharded
-        )
+            loader, lambda: self._evaluate(loader, batches(), hooks, plan, request, on_batch),
+            batch_metrics=plan.batch_metrics, sharded=hooks.strategy.sharded,
+        )  # fmt: skip
 
     def _request(
         self, hooks: EvalHooks, plan: EvaluationPlan, loss_only: bool, prefix: str, predicting: bool
@@ -165,6 +163,7 @@ class Evaluator:
 
     def _evaluate(
         self,
+        loader: Any,
         batches: Iterable[Placed],
         hooks: EvalHooks,
         plan: EvaluationPlan,
@@ -178,35 +177,23 @@ class Evaluator:
                 loss = LossTerms(loss, targets)
             return loss, logits, labels
 
-        # Evaluation draws nothing from the training's streams of randomness: with or without it, a run has the same
-        # bits.
-        with (
-            self._evaluation_mode(hooks.model, plan),
-            preserved_rng(self._session.device),
-            self._watched(batches) as watched,
-        ):
+        with contextlib.ExitStack() as stack:
+            self._enter_evaluation_mode(stack, hooks.model, plan)
+            # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
+            stack.enter_context(preserved_rng(self._session.device))
+            if self._watch is not None:
+                batches = stack.enter_context(contextlib.closing(self._watch(batches)))
             return evaluation_loop(
-                self._measured(watched, hooks),
-                step,
-                request,
-                weigh=hooks.count_targets,
-                gang=self._session.gang,
+                self._measured(batches, hooks), step, request, weigh=hooks.count_targets, gang=self._session.gang,
                 in_step=hooks.in_step,
+                reading_is_collective=isinstance(loader, DealtLoader) and loader.must_go_in_step,
                 on_batch=on_batch,
-            )
-
-    @contextlib.contextmanager
-    def _watched(self, batches: Iterable[Placed]) -> Iterator[Iterable[Placed]]:
-        if self._watch is None:
-            yield batches
-            return
-        with contextlib.closing(self._watch(batches)) as watched:
-            yield watched
+            )  # fmt: skip
 
     def _placed(self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan) -> Iterable[Placed]:
-        """A loader's batches with the dataset positions of their samples; unknown for loaders that are not ours.
+        """A loader's batches with the dataset positions of their samples; unknown for a script's own loaders.
 
-        Equally many on each rank if every forward needs all of them, or if reading does.
+        Equally many on each rank if every forward needs all ranks, or if reading does.
         """
         if isinstance(loader, StreamLoader):
             loader.agree(self._session.gang)
@@ -218,7 +205,7 @@ class Evaluator:
         return pad_uneven_batches(unplaced, self._session.gang) if hooks.in_step else unplaced
 
     def _measured(self, batches: Iterable[Placed], hooks: EvalHooks) -> Iterator[Placed]:
-        """The batches; the first shows which labels are targets, if training has not shown it. Collective."""
+        """The batches; the first is used to measure which labels are targets, if training has not. Collective."""
         remaining = iter(batches)
         with closing_if_possible(remaining):
             first = next(remaining, None)
@@ -229,17 +216,17 @@ class Evaluator:
                 yield first
                 yield from remaining
 
-    @contextlib.contextmanager
-    def _evaluation_mode(self, model: nn.Module, plan: EvaluationPlan) -> Iterator[None]:
-        """The model (and an optimizer that keeps averaged weights) in evaluation mode, in the dtype asked for."""
-        with contextlib.ExitStack() as stack:
-            if self._executor is not None:
-                stack.enter_context(self._executor.evaluating())
-            was_training = model.training
-            model.eval()
-            stack.callback(model.train, was_training)
-            self._cast(model, plan)
-            yield
+    def _enter_evaluation_mode(
+        self, stack: contextlib.ExitStack, model: nn.Module, plan: EvaluationPlan
+    ) -> None:
+        """Put the model into evaluation mode, in the plan's dtype.
+
+        It stays in that mode until the next training step: callbacks and scripts sample from it.
+        """
+        if self._executor is not None:
+            stack.enter_context(self._executor.evaluating())
+        model.eval()
+        self._cast(model, plan)
 
     def _cast(self, model: nn.Module, plan: EvaluationPlan) -> None:
         """`bf16_full_eval`, `fp16_full_eval`: cast the weights themselves, which training could not undo."""
@@ -254,20 +241,20 @@ class Evaluator:
 
 
 def has_labels(batch: Any, names: list[str]) -> bool:
-    """Whether a batch has labels under all of these names."""
+    """Return True if a batch has labels under all of these names."""
     if not isinstance(batch, Mapping):
-        return True  # what a batch without names holds, only the model knows: it must return its loss
+        return True  # only the model knows the parts of a batch without names: it must return its loss
     return bool(names) and all(batch.get(name) is not None for name in names)
 
 
 def asks_for_loss(inputs: Any, by_default: bool) -> bool:
-    """Whether a model returns a loss for inputs without labels."""
+    """Return True if a model returns a loss for inputs without labels."""
     asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
     return bool(by_default if asked is None else asked)
 
 
 def output_has_loss(outputs: Any, labels_were_given: bool) -> bool:
-    """Whether a model's output has a loss in it: the first element of a tuple is one if it was given labels."""
+    """Return True if a model's output holds a loss: the first element of a tuple is one if the model got labels."""
     if isinstance(outputs, Mapping):
         return "loss" in outputs
     if not isinstance(outputs, (tuple, list, torch.Tensor)):
@@ -276,7 +263,7 @@ def output_has_loss(outputs: Any, labels_were_given: bool) -> bool:
 
 
 def _lenient(compute_metrics: Callable[..., Any], wanted: str) -> Callable[..., Any]:
-    """`compute_metrics`, but its errors give a NaN under the name `wanted`."""
+    """`compute_metrics`, which returns NaN under the name `wanted` instead of raising."""
 
     @functools.wraps(compute_metrics)
     def measure(*args: Any, **kwargs: Any) -> Any:
@@ -284,7 +271,7 @@ def _lenient(compute_metrics: Callable[..., Any], wanted: str) -> Callable[..., 
             return compute_metrics(*args, **kwargs)
         except Exception as error:
             logger.info(
-                "compute_metrics was tried on the first batch and failed (%r): tried no further", error
+                "compute_metrics failed on the first batch alone (%r): not checked before training", error
             )
             return {wanted: math.nan}
 

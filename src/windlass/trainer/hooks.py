@@ -1,9 +1,10 @@
-"""What a run calls upwards: the methods of a Trainer that a script may override, bound as one call finds them."""
+"""The methods of a Trainer that a script may override and a run calls, bound for one call."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from windlass.trainer.losses import takes
 from windlass.trainer.micro_steps import NotingLoss, TrainingStep
 from windlass.transforms.strategy import Strategy
 
+_MULTI_LABEL = "multi_label_classification"
+
 
 class Overridable(Protocol):
-    """The attributes and methods of `Trainer` that hooks are made of: what a subclass or a script may replace."""
+    """The attributes and methods of `Trainer` that hooks use, and that a subclass or a script may replace."""
 
     args: TrainingArguments
     model: nn.Module
@@ -77,22 +80,24 @@ class Overridable(Protocol):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]: ...
 
-    def _save_checkpoint(self, model: nn.Module) -> None: ...
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None: ...
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None: ...
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
 
     def _load_best_model(self) -> None: ...
 
 
-# The methods of which a plan must know whether they are replaced.
+# Overrides of these methods change the plan.
 WATCHED = (
     "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
-    "evaluate", "evaluation_loop", *NEVER_CALLED,
+    "_get_dataloader", "evaluate", "evaluation_loop", *NEVER_CALLED,
 )  # fmt: skip
 
 
 def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
-    """Which of these methods the instance's class (or the instance itself) replaced."""
+    """The methods of these names that the instance's class, or the instance itself, replaces."""
     return frozenset(
         name
         for name in names
@@ -101,11 +106,7 @@ def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
 
 
 def loss_hooks(trainer: Overridable, owner: type) -> LossHooks:
-    """The hooks of a loss.
-
-    Args:
-        owner: the class whose methods are the defaults.
-    """
+    """The hooks of a loss. `owner` is the class whose methods are the defaults."""
     return LossHooks(
         model=trainer.model,
         compute_loss=trainer.compute_loss,
@@ -116,10 +117,22 @@ def loss_hooks(trainer: Overridable, owner: type) -> LossHooks:
         function=trainer.compute_loss_func,
         default_loss=not overrides(trainer, owner, "compute_loss"),
         default_step=not overrides(trainer, owner, "training_step"),
-        smoothing=trainer.args.label_smoothing_factor,
+        smoothing=smoothing_of(trainer.args, trainer.model),
         compiled=bool(trainer.args.torch_compile) or hasattr(trainer.model, "_orig_mod"),
         declared=trainer.loss_is_scaled_for_ga,
     )
+
+
+def smoothing_of(args: TrainingArguments, model: nn.Module) -> float:
+    """`label_smoothing_factor`, or 0 for a model of independent labels, which it does not apply to."""
+    factor = args.label_smoothing_factor
+    if factor and getattr(getattr(model, "config", None), "problem_type", None) == _MULTI_LABEL:
+        warnings.warn(
+            f"label_smoothing_factor={factor} is not used: the model's problem_type is {_MULTI_LABEL!r}",
+            stacklevel=2,
+        )
+        return 0.0
+    return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +144,18 @@ class TrainHooks:
         get_train_dataloader, evaluate: the methods of these names.
         create_optimizer: number of updates -> optimizer and scheduler, by `create_optimizer_and_scheduler`.
         training_step: `training_step` on one micro-batch, with the update's target count or None.
-        noting_loss: context in which `compute_loss` reports what it returns.
+        noting_loss: context in which `compute_loss` reports its return values.
         log: `log`, with the moment at which training began.
-        judge: `_determine_best_metric`: notes the metrics of an evaluation, and returns True if it is the best so far.
-        rehearse: metrics of the first evaluation batches, for their names; None if a script evaluates its own way.
+        judge: `_determine_best_metric`: records the metrics of an evaluation; returns True if it is the best so far.
+        rehearse: metrics of the first evaluation batches, for their names; None if a script overrides evaluation.
         save_checkpoint: `_save_checkpoint`.
         load_weights: `_load_from_checkpoint`, of a folder.
         load_best_model: `_load_best_model`.
         write_model: an overridden `_save`; None: the default.
         saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
-        may_save_in_background: no code of the script has a part in saving that needs the run as it was then.
-        overridden: which of the methods that matter to the plan are replaced.
-        has_evaluation_data: there is an evaluation set, or a method of the script's own that may have one.
+        may_save_in_background: no code of the script takes part in saving and needs the state of the run at that time.
+        overridden: the replaced methods that change the plan.
+        has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
     """
 
     model: nn.Module
@@ -156,6 +169,7 @@ class TrainHooks:
     rehearse: Callable[[str, Strategy], dict[str, float]] | None
     save_checkpoint: Callable[[], None]
     load_weights: Callable[[str], None]
+    load_training_state: Callable[[str | None], None]
     load_best_model: Callable[[], None]
     write_model: WriteModel | None
     saves_own_way: bool
@@ -172,7 +186,7 @@ class TrainHooks:
 
         Args:
             owner: the class whose methods are the defaults.
-            ignore_keys: keys of the model's output that are no predictions.
+            ignore_keys: keys of the model's output that are not predictions.
         """
         overridden = overrides(trainer, owner, *WATCHED)
         own_evaluation = overridden & {"get_eval_dataloader", "evaluate"}
@@ -182,7 +196,7 @@ class TrainHooks:
             return trainer.optimizer, trainer.lr_scheduler
 
         def write_model(folder: Path, gathered: Mapping[str, Any] | None) -> None:
-            # Overrides that know of no sharding take the folder alone.
+            # Overrides written without sharding in mind take only the folder.
             if gathered is None:
                 trainer._save(str(folder))
             else:
@@ -206,8 +220,9 @@ class TrainHooks:
             evaluate=lambda: trainer.evaluate(ignore_keys=ignore_keys),
             judge=lambda metrics: trainer._determine_best_metric(metrics),
             rehearse=None if overridden & {"evaluate", "evaluation_loop"} else rehearse,
-            save_checkpoint=lambda: trainer._save_checkpoint(trainer.model),
+            save_checkpoint=_save_checkpoint(trainer),
             load_weights=lambda folder: trainer._load_from_checkpoint(folder),
+            load_training_state=trainer._load_optimizer_and_scheduler,
             load_best_model=lambda: trainer._load_best_model(),
             write_model=write_model if overrides(trainer, owner, "_save") else None,
             saves_own_way=bool(overrides(trainer, owner, "_save_checkpoint", "_save")),
@@ -229,6 +244,18 @@ def _training_step(trainer: Overridable) -> TrainingStep:
     return step
 
 
+def _save_checkpoint(trainer: Overridable) -> Callable[[], None]:
+    parameters = inspect.signature(trainer._save_checkpoint).parameters.values()
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    trial = (None,) * (len(required) - 1)  # overrides of older scripts take `(model, trial)`
+
+    return lambda: trainer._save_checkpoint(trainer.model, *trial)
+
+
 def _log(trainer: Overridable) -> Callable[[dict[str, Any], Moment | None], None]:
     takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
 
@@ -243,7 +270,7 @@ def _log(trainer: Overridable) -> Callable[[dict[str, Any], Moment | None], None
 
 @contextlib.contextmanager
 def _noting_loss(trainer: Overridable, note: Callable[[Any], None]) -> Iterator[None]:
-    """Within the body `note` is given what `compute_loss` returns."""
+    """Within the body, call `note` with each value that `compute_loss` returns."""
     compute_loss, attributes = trainer.compute_loss, vars(trainer)
     own = attributes.get("compute_loss")
 
@@ -262,11 +289,7 @@ def _noting_loss(trainer: Overridable, note: Callable[[Any], None]) -> Iterator[
 
 
 def eval_hooks(trainer: Overridable, strategy: Strategy, ignore_keys: list[str] | None) -> EvalHooks:
-    """The hooks of an evaluation.
-
-    Args:
-        ignore_keys: keys of the model's output that are no predictions.
-    """
+    """The hooks of an evaluation. `ignore_keys` are keys of the model's output that are not predictions."""
 
     def predict(batch: Any, loss_only: bool) -> tuple[Any, Any, Any]:
         return trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys=ignore_keys)
@@ -279,7 +302,7 @@ def eval_hooks(trainer: Overridable, strategy: Strategy, ignore_keys: list[str] 
 
 
 def _evaluation_loaders(trainer: Overridable) -> dict[str, Callable[[], Any]]:
-    """What makes the loader of each evaluation set, by name; "" is the only one."""
+    """Functions that make the loader of each evaluation set, by name; "" is the only one."""
     if not isinstance(trainer.eval_dataset, Mapping):
         return {"": lambda: trainer.get_eval_dataloader(None)}
     return {

@@ -1,14 +1,16 @@
-"""Loaders, and what happens to a dataset before it reaches one: the defaults of `get_*_dataloader`."""
+"""Loaders and the columns of their datasets: the defaults of `get_*_dataloader`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from windlass.assemble.facts import Facts
+from torch.utils.data import DataLoader
+
 from windlass.assemble.resolve import resolve_batch, resolve_data
-from windlass.core.errors import DataError
+from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import State
 from windlass.core.world import World
 from windlass.data.columns import ColumnCollator, select_columns
@@ -24,52 +26,54 @@ Collate = Callable[[list[Any]], Any]
 
 
 def training_loader(
-    args: Any,
-    world: World,
-    given: Any,
-    dataset: Any,
-    collate: Collate,
-    make_sampler: Callable[..., Any] | None,
-) -> Any:
-    """The loader of the training dataset.
+    args: Any, world: World, given: Any, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
+    batch_size: int,
+) -> Any:  # fmt: skip
+    """The loader of a training dataset, in micro-batches of `batch_size` samples.
 
     Args:
-        given, dataset: as the script gave it, and with the columns that are used.
-        make_sampler: an overridden `_get_train_sampler`; None: the loader orders samples.
+        given, dataset: the dataset of the script, and the same with only the columns that are used.
+        make_sampler: as `Trainer._get_train_sampler`; None: the loader orders samples.
     """
-    sampler = None
-    if make_sampler is not None:
-        older = not inspect.signature(make_sampler).parameters
-        sampler = make_sampler() if older else make_sampler(dataset)
+    _check_dataset(given, "train_dataset", "get_train_dataloader")
+    plan, batch = resolve_data(args), replace(resolve_batch(args, world), micro=batch_size)
+    sampler = _sampler(make_sampler, dataset)
     return build_train_loader(
-        dataset,
-        plan=resolve_data(args),
-        batch=resolve_batch(args, Facts(world, None)),
-        collate=collate,
-        sampler=sampler,
-        measured=given,
+        dataset, plan=plan, batch=batch, collate=collate, sampler=sampler, measured=given
     )
 
 
 def evaluation_loader(
-    args: Any, world: World, dataset: Any, collate: Collate, sampler: Any, largest: int | None
-) -> Loader:
-    """The loader of an evaluation or test dataset.
-
-    Args:
-        largest: samples of the largest batch that memory holds, if that was found out.
+    args: Any, world: World, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
+    batch_size: int, largest: int | None,
+) -> Loader:  # fmt: skip
+    """The loader of an evaluation or test dataset, in batches of `batch_size`, or of `largest` if that is known to be
+    less.
     """
-    batch = resolve_batch(args, Facts(world, None))
-    loader = build_eval_loader(
-        dataset, plan=resolve_data(args), batch=batch, collate=collate, sampler=sampler
-    )
+    _check_dataset(dataset, "eval_dataset", "get_eval_dataloader")
+    plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=batch_size)
+    sampler = _sampler(make_sampler, dataset)
+    loader = build_eval_loader(dataset, plan=plan, batch=batch, collate=collate, sampler=sampler)
     if largest is not None and largest < loader.batch.micro:
         loader.resize(largest, 1)
     return loader
 
 
+def _sampler(make: Callable[..., Any] | None, dataset: Any) -> Any:
+    """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset."""
+    if make is None:
+        return None
+    return make(dataset) if inspect.signature(make).parameters else make()
+
+
+def _check_dataset(dataset: Any, field: str, method: str) -> None:
+    if isinstance(dataset, DataLoader):
+        fix = f"give its dataset, which is dealt to the processes; or override {method} to return this loader"
+        raise ConfigError(Problem(field, "a DataLoader", fix))
+
+
 def named_dataset(chosen: Any, sets: Any) -> Any:
-    """The evaluation dataset that was asked for.
+    """The evaluation dataset that `chosen` names.
 
     Args:
         chosen: a dataset, the name of one of `sets`, or None for the Trainer's own.
@@ -95,27 +99,23 @@ def named_dataset(chosen: Any, sets: Any) -> Any:
 def group_source(
     args: Any, world: World, gang: Gang, loader: Any, position: State | None = None
 ) -> GroupSource:
-    """A loader as the engine takes it: ours as it is, a user's own behind an adapter. Collective.
+    """The loader as a source of groups: one of Windlass as it is, a script's own in an adapter. Collective.
 
     Args:
-        position: where the run goes on in it; None: at its beginning.
+        position: where the run continues in it; None: at its beginning.
     """
     if isinstance(loader, StreamLoader):
         loader.agree(gang, position)
     if isinstance(loader, DealtLoader):
         return loader
-    batch, data = resolve_batch(args, Facts(world, None)), resolve_data(args)
+    batch, data = resolve_batch(args, world), resolve_data(args)
     lengths = gang.gather_objects(loader_length(loader))
     longest = None if None in lengths else max(lengths)
     return ForeignLoader(loader, batch, data.seed, longest, start_timeout=data.start_timeout)
 
 
 def with_columns(dataset: Any, collate: Collate, columns: list[str], what: str) -> tuple[Any, Collate]:
-    """The dataset and the collator, so that only these columns reach the model.
-
-    Args:
-        what: the data are for, for the log.
-    """
+    """Return dataset and collator that pass only these columns to the model; `what` is logged."""
     if getattr(dataset, "column_names", None) is not None and hasattr(dataset, "remove_columns"):
         return select_columns(dataset, columns, what), collate
     return dataset, ColumnCollator(collate, columns, what)

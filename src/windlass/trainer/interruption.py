@@ -1,47 +1,49 @@
-"""Requests to end a run early: Ctrl-C, and a scheduler that wants the machine back."""
+"""Requests to end a run early: Ctrl-C, and a scheduler that wants the machine back.
+
+Signals end a run between two updates, never inside one, so that what is saved can be resumed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from windlass.config.plan import PreemptionPlan
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.core.job_signals import surviving_hangup
+from windlass.core.job_signals import handling, surviving_hangup
 from windlass.core.logs import get_job_logger
-from windlass.trainer.interrupt import Deadline, say, stopping_on_interrupt, told_by_signals
 from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)
 
 
 class WaitBrokenOff(BaseException):
-    """The process was told to leave while it waited for data."""
+    """A scheduler's signal arrived while the process waited for data."""
 
 
 class Interruptible(Protocol):
-    """What a signal handler asks a run."""
+    """What a signal handler reads of a run."""
 
     @property
-    def waits_for_data(self) -> bool:
-        """Whether the run waits for data, so that nothing is lost if it leaves at once."""
-        ...
+    def waits_for_data(self) -> bool: ...
 
     @property
-    def newest_checkpoint(self) -> Path | None:
-        """The last complete checkpoint."""
-        ...
+    def newest_checkpoint(self) -> Path | None: ...
 
 
 class Interruption:
-    """What one run was told from outside, by signals to this process and by other ranks.
+    """The requests of one run, from signals to this process and from other ranks.
 
     Attributes:
         stop_requested: Ctrl-C was pressed here; all ranks learn of it with their data.
         preemption_requested: a scheduler's signal arrived here.
-        preempted: all ranks know that one of them was told to leave.
+        preempted: all ranks know that one of them got a scheduler's signal.
         stopped: all ranks know of a Ctrl-C: the run ends with this update, and is saved at the next point between two
             updates.
         epoch_goes_on: the run was stopped so that the run that resumes it ends the epoch, with its events.
@@ -54,48 +56,59 @@ class Interruption:
 
     @contextlib.contextmanager
     def listening(self, run: Callable[[], Interruptible | None]) -> Iterator[None]:
-        """Within the body a signal of `preemption_signals` ends the run in an orderly way.
+        """Within the body, the first signal of `preemption_signals` requests an orderly end of `run()`."""
 
-        Args:
-            run: the run, once it is there.
-        """
-
-        def last_words() -> str:
-            under_way = run()
-            newest = None if under_way is None else under_way.newest_checkpoint
-            return (
+        def exit_unsaved() -> None:
+            current = run()
+            newest = None if current is None else current.newest_checkpoint
+            _print_at_once(
                 f"not saved within preemption_deadline={self._plan.deadline_text}: exiting; last complete "
                 f"checkpoint: {newest or 'none of this run'}"
             )
+            os._exit(EXIT_PREEMPTED)
 
-        deadline = Deadline(self._plan.deadline, EXIT_PREEMPTED, last_words)
+        deadline = threading.Timer(self._plan.deadline or 0.0, exit_unsaved)
+        deadline.daemon = True
 
-        def tell(name: str) -> None:
+        def preempt(number: int) -> None:
+            if self.preemption_requested:
+                return
             self.preemption_requested = True
             if self._is_main:
-                say(f"{name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}")
-            deadline.start()
-            under_way = run()
-            if self._gang.size == 1 and under_way is not None and under_way.waits_for_data:
+                name = signal.Signals(number).name
+                _print_at_once(
+                    f"{name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}"
+                )
+            if self._plan.deadline is not None:
+                deadline.start()
+            current = run()
+            if self._gang.size == 1 and current is not None and current.waits_for_data:
                 raise WaitBrokenOff
 
-        try:
-            with told_by_signals(self._plan.signals, tell), surviving_hangup():
-                yield
-        finally:
-            deadline.cancel()
+        with contextlib.ExitStack() as stack:
+            stack.callback(deadline.cancel)
+            for number in (getattr(signal, name) for name in self._plan.signals if hasattr(signal, name)):
+                if _is_free(number, signal.SIG_DFL):
+                    stack.enter_context(handling(number, preempt))
+            stack.enter_context(surviving_hangup())
+            yield
 
-    def taking_ctrl_c(self, stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Within the body the first Ctrl-C requests a stop, the second raises KeyboardInterrupt.
+    @contextlib.contextmanager
+    def taking_ctrl_c(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Within the body, the first Ctrl-C requests a stop, and the second raises KeyboardInterrupt.
 
         Args:
             stop: ends the run with this update. Called at once in a world of one; several ranks must end with the same
                 update, so they learn of the request with a coming one.
         """
+        if not _is_free(signal.SIGINT, signal.default_int_handler):
+            yield
+            return
 
-        def interrupted() -> None:
+        def interrupt(number: int) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             logger.warning(
-                "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) goes on from "
+                "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) continues from "
                 "there. Press Ctrl-C again to stop at once"
             )
             if self._gang.size > 1:
@@ -103,21 +116,34 @@ class Interruption:
             else:
                 stop()
 
-        return stopping_on_interrupt(interrupted)
+        with handling(signal.SIGINT, interrupt):
+            yield
 
     def stop(self) -> None:
         """All ranks end with this update."""
         self.stopped = self.epoch_goes_on = True
 
-    def agree_preemption(self, told: float) -> None:
-        """Take note of how many ranks were told to leave, by the last exchange."""
-        # One process need not wait for what it told itself with the data of this update.
-        self.preempted = told > 0 or (self._gang.size == 1 and self.preemption_requested)
+    def agree_preemption(self, requests: float) -> None:
+        """Note how many ranks got a scheduler's signal, by the last exchange."""
+        # One process need not wait until its own request comes back with the data of this update.
+        self.preempted = requests > 0 or (self._gang.size == 1 and self.preemption_requested)
 
     def is_preempted(self) -> bool:
-        """Ask all ranks whether one was told to leave. Collective."""
+        """Return True if any rank got a scheduler's signal. Collective."""
         return not self._gang.vote(not self.preemption_requested)
 
     def saved(self) -> None:
-        """What a stop asked to save was saved."""
+        """Called once the save that a stop requests has begun."""
         self.stopped = False
+
+
+def _is_free(number: int, default: Any) -> bool:
+    """Return True if this thread can take a signal, and the script has no handler of its own for it."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    return on_main_thread and signal.getsignal(number) is default
+
+
+def _print_at_once(text: str) -> None:
+    """Write a line to stderr past all buffers: a signal handler may have interrupted a print."""
+    with contextlib.suppress(OSError):
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"windlass: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""Who divides a loss: found out on the first batch, and from the first real call of a script's own function."""
+"""The divisor of a loss: measured on the first batch, and in the first real call of a script's own function."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from windlass.trainer.wrappers import accepts_count
 
 logger = get_logger(__name__)
 
-_TF32_ROUNDING = 2e-3  # what accelerators may compute float32 in
+_TF32_ROUNDING = 2e-3  # accelerators may compute float32 in TF32
 _RANKS = frozenset({"num_processes", "world_size", "get_world_size", "n_gpu", "WORLD_SIZE"})
 
 
 @dataclass(frozen=True, slots=True)
 class LossHooks:
-    """The methods of a Trainer that compute and count a loss, as one call of `train()` or `evaluate()` finds them.
+    """The methods of a Trainer that compute and count a loss, bound for one call of `train()` or `evaluate()`.
 
     Attributes:
         model: the bare model.
@@ -42,7 +42,7 @@ class LossHooks:
         default_loss, default_step: `compute_loss` and `training_step` are not overridden.
         smoothing: `label_smoothing_factor`.
         compiled: the model is compiled.
-        declared: `loss_is_scaled_for_ga`: what the script says that its loss is.
+        declared: `loss_is_scaled_for_ga`.
     """
 
     model: nn.Module
@@ -60,12 +60,12 @@ class LossHooks:
 
     @property
     def of_model(self) -> bool:
-        """Whether the loss is the model's own, not one that a script or label smoothing computes."""
+        """True if the loss is the model's own, not one that a script or label smoothing computes."""
         return self.default_loss and self.function is None and not self.smoothing
 
 
 class LossPolicy:
-    """What the loss of a Trainer's model is a mean over, and by what it is divided.
+    """The targets that the loss of a Trainer's model is a mean over, and its divisor.
 
     Attributes:
         counter: counts the targets of a batch, once it is known which labels are targets.
@@ -81,8 +81,9 @@ class LossPolicy:
         self._device, self._gang, self._accelerator = session.device, session.gang, accelerator
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
-        """Begin anew with this model."""
+        """Start with this model."""
         self._label_names = tuple(label_names)
+        self._declared_divides: bool | None = None
         self.divides, self.measured, self.scales = accepts_count(model), False, False
         self.kind: Kind | None = None
         self.counter = TargetCounter(self._label_names)
@@ -93,27 +94,31 @@ class LossPolicy:
         self._own_sum = (0.0, 0.0)
 
     def adopt(self, hooks: LossHooks) -> None:
-        """Read the hooks' signatures, once for all steps. A `compute_loss` of three arguments is welcome."""
+        """Read the hooks' signatures, once for all steps. `compute_loss` may have only three arguments."""
         self.hooks = hooks
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
 
-    def begin_run(self, resumed_kind: Kind | None = None) -> None:
-        """Measure the first batch again.
+    def declare_model(self, divides: bool) -> None:
+        """Set what `accepts_count` finds by signature: whether the model's own loss may be given the count."""
+        self.divides = self._declared_divides = divides
 
-        Args:
-            resumed_kind: what an earlier part of the run measured, in case this batch does not tell.
-        """
+    def _may_divide(self) -> bool:
+        declared = self._declared_divides
+        return accepts_count(self.hooks.model) if declared is None else declared
+
+    def begin_run(self, resumed_kind: Kind | None = None) -> None:
+        """Measure the first batch again; if it cannot decide, keep the kind of an earlier part of the run."""
         self.measured, self._resumed_kind = False, resumed_kind
 
     @property
     def is_sum(self) -> bool:
-        """Whether the model's own loss is a sum over its batch."""
+        """True if the model's own loss is a sum over its batch."""
         return self.kind is Kind.SUM
 
     @property
     def needs_count(self) -> bool:
-        """Whether a training step has any use for the update's target count."""
+        """True if a training step uses the update's target count."""
         if not self.takes_count or not self.step_takes_count:
             return False
         hooks = self.hooks
@@ -121,14 +126,14 @@ class LossPolicy:
         return not own or bool(hooks.smoothing) or hooks.function is not None or self.divides
 
     def count(self, value: float, device: torch.device) -> Tensor:
-        """The count that hooks are given; until it is known what they do with it, one that is watched."""
+        """The count that hooks get; a watched one until it is known what they do with it."""
         plain = as_count(value, device)
         return plain if self._count_watch is None else self._count_watch.count(value, plain)
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def measure(self, batch: Any, training: bool) -> None:
-        """Find out, on the first batch, what the loss is a mean over; see `engine.probe`. Collective."""
+        """Measure, on the first batch, what the loss is a mean over; see `engine.probe`. Collective."""
         if self.measured:
             return
         was_training = self.hooks.model.training
@@ -140,9 +145,8 @@ class LossPolicy:
         self.measured = True
 
     def measure_labels(self, batch: Any | None) -> None:
-        """For an evaluation outside training: which labels are targets, and whether the loss is a sum.
-
-        Collective; a rank may have no batch.
+        """Measure, for an evaluation outside training, which labels are targets, and if the loss is a sum. A rank may
+        have no batch. Collective.
         """
         probe = self._probe()
         prepared = None if batch is None else self.hooks.prepare_inputs(batch)
@@ -154,7 +158,7 @@ class LossPolicy:
         return Probe(self.hooks.model, self._device, self._gang.sum)
 
     def _model_loss(self, inputs: Any, denominator: float | None) -> Any:
-        """The bare model's own loss: the only one that is computed more often than training asks for."""
+        """The bare model's own loss: the only one that is computed more often than training requires."""
         if denominator is not None:
             inputs = {**inputs, "num_items_in_batch": denominator}
         with self.hooks.autocast():
@@ -164,7 +168,7 @@ class LossPolicy:
         probe, declared = self._probe(), self.hooks.declared
         self._measure_shift(probe, prepared)
         self._count_watch, self.kind = None, None
-        self.divides = accepts_count(self.hooks.model)
+        self.divides = self._may_divide()
         find = self._meaning_of_model if self.hooks.of_model else self._meaning_of_hook
         self.normaliser.meaning = find(probe, prepared, targets)
         if declared is not None:
@@ -175,7 +179,7 @@ class LossPolicy:
         self._note_plain_mean()
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
-        """Which labels are targets. Where a script computes the loss, the model's own loss tells, if it has one."""
+        """Measure which labels are targets, with the model's own loss, if it has one, also for a script's loss."""
         able = prepared is not None
         if able and not self.hooks.of_model:
             able = math.isfinite(probe.value(prepared, self._model_loss))
@@ -194,7 +198,7 @@ class LossPolicy:
         split = probe.splits(prepared, self._model_loss, self.counter, self._rounding)
         if (
             self._resumed_kind in split.fitting
-        ):  # what the run was resumed with, though this batch may not tell
+        ):  # the kind of the resumed run, which this batch may not be able to decide
             split = replace(split, kind=self._resumed_kind)
         self._resumed_kind = None
         self._adopt_split(split)
@@ -202,9 +206,8 @@ class LossPolicy:
         return Meaning.SHARE if split.kind is Kind.SUM else Meaning.MICRO_MEAN
 
     def _divides(self, probe: Probe, prepared: Any, targets: float) -> bool:
-        """Whether the model divides by the count.
-
-        If a model behind a wrapper does not take it, this raises TypeError, and the model is not given it.
+        """Return True if the model divides by the count. A model in a wrapper that does not accept it raises TypeError,
+        and does not get it.
         """
         try:
             return probe.divides(prepared, self._model_loss, 2.0 * max(targets, 1.0)) is True
@@ -221,13 +224,13 @@ class LossPolicy:
     def _say_split(self, split: Split) -> None:
         if split.deviation is None:
             logger.info(
-                "the first batch cannot be split to measure its loss: it is taken for a mean over its targets (see "
+                "the first batch cannot be split to measure its loss; assuming a mean over its targets (see "
                 "docs/losses.md)"
             )
             return
         said = get_job_logger(__name__)
         if split.kind is Kind.SUM:
-            said.info("the model's loss is a sum over its batch: micro-batches and ranks are added up")
+            said.info("the model's loss is a sum over its batch: adding up micro-batches and ranks")
         if not split.exact and self._accelerator.gradient_accumulation_steps * self._gang.size > 1:
             said.warning(
                 "the loss of a batch does not follow from the losses of its halves: it differs by %.2g of its value "
@@ -239,7 +242,7 @@ class LossPolicy:
 
     @property
     def _rounding(self) -> float:
-        """How far apart two ways to compute the model's loss may be, by the types of its weights and of autocast."""
+        """The largest difference between two ways to compute the model's loss, by the types of weights and autocast."""
         kind = self._device.type
         with self.hooks.autocast():
             if torch.is_autocast_enabled(kind):
@@ -254,7 +257,7 @@ class LossPolicy:
 
     def _meaning_of_hook(self, probe: Probe, prepared: Any, targets: float) -> Meaning:
         smooths = self.hooks.default_loss and self.hooks.function is None
-        if smooths:  # computed here, and divided by the count where there is one
+        if smooths:  # computed here, and divided by the count if there is one
             return Meaning.SHARE if self.takes_count else Meaning.MICRO_MEAN
         if not self.takes_count:
             return Meaning.MICRO_MEAN
@@ -264,12 +267,12 @@ class LossPolicy:
         if able and self.divides:
             self.divides = self._divides(probe, prepared, targets)
         if self.hooks.compiled or hasattr(self.hooks.model, "_orig_mod"):
-            return self._assumed("the model is compiled, and a count that is watched cannot be")
+            return self._assumed("the model is compiled, and a watched count cannot be compiled")
         self._count_watch = CountWatch(self._gang.sum)
-        return Meaning.MICRO_MEAN  # until the first loss tells
+        return Meaning.MICRO_MEAN  # until the first loss is judged
 
     def _judge(self, loss: Tensor | LossTerms) -> None:
-        """Learn from the first loss that a hook returned what it did with the count. Collective."""
+        """Judge by the first loss of a hook what the hook does with the count. Collective."""
         assert self._count_watch is not None
         found = self._count_watch.judge(loss)
         if found is None:
@@ -285,18 +288,18 @@ class LossPolicy:
         else:
             raise ModelError(
                 "`compute_loss` mixes terms that are divided by `num_items_in_batch` with terms that are not, so no "
-                "factor makes it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare what "
-                "it is with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or "
-                "`False` (a plain mean)"
+                "factor makes it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare it "
+                "with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or `False` (a "
+                "plain mean)"
             )
         self.normaliser.meaning = meaning
         self._note_plain_mean()
 
     def _share_or_scaled(self, scaled: float) -> Meaning:
-        """For a loss that is divided by the count: whether it is multiplied by the number of ranks too.
+        """Decide if a loss that is divided by the count is also multiplied by the number of ranks.
 
-        Compared with the model's own loss. If that has nothing to do with it, a function that does not mention the
-        number of ranks does not multiply by it.
+        It is compared with the model's own loss. If the two are unrelated, a function that does not mention the number
+        of ranks is assumed not to multiply by it.
         """
         world = self._gang.size
         own, able = self._gang.sum(torch.tensor(self._own_sum, dtype=torch.float64)).tolist()
@@ -310,20 +313,20 @@ class LossPolicy:
             return Meaning.SHARE
         raise ModelError(
             "`compute_loss` divides by `num_items_in_batch` and mentions the number of ranks, but its value does not "
-            f"tell whether it is multiplied by {world}. Declare `loss_is_scaled_for_ga = True` if it is already "
+            f"show if it is multiplied by {world}. Declare `loss_is_scaled_for_ga = True` if it is already "
             "normalised over the update and the ranks, or return `LossTerms(sum, weight)`"
         )
 
     def _assumed(self, why: str) -> Meaning:
         """What transformers assumes of a loss by signatures, with one warning."""
-        normalised = self.hooks.function is not None or accepts_count(self.hooks.model)
+        normalised = self.hooks.function is not None or self._may_divide()
         share = Meaning.SHARE if self.hooks.default_loss else Meaning.SCALED
         meaning = share if normalised else Meaning.MICRO_MEAN
         if self._gang.rank == 0:
             warn_once(
                 logger,
-                f"{why}, so it cannot be measured whether the loss is divided by it. As in transformers, the loss is "
-                f"taken for {meaning.value}. Declare it with `loss_is_scaled_for_ga`, or return LossTerms(sum, weight)",
+                f"{why}, so the divisor of the loss cannot be measured. As in transformers, the loss is assumed to be "
+                f"{meaning.value}. Declare it with `loss_is_scaled_for_ga`, or return LossTerms(sum, weight)",
             )
         return meaning
 
@@ -337,8 +340,8 @@ class LossPolicy:
         )
 
     def report_plain_mean(self) -> None:
-        """Log once, after the first update, that a hook's loss is taken for a plain mean: that it returns no
-        `LossTerms` is known only then.
+        """Log once, after the first update, that a hook's loss is assumed to be a plain mean. Only then is it known
+        that it does not return `LossTerms`.
         """
         if not self._is_plain_mean:
             return
@@ -347,14 +350,14 @@ class LossPolicy:
             return
         warn_once(
             logger,
-            "the loss is a plain mean over each micro-batch: it is weighed by the micro-batch's target count, which "
-            "is exact for an unweighted mean over labels that are not -100. For anything else return "
-            "LossTerms(sum, weight), or take `num_items_in_batch` and divide by it",
+            "the loss is a plain mean over each micro-batch: weighting it by the micro-batch's target count, which is "
+            "exact for an unweighted mean over labels that are not -100. For anything else return "
+            "LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
         )
 
 
 def _mentions_ranks(function: Callable[..., Any] | None) -> bool:
-    """Whether the code of a function, or of a function in it, names the number of ranks."""
+    """Return True if the code of a function, or of a function in it, names the number of ranks."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     pending = [] if code is None else [code]
     while pending:

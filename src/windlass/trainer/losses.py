@@ -1,9 +1,10 @@
-"""What a loss is, as plain functions: the defaults of `training_step` and `compute_loss`, and their parts."""
+"""Losses as plain functions: the defaults of `training_step` and `compute_loss`, and their parts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def batch_loss(
         function: `compute_loss_func`.
         smoothing: `label_smoothing_factor`.
         shifted: label t is predicted from position t-1.
-        divides: the model's own loss divides by `num_items_in_batch`, so it is given the count.
+        divides: the model's own loss divides by `num_items_in_batch`, so the model gets the count.
 
     Returns:
-        (loss, what the model returned)
+        (loss, outputs of the model)
 
     Raises:
         ModelError: the model returned no loss.
@@ -55,12 +56,14 @@ def batch_loss(
 
 
 def check_differentiable(loss: Any) -> Tensor:
-    """The tensor to differentiate, of a loss or `LossTerms`.
+    """Return the tensor to differentiate, of a loss or `LossTerms`.
 
     Raises:
-        ModelError: it has no gradient.
+        ModelError: it has no gradient, or several elements.
     """
     total: Tensor = loss.sum if isinstance(loss, LossTerms) else loss
+    if total.numel() != 1:
+        raise _not_a_loss(total)
     if not total.requires_grad:
         raise ModelError(
             "the loss carries no gradient: it was detached, computed under torch.no_grad(), or comes from no "
@@ -73,7 +76,7 @@ def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> An
     """`data` with every tensor in it moved to `device`, in new containers of the same types.
 
     Args:
-        move: what is called for the items of a container: `_prepare_input`, which a script may override.
+        move: called for the items of a container: `_prepare_input`, which a script may override.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=True)
@@ -88,17 +91,10 @@ def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> An
 
 
 def checked_batch(inputs: Any, columns: list[str] | None) -> Any:
-    """The batch itself.
-
-    Args:
-        columns: what the model's forward takes, as far as that is known, for the error.
-
-    Raises:
-        ModelError: the batch is empty.
-    """
+    """Return the batch; raise ModelError, with the `columns` that the model takes, if it is empty."""
     if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
         known = ", ".join(columns or []) or "unknown"
-        raise ModelError(f"a batch came out empty; the model's forward takes: {known}")
+        raise ModelError(f"a batch is empty; the model's forward takes: {known}")
     return inputs
 
 
@@ -112,7 +108,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(outputs: Any, inputs: Any) -> Any:
-    """The loss in what a model returned: `outputs["loss"]`, the first of a tuple, an attribute, or a bare scalar.
+    """The loss in the outputs of a model: `outputs["loss"]`, the first of a tuple, an attribute, or a bare scalar.
 
     Raises:
         ModelError: there is none.
@@ -138,7 +134,7 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
 
 
 def _shown(outputs: Any) -> str:
-    """What a model returned, for an error."""
+    """Describe the outputs of a model, for an error."""
     if isinstance(outputs, Mapping):
         return ", ".join(f"{name} (None)" if outputs[name] is None else str(name) for name in outputs)
     if isinstance(outputs, (tuple, list)):
@@ -147,17 +143,17 @@ def _shown(outputs: Any) -> str:
 
 
 def check_loss(loss: Any) -> Any:
-    """The loss itself, if it is a scalar tensor or `LossTerms`.
-
-    Raises:
-        ModelError: it is something else.
-    """
+    """Return the loss, if it is a scalar tensor or `LossTerms`; raise ModelError otherwise."""
     if isinstance(loss, tuple) and loss:
         loss = loss[0]
     if isinstance(loss, LossTerms) or (isinstance(loss, Tensor) and loss.numel() == 1):
         return loss
-    raise ModelError(
-        f"`compute_loss` returned {_kind_of(loss)}; it must return a scalar tensor or LossTerms(sum, weight)"
+    raise _not_a_loss(loss)
+
+
+def _not_a_loss(value: Any) -> ModelError:
+    return ModelError(
+        f"`compute_loss` returned {_kind_of(value)}; it must return a scalar tensor or LossTerms(sum, weight)"
     )
 
 
@@ -172,14 +168,14 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
         outputs: a mapping with `logits`, or a sequence that starts with them: [..., classes].
         labels: integers, -100 is left out.
         shifted: predict label t from position t-1.
-        denominator: what the sum is divided by; None: the number of targets in this batch.
+        denominator: divisor of the sum; None: the number of targets in this batch.
     """
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.dtype in (torch.bfloat16, torch.float16):
-        flat = flat.float()  # as models do for their own loss: a sum over tokens has no room in so few digits
+        flat = flat.float()  # as models do for their own loss: a sum over tokens needs more digits
     reduction = "mean" if denominator is None else "sum"
     loss: Tensor = F.cross_entropy(
         flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=epsilon, reduction=reduction
@@ -187,14 +183,35 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
     return loss if denominator is None else loss / denominator
 
 
+@dataclass
+class LabelSmoother:
+    """Label-smoothed cross entropy of a model's logits, as an object that scripts call.
+
+    Args:
+        epsilon: the share that is spread over all classes.
+        ignore_index: the label that is left out.
+    """
+
+    epsilon: float = 0.1
+    ignore_index: int = IGNORE_INDEX
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The loss of one batch; see `smoothed_loss`, whose `denominator` is `num_items_in_batch`."""
+        if self.ignore_index != IGNORE_INDEX:
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+        return smoothed_loss(model_output, labels, self.epsilon, shift_labels, num_items_in_batch)
+
+
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable accepts the keyword `name`."""
+    """Return True if a callable accepts the keyword `name`."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def as_count(value: float, device: torch.device) -> Tensor:
-    """A count as a scalar tensor on `device`, made there: no copy that the host would wait for."""
+    """A count as a scalar tensor on `device`, created there: the host would wait for a copy."""
     whole = float(value).is_integer()
     return torch.full(
         (), int(value) if whole else value, dtype=torch.int64 if whole else torch.float32, device=device

@@ -25,27 +25,29 @@ NotingLoss = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 class MicroSteps:
     """Implements `engine.executor.StepHooks`.
 
-    Runs the script's `training_step` on micro-batches, and normalises what it hands to backward.
+    Runs the script's `training_step` on micro-batches, and normalises the loss that it passes to backward.
 
     Args:
         event: fires an event of callbacks.
+        advance_schedule: the step of a schedule that keeps its own count.
         step: `training_step` on one micro-batch, with the update's target count or None.
         noting_loss: context in which `compute_loss` reports what it returns; see `DoubleNormalizationCheck`.
     """
 
     def __init__(
         self, loss: LossPolicy, executor: Executor, accelerator: Accelerator, device: torch.device,
-        event: Callable[[str], None], step: TrainingStep, noting_loss: NotingLoss,
+        event: Callable[[str], None], advance_schedule: Callable[[], None], step: TrainingStep,
+        noting_loss: NotingLoss,
     ) -> None:  # fmt: skip
         self._loss, self._executor, self._accelerator = loss, executor, accelerator
         self._accumulation, self._normaliser = accelerator.gradient_state, loss.normaliser
         self._device, self._step, self._noting_loss = device, step, noting_loss
-        self.event = event
+        self.event, self.advance_schedule = event, advance_schedule
         self._needs_count = False
         self._check: DoubleNormalizationCheck | None = None
 
     def begin(self, batch: Any, accumulation: int) -> None:
-        """Before the first update: measure the loss on its first batch, and warm the model up."""
+        """Before the first update: measure the loss on its first batch, and warm up the model."""
         self._loss.measure(batch, training=True)
         self._needs_count = self._loss.needs_count
         self.check_division(accumulation)
@@ -53,7 +55,7 @@ class MicroSteps:
             self._executor.warm_up(lambda: self._discarded(batch))
 
     def check_division(self, accumulation: int) -> None:
-        """Watch the next step of a script's own for a division by the number of micro-batches, if there are several."""
+        """Check the next step of a script's own for a division by the number of micro-batches, if there are several."""
         if accumulation > 1 and not self._loss.hooks.default_step:
             self._check = self._check or DoubleNormalizationCheck(accumulation)
 
@@ -63,15 +65,12 @@ class MicroSteps:
         return self.micro_step(batch, 0, StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False))
 
     def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
-        """Micro-batch `index` of an update.
-
-        Returns:
-            This rank's share of the update's loss, detached.
-        """
+        """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
         normaliser = self._normaliser
         filler = request.total_samples > 0 and request.samples[index] == 0
         if index == 0:
             normaliser.begin(request.denominator, filler)
+            self._accumulation.micro_batches = len(request.targets)
         last = index == len(request.targets) - 1
         share = request.samples[index] / max(request.total_samples, 1.0)
         normaliser.scope(request.targets[index], share, last, filler)
@@ -87,13 +86,13 @@ class MicroSteps:
         return normaliser.take()
 
     def backward(self, loss: Any) -> None:
-        """What `accelerator.backward` does in a run."""
+        """The implementation of `accelerator.backward` in a run."""
         normaliser = self._normaliser
         if self._check is not None:
             self._check.given(loss)
         scaled = normaliser.apply(loss)
         if normaliser.parts:
-            # Auxiliary terms of all micro-batches but the last go their own way; see `Normaliser`.
+            # Auxiliary terms of all micro-batches but the last have a backward of their own; see `Normaliser`.
             aux = normaliser.take_aux()
             if aux is not None:
                 self._executor.backward_aux(aux)
@@ -102,7 +101,7 @@ class MicroSteps:
         self._executor.backward(scaled)
 
     def rescale(self, request: StepRequest) -> Tensor | None:
-        """The factor that corrects an update's gradients once its true weight is known; None: it was known."""
+        """The factor that corrects an update's gradients once its true weight is known; None if it was known before."""
         total = self._normaliser.total
         if total is not None:
             return self._normaliser.denominator / total
@@ -115,11 +114,11 @@ class MicroSteps:
 
 
 class DoubleNormalizationCheck:
-    """Finds out whether an overridden `training_step` divides its loss by the accumulation, as some loops ask of it.
+    """Checks if an overridden `training_step` divides its loss by the accumulation, as some loops require.
 
     The engine normalises over the whole update, so such a step would train with gradients that are too small by that
-    factor, and nothing would show it but worse results. Compares, in the first training step that tells, what
-    `compute_loss` returned with what was handed to backward.
+    factor, without an error. Compares, in the first training step with a usable loss, the value that `compute_loss`
+    returned with the one that was passed to backward.
     """
 
     def __init__(self, accumulation: int) -> None:
@@ -128,19 +127,15 @@ class DoubleNormalizationCheck:
         self._given: Any = None
 
     def returned(self, result: Any) -> None:
-        """`compute_loss` returned this."""
+        """Record the value that `compute_loss` returned."""
         self._returned = result[0] if isinstance(result, tuple) else result
 
     def given(self, loss: Any) -> None:
-        """This was handed to backward."""
+        """Record the value that was passed to backward."""
         self._given = loss
 
     def is_decided(self) -> bool:
-        """Compare; return False if the step did not tell (its loss was 0 or NaN).
-
-        Raises:
-            ModelError: the loss was divided by the accumulation.
-        """
+        """Raise ModelError if the loss was divided; return False if this step cannot decide (its loss is 0 or NaN)."""
         if self._returned is None:
             # This step computes its loss without `compute_loss`: there is nothing to compare with.
             return True
@@ -152,8 +147,8 @@ class DoubleNormalizationCheck:
             raise ModelError(
                 f"`training_step` divides the loss by gradient_accumulation_steps ({self._accumulation}) before "
                 "`self.accelerator.backward(loss)`, which normalises over the whole update by itself: the gradients "
-                "would be divided twice. Hand the loss to backward as `compute_loss` returned it (a factor that is "
-                "meant belongs into `compute_loss`)"
+                "would be divided twice. Pass the loss to backward as `compute_loss` returned it (an intended factor "
+                "belongs in `compute_loss`)"
             )
         return True
 

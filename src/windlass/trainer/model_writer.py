@@ -1,4 +1,4 @@
-"""The files of a model: its weights, and what they need beside them."""
+"""The files of a model: its weights, configurations and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, find_adapter
+from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
+from windlass.checkpoint.pretrained import file_layout, overrides_saving, write_configurations
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
+from windlass.core.logs import showing_place
 from windlass.core.module_state import bare, state_of, with_copied_buffers
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
@@ -20,15 +23,15 @@ from windlass.transforms.strategy import Strategy
 
 
 class ModelWriter:
-    """Writes a model so that `from_pretrained` reads it; only the adapter if that is all that is trained.
+    """Writes a model so that `from_pretrained` reads it; only the adapter if nothing else is trained.
 
     Attributes:
         model, strategy: the bare model, and how it is spread over ranks.
 
     Args:
-        strategy: None: one process has it alone.
-        tokenizer: returns the tokenizer or processor that is saved with it, or None.
-        arguments: returns the run's arguments as plain data, for the reader.
+        strategy: None: one process holds the whole model.
+        tokenizer: returns the tokenizer or processor to save with the model, or None.
+        arguments: returns the run's arguments as plain data.
     """
 
     def __init__(
@@ -41,10 +44,13 @@ class ModelWriter:
         self.model, self.strategy = model, strategy or Alone(model)
         self._tokenizer, self._arguments = tokenizer, arguments
         self._adapter: tuple[list[int], Adapter | None] | None = None
+        self._layout = file_layout(bare(model))
+        self._tokenizer_version: Any = None
+        self._tokenizer_files: dict[str, bytes] = {}
 
     @property
     def tokenizer(self) -> Any:
-        """What is saved with the model; None if it cannot be."""
+        """The tokenizer or processor; None if it cannot be saved."""
         tokenizer = self._tokenizer()
         return tokenizer if hasattr(tokenizer, "save_pretrained") else None
 
@@ -67,66 +73,93 @@ class ModelWriter:
         return self.strategy.whole_state() if adapter is None else adapter.gathered()
 
     def of_first_rank(self, nodes: int) -> Mapping[str, Any]:
-        """The model's state dict, in which buffers (running statistics differ between ranks) are rank 0's on each rank
-        that writes a copy. Collective if there are several.
-
-        Args:
-            nodes: disks to which a copy is written.
+        """The model's state dict with rank 0's buffers (running statistics differ between ranks) on each rank that
+        writes a copy, one for each of `nodes` disks. Collective if there are several.
         """
         if nodes == 1:
             return state_of(self.model)
         with self.strategy.buffers_of_first_rank():
             return with_copied_buffers(self.model)
 
+    @property
+    def saves_own_way(self) -> bool:
+        """Return True if the model has a `save_pretrained` of its own, which writes its weights and configurations."""
+        return overrides_saving(bare(self.model)) and self.adapter is None
+
     def named(self, state: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """The name of the weights' file and what it holds, of a state dict."""
+        """Return the name of the weights' file and what `layout` makes it of: a part of a state dict."""
         adapter = self.adapter
-        if adapter is None or not adapter.names.keys() <= state.keys():
-            return WEIGHTS_NAME, state
-        return ADAPTER_WEIGHTS, adapter.weights(state)
+        if adapter is not None and adapter.names.keys() <= state.keys():
+            return ADAPTER_WEIGHTS, adapter.weights(state)
+        return WEIGHTS_NAME, state if self._layout is None else self._layout.select(state)
+
+    def layout(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What is written of the tensors that `named` returned: under other names in files, if the model has such."""
+        return tensors if self._layout is None or self.adapter is not None else self._layout.convert(tensors)
 
     def write(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
-        """Write everything into a folder, which is made.
-
-        Args:
-            state: the weights to write instead of the model's own; an empty one writes none.
-        """
+        """Write all files into a folder, with the weights of `state` (empty: none) or the model's own."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = dict(bare(self.model).state_dict()) if state is None else state
-        if weights:
-            name, tensors = self.named(weights)
-            save_weights(folder, tensors, name=name)
-        self.write_small(folder)
+        if self.saves_own_way and state != {}:
+            model: Any = bare(self.model)
+            model.save_pretrained(str(folder), state_dict=None if state is None else dict(state))
+            self._write_arguments(folder)
+        else:
+            self._write_weights(folder, state)
+            self.write_small(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
 
+    def _write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
+        weights = dict(bare(self.model).state_dict()) if state is None else state
+        if weights:
+            name, tensors = self.named(weights)
+            save_weights(folder, self.layout(tensors), name=name)
+
     def write_small(self, folder: Path) -> None:
-        """Write configurations, and the run's arguments."""
+        """Write configurations and the run's arguments."""
         adapter = self.adapter
         if adapter is not None:
-            adapter.save_config(folder)  # the base has its configuration where it came from
+            adapter.save_config(folder)  # the base model is published with its own configuration
         else:
-            for name in ("config", "generation_config"):
-                part: Any = getattr(self.model, name, None)
-                if hasattr(part, "save_pretrained"):
-                    _declare_architecture(part, self.model)
-                    part.save_pretrained(str(folder))
+            write_configurations(bare(self.model), folder)
+        self._write_arguments(folder)
+
+    def _write_arguments(self, folder: Path) -> None:
         arguments = json.dumps(self._arguments(), indent=2, sort_keys=True, default=str)
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+    def small_files(self, target: Path) -> dict[str, bytes]:
+        """Contents of all files but the weights, by relative name.
+
+        Args:
+            target: the folder where they will be, for what transformers logs.
+
+        A tokenizer may need a second, and no other thread may use it meanwhile: it is written here, not in the
+        background, and only if it has changed.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return _written(self.write_small, target)
+        version = _version_of(tokenizer)
+        if version is None or version != self._tokenizer_version:
+            self._tokenizer_files = _written(lambda folder: tokenizer.save_pretrained(str(folder)), target)
+            self._tokenizer_version = version
+        return {**_written(self.write_small, target), **self._tokenizer_files}
 
 
 def save_final(place: str, files: ModelWriter, save: Callable[..., None], gang: Gang, writes: bool) -> None:
     """Write a model to a folder or a URL. Collective.
 
     Args:
-        save: `Trainer._save`: writes it into a folder, of gathered weights if there are some.
+        save: `Trainer._save`: writes it into a folder; gets the gathered weights if there are any.
         writes: this rank writes.
     """
     state = files.gathered()
     try:
         if writes:
             folder = str(local_folder(place))
-            # Overrides that know of no sharding take the folder alone.
+            # Overrides written without sharding in mind take only the folder.
             save(folder) if state is None else save(folder, state_dict=state)
         if gang.rank == 0:
             upload_files(place)
@@ -134,7 +167,20 @@ def save_final(place: str, files: ModelWriter, save: Callable[..., None], gang: 
         gang.barrier()
 
 
-def _declare_architecture(config: Any, model: nn.Module) -> None:
-    """`AutoModel.from_pretrained` finds the class by the configuration's `architectures`."""
-    if getattr(config, "architectures", False) is None:
-        config.architectures = [type(model).__name__]
+def _written(save: Callable[[Path], None], target: Path) -> dict[str, bytes]:
+    """See `written_by`; what transformers logs meanwhile names `target`."""
+
+    def write(folder: Path) -> None:
+        with showing_place("transformers", folder, target):
+            save(folder)
+
+    return written_by(write)
+
+
+def _version_of(tokenizer: Any) -> Any:
+    """A value that changes with the tokenizer; None for other things (image processors), which are small."""
+    if not hasattr(tokenizer, "special_tokens_map"):
+        return None
+    names = ("chat_template", "padding_side", "truncation_side", "model_max_length", "init_kwargs")
+    values = [str(getattr(tokenizer, name, None)) for name in names]
+    return id(tokenizer), len(tokenizer), str(tokenizer.special_tokens_map), values

@@ -17,7 +17,7 @@ __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optim
 
 
 def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
-    """The optimizer's class and keywords that these arguments ask for."""
+    """The class and keywords of the optimizer that the arguments name."""
     return optimizer_factory(resolve_optimizer(args, max(args.max_steps, 0)))
 
 
@@ -28,7 +28,7 @@ def new_optimizer(
     """An optimizer over the model's parameters.
 
     Args:
-        kwargs: may bring parameters of their own, as they do for adapters.
+        kwargs: may hold the parameters, as they do for adapters.
         decaying: names of the parameters that weight decay applies to.
     """
     kwargs = dict(kwargs)
@@ -38,11 +38,7 @@ def new_optimizer(
 
 
 def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
-    """The schedule that the arguments ask for, over `total_steps` updates, as scripts know it.
-
-    Raises:
-        ConfigError: there is no optimizer yet.
-    """
+    """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler."""
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
     plan = resolve_optimizer(args, total_steps)
@@ -54,11 +50,7 @@ def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_step
 
 
 def existing(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """The optimizer.
-
-    Raises:
-        ConfigError: there is none yet.
-    """
+    """Return the optimizer; raise ConfigError if there is none yet."""
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "it is created when training starts"))
     return optimizer

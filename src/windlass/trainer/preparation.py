@@ -1,82 +1,68 @@
-"""From a call of `train()` to a run that can be executed."""
+"""From a call of `train()` to a run that can be executed: checks between ranks, the checkpoint, the plan, the parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.assemble.batch import update_size
 from windlass.assemble.build import Built, build
 from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.plan import RunPlan, SavePlan
-from windlass.core.clock import Moment
-from windlass.core.errors import CheckpointError, ModelError
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.locations import local_folder
-from windlass.core.types import TrainOutput
+from windlass.core.logs import get_job_logger
+from windlass.core.world import World
+from windlass.data.group import GroupSource
+from windlass.data.loader import Loader
+from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
-from windlass.metrics.memory import reset_device_peak
-from windlass.trainer.compare_ranks import Compared, check_call_alike, check_optimizer_alike
-from windlass.trainer.continuing import ForeignPlace
-from windlass.trainer.defaults import (
-    agree_on_output,
-    align_special_tokens,
-    check_disks,
-    warn_of_spare_devices,
-)
-from windlass.trainer.hooks import WATCHED, Overridable, TrainHooks, loss_hooks, overrides
+from windlass.trainer.batch_fitter import MemoryNote
+from windlass.trainer.compare_ranks import Compared, check_call_alike, check_plan_alike
+from windlass.trainer.continuing import ForeignPlace, find_place
+from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
+from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, overrides
+from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
-from windlass.trainer.memory_note import MemoryNote
 from windlass.trainer.model_writer import ModelWriter
-from windlass.trainer.planning import plan_run
-from windlass.trainer.resuming import CheckpointSource, warn_of_changed_arguments
+from windlass.trainer.resuming import (
+    CheckpointSource,
+    resumed_progress,
+    saved_position,
+    saved_update_size,
+    warn_of_changed_arguments,
+)
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.services import Services
 from windlass.transforms.strategy import Strategy
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """A run, and what it continues.
-
-    Attributes:
-        checkpoint: None for a fresh run.
-        place: where a run of transformers' Trainer is in this run's data.
-    """
-
-    run: Run
-    files: ModelWriter
-    checkpoint: Checkpoint | None
-    place: ForeignPlace | None
-
-    def execute(self, started: Moment) -> TrainOutput:
-        return self.run.execute(started, self.checkpoint, self.place)
-
-
-class Trained(Compared, Overridable, Protocol):
-    """What a call takes over from a Trainer."""
-
-
-def begin_call(trainer: Trained, owner: type, services: Services, call: str, resume: Any = None) -> None:
-    """Take over what a script assigned since the last call, and compare it between ranks. Collective.
+def begin_call(
+    trainer: Compared, owner: type, services: Services, stage: str, call: str, resume: Any = None
+) -> None:
+    """Read what a script assigned since the last call, and compare it between ranks. Collective.
 
     Args:
         owner: the class whose methods are the defaults.
+        stage: whose memory is measured, if the arguments ask for it.
         call: its name, for errors.
-        resume: `resume_from_checkpoint`.
     """
     args, session = trainer.args, services.session
     if not args.skip_memory_metrics:
-        reset_device_peak(session.device)
+        session.memory.begin(stage, within=trainer.is_in_train)
     services.loss.adopt(loss_hooks(trainer, owner))
-    if not trainer.is_in_train:  # an evaluation in the course of training was compared with the run
+    if not trainer.is_in_train:  # an evaluation within training was compared with the run
         check_call_alike(trainer, session.gang, call, overrides(trainer, owner, *WATCHED), resume)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
@@ -88,15 +74,18 @@ def begin_call(trainer: Trained, owner: type, services: Services, call: str, res
 def prepare_run(
     args: Any, services: Services, hooks: TrainHooks, interruption: Interruption, folder: RunFolder, resume: Any, *,
     optimizer: torch.optim.Optimizer | None, tokenizer: Any, new_files: Callable[[Strategy], ModelWriter],
-) -> PreparedRun:  # fmt: skip
-    """Choose the checkpoint, resolve the plan, and build everything. Nothing is trained or loaded yet. Collective.
+) -> tuple[Run, ModelWriter, Checkpoint | None, ForeignPlace | None]:  # fmt: skip
+    """Choose the checkpoint, resolve the plan, and build all parts. Nothing is trained or loaded yet. Collective.
 
     Args:
-        args: the arguments; here they become a plan, which is all that anything below reads.
-        resume: `resume_from_checkpoint`.
+        args: the arguments; they become a plan, and nothing below reads anything else.
         optimizer: one that the script made before.
-        tokenizer: whose special tokens the model's configuration takes.
-        new_files: for the model as it is spread.
+        tokenizer: whose special tokens the model's configuration gets.
+        new_files: makes the writer of the model on its strategy.
+
+    Returns:
+        The run, the writer of its model, the checkpoint that it continues (None for a fresh run), and the position of a
+        run of transformers' Trainer in this run's data.
 
     Raises:
         ConfigError, CheckpointError, ModelError, RankMismatchError: whatever can be known to be wrong before training.
@@ -104,15 +93,16 @@ def prepare_run(
     session, events = services.session, services.events
     manager = folder.manager(Retention())
     checkpoint = CheckpointSource(session, folder, manager).resume_point(resume, args.resolve_path)
-    agree_on_output(session.gang, args.output_path, resuming=checkpoint is not None)
+    if checkpoint is None:
+        folder.warn_of_earlier_run()
     events.begin_run()
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
     facts = Facts(
         session.world, None, has_training_data=True, has_evaluation_data=hooks.has_evaluation_data,
-        overridden=hooks.overridden, fits=services.fitter.train,
+        overridden=hooks.overridden,
     )  # fmt: skip
-    planned = plan_run(args, session.gang, facts, loader, checkpoint)
+    plan, source, place = _plan_run(args, session.gang, facts, loader, checkpoint, services.fitter.train)
     align_special_tokens(hooks.model, tokenizer)
     created: tuple[Any, Any] = (None, None)
 
@@ -121,13 +111,13 @@ def prepare_run(
         created = hooks.create_optimizer(steps)
         return created
 
-    built = build(hooks.model, create, planned.plan, session.device, session.gang, optimizer)
+    built = build(hooks.model, create, plan, session.device, session.gang, optimizer)
     try:
         files = new_files(built.executor.strategy)
-        _check_built(built, planned.plan, hooks, folder, files, services)
+        _check_built(built, plan, hooks, folder.disks, files, session.gang)
         run = Run(
-            services, interruption, hooks, planned.plan, planned.size, planned.source, built, folder, manager,
-            files, services.accelerator.registered_objects, getattr(tokenizer, "pad_token_id", None),
+            services, interruption, hooks, plan, source, built, folder, manager, files,
+            services.accelerator.registered_objects, getattr(tokenizer, "pad_token_id", None),
         )  # fmt: skip
     except BaseException:
         built.executor.release()
@@ -140,27 +130,94 @@ def prepare_run(
     warn_of_spare_devices(session.world, session.device)
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
         warn_of_changed_arguments(checkpoint, args.to_dict())
-    return PreparedRun(run, files, checkpoint, planned.place)
+    return run, files, checkpoint, place
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def _plan_run(
+    args: Any, gang: Gang, facts: Facts, loader: Any, checkpoint: Checkpoint | None, fits: int | None
+) -> tuple[RunPlan, GroupSource, ForeignPlace | None]:
+    """Plan a run over `loader`, from the beginning or from a checkpoint. Collective.
+
+    Args:
+        facts: all but what depends on the loader and the checkpoint.
+        fits: samples of the largest micro-batch that fits in memory, if an earlier attempt measured it.
+    """
+    source = group_source(args, facts.world, gang, loader, saved_position(checkpoint))
+    saved_size = None if checkpoint is None else saved_update_size(checkpoint)
+    size, note = update_size(args, gang.size, saved_size, fits)
+    if size.asked_micro is not None and isinstance(source, Loader):
+        source.resize(size.micro, size.accumulation)
+    place = progress = None
+    if isinstance(checkpoint, ForeignCheckpoint):
+        place = find_place(checkpoint, source, size.accumulation)
+        progress = place.progress(checkpoint.step)
+    elif checkpoint is not None:
+        progress = resumed_progress(checkpoint, source, size.accumulation)
+    per_epoch = source.groups_per_epoch(size.accumulation)
+    plan = resolve(args, replace(facts, groups_per_epoch=per_epoch, resumed=progress, size=size))
+    check_plan_alike(gang, plan)
+    if note is not None:
+        get_job_logger(__name__).warning(note)
+    return plan, source, place
+
+
+def planned_lengths(
+    args: Any, gang: Gang, world: World, loader: Any, count: Callable[[Any], int]
+) -> tuple[int, int, int, float, int, int, int]:
+    """The lengths of a run over this loader; see `Trainer.set_initial_training_values`. `count` returns the samples of
+    a loader of known length.
+    """
+    size, _ = update_size(args, gang.size)
+    per_epoch = group_source(args, world, gang, loader).groups_per_epoch(size.accumulation)
+    duration = resolve(args, Facts(world, per_epoch, size=size)).duration
+    update, steps = size.samples, duration.steps
+    if per_epoch is None:
+        batches = steps * size.accumulation
+        return duration.epochs, steps, update * steps, update * steps, update, batches, steps
+    examples = count(loader)
+    seen = update * steps if args.max_steps > 0 else examples * args.num_train_epochs
+    return duration.epochs, per_epoch, examples, seen, update, len(loader), steps
+
+
+def samples_of_update(args: Any, world: World) -> int:
+    """Samples of one update: micro-batch, times accumulation, times ranks."""
+    return update_size(args, world.size)[0].samples
+
+
+# --- checks of what was built -----------------------------------------------------------------------------------------
 
 
 def _check_built(
-    built: Built, plan: RunPlan, hooks: TrainHooks, folder: RunFolder, files: ModelWriter, services: Services
+    built: Built, plan: RunPlan, hooks: TrainHooks, disks: Disks, files: ModelWriter, gang: Gang
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
-    gang = services.session.gang
-    check_optimizer_alike(gang, built.executor.optimizer)
-    check_disks(folder.disks, built.executor.strategy, plan.save.on_each_node)
-    # What a script saves its own way, and adapters, which peft names, are not looked at.
+    check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, gang)
+    _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
+    # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:
         _check_saved_model(hooks.model, plan.save, gang)
 
 
-def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
-    """Check a model of which whole weights will be saved. Every rank calls it.
+def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
+    """Raise ConfigError if whole weights would be gathered on one process and other machines could not read them."""
+    if disks.nodes == 1 or not strategy.sharded:
+        return
+    if on_each_node:
+        fix = "sharded weights come together on the first process alone: leave it off, and copy what save_model() wrote"
+        raise ConfigError(Problem("save_on_each_node", True, fix))
+    if not strategy.saves_parts:
+        fix = (
+            f"output_dir lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
+            "use SHARDED_STATE_DICT, or an output_dir that all machines share"
+        )
+        raise ConfigError(Problem("fsdp_config.state_dict_type", "FULL_STATE_DICT", fix))
 
-    Raises:
-        ModelError: its state cannot be saved, or does not come back; on every rank.
-    """
+
+def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
+    """Raise ModelError on every rank if a model's whole weights cannot be saved or restored. Collective."""
     if plan.cadence.strategy == "no" and plan.every is None:
         return
     problem = None
@@ -168,6 +225,6 @@ def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
         check_restorable(model)
     except CheckpointError as error:
         problem = str(error)
-    found = [told for told in gang.gather_objects(problem) if told is not None]
-    if found:
-        raise ModelError(f"this model cannot be resumed from a checkpoint: {found[0]}")
+    problems = [found for found in gang.gather_objects(problem) if found is not None]
+    if problems:
+        raise ModelError(f"this model cannot be resumed from a checkpoint: {problems[0]}")

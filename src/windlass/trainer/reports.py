@@ -1,4 +1,4 @@
-"""What a run says: logs, metrics, and the files that hold them."""
+"""Logs and metrics of a run, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.strict_json import MAX_JSON_BYTES
 from windlass.core.clock import Moment
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
@@ -17,7 +16,6 @@ from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.output import say
 from windlass.core.types import EvalLoopOutput
-from windlass.metrics.memory import memory_metrics
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.session import Session
 
@@ -27,13 +25,10 @@ logger = get_logger(__name__)
 def complete_logs(
     logs: dict[str, Any], state: TrainerState, count_tokens: bool, start_time: float | None, first_tokens: int
 ) -> None:
-    """Turn `logs` into plain data, in place, and add the epoch and what `include_num_input_tokens_seen` asks for.
-
-    Args:
-        start_time: when training began, in seconds; gives tokens per second.
-        first_tokens: the token count at that time.
+    """Convert `logs` to plain data, in place, and add the epoch and, if `count_tokens`, the tokens and their rate since
+    `start_time` (seconds), when there were `first_tokens`.
     """
-    # The history goes into checkpoints, and callbacks write it: both hold plain data alone.
+    # Checkpoints and callbacks write the history: both hold only plain data.
     plain = plain_metrics(logs)
     logs.clear()
     logs.update(plain)
@@ -46,13 +41,13 @@ def complete_logs(
 
 
 def evaluation_speed(
-    args: Any, session: Session, prefix: str, started: Moment, output: EvalLoopOutput
+    args: Any, session: Session, stage: str, prefix: str, started: Moment, output: EvalLoopOutput
 ) -> dict[str, float]:
-    """Runtime and throughput of an evaluation, and peak memory if that is asked for."""
+    """Runtime and throughput of an evaluation, and the memory of its stage unless `skip_memory_metrics`."""
     samples = output.num_samples
     batches = math.ceil(samples / (args.per_device_eval_batch_size * session.world.size))
     speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
-    return speed if args.skip_memory_metrics else {**speed, **memory_metrics(prefix, session.device)}
+    return speed if args.skip_memory_metrics else {**speed, **session.memory.report(stage, prefix)}
 
 
 def show_metrics(split: str, metrics: dict[str, Any]) -> None:
@@ -75,13 +70,15 @@ def write_metrics(folder: Path, split: str, metrics: dict[str, float], combined:
 
 def readable(name: str, value: Any) -> Any:
     """A metric for people: times as h:m:s, memory in MB, FLOPs in GF, other floats with four digits."""
-    if name.endswith("_runtime") and isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):
+        return value
+    if name.endswith("_runtime"):
         minutes, seconds = divmod(float(value), 60)
         hours, minutes = divmod(int(minutes), 60)
         return f"{hours}:{minutes:02}:{seconds:05.2f}"
-    if name == "total_flos" and isinstance(value, (int, float)):
+    if name == "total_flos":
         return f"{int(value) >> 30}GF"
-    if "_mem_" in name and isinstance(value, (int, float)):
+    if "_mem_" in name:
         return f"{int(value) >> 20}MB"
     return round(value, 4) if isinstance(value, float) else value
 
@@ -91,12 +88,12 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """The metrics that a file holds; none where there is none, or it is damaged, which is said."""
+    """The metrics in a file; empty if it does not exist, or is damaged, which is logged."""
     if not path.exists():
         return {}
     try:
-        found = strict_json.parse(Files().read(path, MAX_JSON_BYTES), str(path), allow_nan=True)
+        found = strict_json.read(path, Files(), allow_nan=True)
     except CheckpointError as error:
-        logger.warning("%s: it is written anew", error)
+        logger.warning("%s: replacing the file", error)
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Choosing the checkpoint that a run continues, and what it says of that run."""
+"""Choosing the checkpoint that a run continues, and reading its progress."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from windlass.assemble.batch import UpdateSize
 from windlass.assemble.facts import Progress
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.foreign import ForeignCheckpoint, checked_state
-from windlass.checkpoint.history import complete_state
+from windlass.checkpoint.foreign import ForeignCheckpoint
+from windlass.checkpoint.history import checked_state, complete_state
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
+from windlass.config.plan import UpdateSize
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
@@ -27,7 +27,7 @@ from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)
 
-# Arguments in which a resumed run may differ from the checkpoint's without a word.
+# Arguments that may differ from the checkpoint's without a warning.
 _FREE_TO_DIFFER = frozenset(
     {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "log_level_replica"}
 )
@@ -46,17 +46,17 @@ class CheckpointSource:
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]
     ) -> Checkpoint | None:
-        """The verified checkpoint that `resume_from_checkpoint` asks for, None for a fresh run. Collective.
+        """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective.
 
         Raises:
-            ConfigError, CheckpointError: it asks for nothing that is known, or that is there.
+            ConfigError: the value is not one of those allowed. CheckpointError: there is no such checkpoint.
         """
         if asked is None or asked is False:
             return None
         if not isinstance(asked, (bool, str, os.PathLike)):
             fix = (
-                "give True (the newest checkpoint that verifies), 'auto' (that, or a fresh start where there is "
-                "none) or the path of a checkpoint"
+                "give True (the newest checkpoint that verifies), 'auto' (that, or a fresh start if there is none) or "
+                "the path of a checkpoint"
             )
             raise ConfigError(Problem("resume_from_checkpoint", asked, fix))
         if asked == "auto":
@@ -67,27 +67,25 @@ class CheckpointSource:
         return self.open(True if isinstance(asked, bool) else resolve_path(os.fspath(asked)))
 
     def _is_fresh(self) -> bool:
-        """Whether no process finds anything to resume from, not even something damaged: that is never passed over for
-        a fresh start. Collective.
+        """Return True if no process finds anything to resume from, not even a damaged checkpoint, which is never
+        ignored for a fresh start. Collective.
         """
         store, fresh, problem = self._manager.store, True, None
         try:
             fresh = not store.is_writer or store.is_fresh()
         except CheckpointError as error:
             problem = str(error)
-        told = self._gang.gather_objects([fresh, problem])
-        problems = [why for _, why in told if why is not None]
+        everywhere = self._gang.gather_objects([fresh, problem])
+        problems = [reason for _, reason in everywhere if reason is not None]
         if problems:
             raise CheckpointError(problems[0])
-        return all(alone for alone, _ in told)
+        return all(is_fresh for is_fresh, _ in everywhere)
 
     def open(self, which: Literal[True] | str) -> Checkpoint:
-        """A checkpoint, True being the newest one that verifies. Collective: the main process chooses and verifies for
-        all, so nothing is hashed twice. If there are several disks, one process of each does.
-        """
+        """Open a checkpoint, or the newest one that verifies; see `open_on_all`. Collective."""
         manager = self._manager
         if which is not True and is_url(which):
-            # It may be another run's: the folder that stands for that one is not this run's.
+            # It may be another run's, whose staging folder is not this run's.
             store, which = store_of_checkpoint(which, self._gang, self._folder.disks)
             manager = CheckpointManager(store)
         foreign = find_foreign_on_all(self._gang, manager.store, which)
@@ -96,11 +94,11 @@ class CheckpointSource:
         return open_on_all(manager, which, self._gang)
 
 
-# --- what a checkpoint says of its run ------------------------------------------------------------------------------
+# --- the progress of a checkpoint's run -----------------------------------------------------------------------------
 
 
 def resumed_progress(checkpoint: Checkpoint, source: GroupSource, accumulation: int) -> Progress | None:
-    """What was done before an update changed its size (batch, accumulation, ranks); None if it did not."""
+    """The progress before updates changed their size (batch, accumulation, ranks); None if they did not."""
     if not checkpoint.has("loop"):
         return None
     loop, per_epoch = checkpoint.shared("loop"), source.groups_per_epoch(accumulation)
@@ -128,17 +126,12 @@ def warn_of_changed_arguments(checkpoint: Checkpoint, arguments: Mapping[str, An
     ]
     if changed:
         logger.warning(
-            "these arguments differ from the checkpoint's, and the new ones hold:\n  %s",
-            "\n  ".join(changed),
+            "arguments that differ from the checkpoint's, and replace them:\n  %s", "\n  ".join(changed)
         )
 
 
 def saved_state(checkpoint: Checkpoint) -> TrainerState:
-    """The state of a run as it was saved, with its whole history.
-
-    Raises:
-        CheckpointError: it is damaged, or of another step.
-    """
+    """The saved state of a run, with its whole history; raise CheckpointError if it is damaged."""
     saved = checked_state(checkpoint.folder / "trainer_state.json", complete_state(checkpoint))
     with reading(checkpoint, "trainer_state"):
         state = TrainerState.from_dict(saved)
@@ -148,11 +141,7 @@ def saved_state(checkpoint: Checkpoint) -> TrainerState:
 
 
 def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
-    """What the updates of a checkpoint's run were made of; None if it does not say.
-
-    Raises:
-        CheckpointError: it says something else.
-    """
+    """The size of the updates of a checkpoint's run; None if it does not hold one."""
     saved = checkpoint.meta.get("update_size")
     if saved is None:
         return None
@@ -164,7 +153,7 @@ def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
 
 
 def saved_position(checkpoint: Checkpoint | None) -> State | None:
-    """Where a checkpoint's run was in its data; None for a fresh run, or one that another program began."""
+    """The position of a checkpoint's run in its data; None for a fresh run, or one that another program began."""
     if checkpoint is None or isinstance(checkpoint, ForeignCheckpoint) or not checkpoint.has("loop"):
         return None
     with reading(checkpoint, "loop"):
@@ -173,13 +162,12 @@ def saved_position(checkpoint: Checkpoint | None) -> State | None:
 
 
 def merged_ledger(ledgers: list[State], mine: bool) -> State:
-    """One rank's ledger made of several: sums go to the first rank, counts to all."""
-    first = dict(ledgers[0])
-    for name in ("loss", "skipped_loss"):
-        first[name] = sum(ledger[name] for ledger in ledgers) * float(mine)
-    names = {name for ledger in ledgers for name in ledger["parts"]}
-    first["parts"] = {
-        name: sum(ledger["parts"][name] for ledger in ledgers if name in ledger["parts"]) * float(mine)
-        for name in names
+    """One rank's ledger from those of all: counts are the same on all ranks, sums go to the first (`mine`)."""
+    scale = float(mine)
+    parts = [ledger["parts"] for ledger in ledgers]
+    names = {name for part in parts for name in part}
+    return {
+        **ledgers[0],
+        **{name: sum(ledger[name] for ledger in ledgers) * scale for name in ("loss", "skipped_loss")},
+        "parts": {name: sum(part[name] for part in parts if name in part) * scale for name in names},
     }
-    return first

@@ -1,4 +1,4 @@
-"""One call of `train()`: when updates are logged, evaluated and saved, and how the run begins and ends."""
+"""One call of `train()`: its parts, its beginning and end, and the work that follows each update."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from windlass.assemble.batch import UpdateSize
 from windlass.assemble.build import Built
-from windlass.checkpoint.folders import load_folder
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.config.plan import RunPlan
+from windlass.checkpoint.stored import load_folder
+from windlass.config.plan import RunPlan, UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
@@ -60,15 +59,14 @@ class Run:
         first_tokens: `num_input_tokens_seen` when this call began.
 
     Args:
-        size: what updates are made of.
         manager: of the checkpoints in `folder`.
-        registered: objects of the script's own that are saved with the run, each rank's own state.
+        registered: objects of the script's own that are saved with the run, one state per rank.
         pad_token: the id that input counts leave out; None if there is none.
     """
 
     def __init__(
-        self, services: Services, interruption: Interruption, hooks: TrainHooks, plan: RunPlan, size: UpdateSize,
-        source: GroupSource, built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelWriter,
+        self, services: Services, interruption: Interruption, hooks: TrainHooks, plan: RunPlan, source: GroupSource,
+        built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelWriter,
         registered: Sequence[Stateful], pad_token: int | None,
     ) -> None:  # fmt: skip
         self._session, self._events, self._evaluator = services.session, services.events, services.evaluator
@@ -79,20 +77,22 @@ class Run:
         self.executor, self.schedule = built.executor, built.schedule
         device = self._session.device
         self._source_samples = getattr(source, "num_samples", None)
-        self._fitter = UpdateFitter(services.fitter, self._session, files.model, source, built.executor, size)
-        # Called in every update, so without a method of ours in between.
+        self._fitter = UpdateFitter(
+            services.fitter, self._session, files.model, source, built.executor, plan.batch
+        )
+        # Called in every update, so without another method in between.
         self.event, self.data_ahead = self._events.fire_if_heard, self._fitter.remember
         self.set_learning_rate = built.schedule.set
         self.steps = MicroSteps(
-            services.loss, built.executor, self._accelerator, device, self.event, hooks.training_step,
-            hooks.noting_loss,
+            services.loss, built.executor, self._accelerator, device, self.event, built.schedule.advance,
+            hooks.training_step, hooks.noting_loss,
         )  # fmt: skip
         self.ledger = Ledger(device, self._gang.sum)
-        self._seed_step = StepSeeder(plan.seed, plan.batch.rank, device)
+        self._seed_step = StepSeeder(plan.seed, self._gang.rank, device)
         self._seed_step.start(0)
         self._beacon = beacon()
         self._events.use_plan(plan)
-        self._use_size(size)
+        self._use_size(plan.batch)
         manager.retention = retention_of(plan.save)
         self.saver = RunSaver(manager, plan.save, self._gang, device, hooks.may_save_in_background)
         self._agreement = Agreement(self._gang, interruption, self.saver)
@@ -105,8 +105,8 @@ class Run:
             hooks.write_model,
         )  # fmt: skip
         self._reports = RunReports(
-            plan, self._events.state, self.ledger, device, multiplied_parameters(files.model),
-            built.schedule.last_lrs,
+            plan, self._events.state, self.ledger, services.session.memory,
+            multiplied_parameters(files.model), built.schedule.last_lrs,
         )  # fmt: skip
         self._due = DueWork(
             self._gang, self._events, hooks, plan, services.evaluator, interruption, self._agreement,
@@ -141,7 +141,7 @@ class Run:
         return Counts(count, tokens, positions, self._inspect_first, self._agreement.own)
 
     def _list_parts(self) -> SavedParts:
-        """What a checkpoint holds of the run, in the order in which it is restored: random generators last."""
+        """The parts of a checkpoint, in the order in which they are restored: random generators last."""
         buffers = Buffers(self.executor.strategy)
         return SavedParts(self._gang.rank, self._gang.size, [
             SavedPart("best", self.best, optional=True),
@@ -149,7 +149,7 @@ class Run:
             SavedPart("executor", self.executor),
             RankPart("position", Position(self.loop), rolls_back=False),
             SavedPart("loop", self.loop, rolls_back=False),
-            SavedPart("unfinished", self._due, rolls_back=False, optional=True),
+            SavedPart("due_work", self._due, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
@@ -177,16 +177,11 @@ class Run:
 
     # --- from beginning to end --------------------------------------------------------------------------------------
 
-    def execute(
-        self, started: Moment, checkpoint: Checkpoint | None, place: ForeignPlace | None
-    ) -> TrainOutput:
+    def execute(self, checkpoint: Checkpoint | None, place: ForeignPlace | None) -> TrainOutput:
         """Train, from a checkpoint's state or from the beginning.
 
         Args:
-            place: where a run of transformers' Trainer, which `checkpoint` is of, is in this run's data.
-
-        Raises:
-            Preempted: a scheduler asked the job to leave. CheckpointError: the last save failed.
+            place: the position in this run's data if `checkpoint` is of a run of transformers' Trainer.
         """
         state = self._events.state
         with self._evaluator.during(self.executor):
@@ -195,6 +190,7 @@ class Run:
                 self._hooks.load_weights(str(checkpoint.folder))
                 self._restore(checkpoint, place)
             self.first_tokens = state.num_input_tokens_seen
+            self._hooks.load_training_state(None if checkpoint is None else str(checkpoint.folder))
             self._agreement.saved(state.global_step)
             self._reports.announce(self._source_samples)
             self._check_metric()
@@ -202,6 +198,7 @@ class Run:
                 self._interruption.taking_ctrl_c(self._stop),
                 telling_where(self._session.world, lambda: state.global_step),
             ):
+                started = Moment()
                 self._train(started)
             output = self._finish(started)
             self._end()
@@ -229,7 +226,7 @@ class Run:
         self._events.restore_callbacks(restore_args)
 
     def _check_metric(self) -> None:
-        """Find out before the first update whether evaluation returns the metric that the run goes by."""
+        """Check before the first update that evaluation returns the metric that the run needs."""
         metric = self._plan.save.metric or ("loss" if follows_metric(self.schedule) else None)
         if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
             return
@@ -239,27 +236,28 @@ class Run:
         events, interruption, save = self._events, self._interruption, self._hooks.save_checkpoint
         events.fire("on_train_begin")
         if self._plan.reports.evaluate_first and events.state.global_step == 0:
-            # No update led to it, so a schedule that follows the metric has nothing to learn from it.
+            # A schedule that follows the metric ignores it: no update was made yet.
             self._hooks.evaluate()
         if interruption.stopped:
             events.control.should_training_stop = True  # which the first event of a run clears
         self._reports.load_watch.look(training=False)
         events.find_deciding_callbacks()
         if interruption.is_preempted():
-            self._due.leave()  # nothing is left to be saved
+            self._due.leave()  # nothing is to be saved
         self._due.begin(started)
+        self.executor.model.train()
         try:
             self.loop.run()
         except WaitBrokenOff:
             self._due.save_and_leave()
         if interruption.stopped:
-            save()  # before the first update: the loop had no occasion
+            save()  # stopped before the first update: the loop did not save
         if interruption.is_preempted():
             self._due.save_and_leave()
         self.checkpointer.finish_last(save_retry.LAST_PAUSES, save)
 
     def _finish(self, started: Moment) -> TrainOutput:
-        """Report, load the best model, and tell the callbacks."""
+        """Report, load the best model, and fire `on_train_end`."""
         metrics = self._reports.summary(started)
         self.executor.strategy.share_buffers()  # one model is left
         self.saver.release()
@@ -268,12 +266,12 @@ class Run:
         if self._plan.save.load_best_at_end:
             self._hooks.load_best_model()
         self._events.fire("on_train_end")
-        self.checkpointer.finish()  # of a callback that saved there
+        self.checkpointer.finish()  # a callback may have saved there
         self._folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
-        """Leave if some process was told to since the last update; check that the last save did not fail. Collective.
+        """Exit if a process was preempted since the last update; check that the last save did not fail. Collective.
 
         Raises:
             Preempted: the run is saved as it ended. CheckpointError: it is not.
@@ -282,8 +280,8 @@ class Run:
             if self._due.is_saved:
                 self._due.leave()
             job_logger.warning(
-                "told to leave after the last update, which was not to be saved: a job that is started again would "
-                "make it again, so the script goes on to its end"
+                "preempted after the last update, which was not to be saved: a job that is started again would repeat "
+                "it, so the script continues to its end"
             )
         self.checkpointer.check_last()
 
@@ -296,15 +294,13 @@ class Run:
         return self.checkpointer.newest
 
     def save_checkpoint(self, wait: bool) -> None:
-        """Save the run as it is; the default of `_save_checkpoint`. Collective.
-
-        Args:
-            wait: training is over: return when the checkpoint is committed, and unlock the folder.
+        """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and
+        unlock the folder. Collective.
         """
         try:
             self.checkpointer.save()
             if wait:
-                self.checkpointer.finish()  # nobody would, and the process may end
+                self.checkpointer.finish()  # no later update does, and the process may end
         finally:
             if wait:
                 self._folder.release(None)
@@ -317,7 +313,7 @@ class Run:
             load_folder(folder, model)
 
     def release(self) -> None:
-        """The run is over: let go of what it trained with."""
+        """Release the executor after the run."""
         self.executor.release()
 
     # --- leaving early ----------------------------------------------------------------------------------------------
@@ -336,7 +332,9 @@ class Run:
                 raise
         else:
             return None
-        return self.shrink()  # outside the handler, whose traceback holds on to all that did not fit
+        return (
+            self.shrink()
+        )  # outside the handler, whose traceback keeps the memory of the failed attempt alive
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -363,17 +361,15 @@ class Run:
             self.event("on_epoch_end")
         self._events.agree_on_flags()
 
-    # --- what follows from an update ----------------------------------------------------------------------------------
+    # --- after an update ----------------------------------------------------------------------------------------------
 
     def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
-        """Counts that follow an update: tokens, FLOPs, and the step of a schedule that keeps its own count."""
+        """Counts that follow an update: samples, tokens, FLOPs."""
         self._reports.update_applied(batch)
         self._engine.step_was_skipped = not applied
         every = self._plan.reports.empty_cache_every
         if every and self._events.state.global_step % every == 0:
             self._accelerator.free_memory()
-        if applied:
-            self.schedule.advance()
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
         return find_nonfinite_samples(suspect, self._gang)
@@ -389,7 +385,7 @@ class Run:
         self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)
         return False
 
-    # --- what the ranks tell each other -------------------------------------------------------------------------------
+    # --- signals of other ranks ---------------------------------------------------------------------------------------
 
     def signals_agreed(self, signals: Sequence[float]) -> None:
         told = self._agreement.apply(signals, self._events.state.global_step)

@@ -28,10 +28,10 @@ _OF_THIS_RUN = (
 
 
 class Events:
-    """Owner of a Trainer's state, control flags and callbacks, and the only one that fires events.
+    """Owns the state, control flags and callbacks of a Trainer, and fires all events.
 
     Args:
-        args: returns the arguments that callbacks are given; a script may replace them at any time.
+        args: returns the arguments that callbacks get; a script may replace them at any time.
     """
 
     def __init__(self, args: Callable[[], Any], session: Session, handler: CallbackHandler) -> None:
@@ -41,35 +41,31 @@ class Events:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Start with a new state and no request."""
+        """Start with a new state and no control flags."""
         self.control = TrainerControl()
         self.state = TrainerState(
             is_local_process_zero=self._world.is_local_main, is_world_process_zero=self._world.is_main
         )
 
     def use_plan(self, plan: RunPlan) -> None:
-        """Show callbacks the settings of a run."""
+        """Set the settings of a run in the state, for callbacks."""
         state = self.state
         state.max_steps, state.num_train_epochs = plan.duration.steps, plan.duration.epochs
         state.logging_steps, state.eval_steps = plan.logging.steps, plan.evaluation.steps
         state.save_steps = plan.save.cadence.steps
 
     def adopt(self, saved: TrainerState) -> None:
-        """Continue a checkpoint's progress, in the same state object. Settings of this run and this process stay."""
+        """Copy a checkpoint's progress into the state object, except settings of this run and this process."""
         for item in dataclasses.fields(saved):
             if item.name not in _OF_THIS_RUN:
                 setattr(self.state, item.name, getattr(saved, item.name))
 
     def fire(self, event: str, state: TrainerState | None = None, **payload: Any) -> None:
-        """Call the callbacks.
-
-        Args:
-            state: what they are given instead of the present state.
-        """
+        """Call the callbacks with `state`, by default the present one."""
         self.control = self.handler.fire(event, self._args(), state or self.state, self.control, **payload)
 
     def fire_if_heard(self, event: str) -> None:
-        """The same for the events of a step, which usually nobody listens to."""
+        """The same for the events of a step, which usually have no listeners."""
         if self.handler.listens(event):
             self.fire(event)
 
@@ -79,16 +75,15 @@ class Events:
         self.fire("on_log", logs=logs)
 
     def find_deciding_callbacks(self) -> None:
-        """Find out whether a rank has callbacks of a script's own, whose flags may differ. Collective."""
+        """Check if any rank has callbacks of a script's own, whose flags may differ. Collective."""
         if self._gang.size > 1:
             own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
             self._flags_may_differ = bool(self._gang.sum(torch.tensor(float(any(own)))))
             self.agree_on_flags()
 
     def agree_on_flags(self) -> None:
-        """Set each flag that a callback of any rank set: saving, evaluating and ending need all ranks. Collective.
-
-        Windlass's own callbacks decide alike on every rank, so this exchanges nothing without others.
+        """Set each flag that a callback of any rank set. Windlass's own callbacks set the same flags on every rank, so
+        nothing is exchanged without others. Collective.
         """
         if self._flags_may_differ:
             wishes = self._gang.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
@@ -96,23 +91,25 @@ class Events:
                 setattr(self.control, name, count > 0)
 
     def show(self, **objects: Any) -> None:
-        """Set what every event is given by name: `model`, `optimizer`, `train_dataloader`, ..."""
+        """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""
         for name, value in objects.items():
             setattr(self.handler, name, value)
 
     # --- in checkpoints ---------------------------------------------------------------------------------------------
 
     def saved_state(self) -> dict[str, Any]:
-        """The fields of the state, with the states of callbacks in it. The history is the live list."""
+        """The fields of the state, with the states of callbacks. The history is the live list."""
         self.state.stateful_callbacks = self.handler.state_dict()
         return {item.name: getattr(self.state, item.name) for item in dataclasses.fields(self.state)}
 
     def restore_callbacks(self, restore_args: bool) -> None:
-        """Give callbacks the states that came with an adopted state."""
+        """Restore the states of callbacks from the adopted state."""
         self.handler.load_state_dict(self.state.stateful_callbacks, restore_args=restore_args)
 
     def copy_callback_states(self) -> State:
-        """The states of callbacks; none if they cannot be copied, and so not be saved either, which a save reports."""
+        """Copies of the states of callbacks; empty if they cannot be copied, and so not saved either: a save reports
+        it.
+        """
         try:
             return copy.deepcopy(self.handler.state_dict())
         except Exception as error:
@@ -125,7 +122,7 @@ class Events:
                 callback.roll_back(self.state)
 
     def close_displays(self) -> None:
-        """Release the terminal: a run that an exception ended fires no `on_train_end`."""
+        """Release the terminal: a run that ends with an exception does not fire `on_train_end`."""
         for callback in self.handler.callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.close()

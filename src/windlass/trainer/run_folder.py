@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_store, upload_files
+from windlass.checkpoint.remote import check_remote
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.locations import local_folder
+from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.dist.gang import Gang
-from windlass.trainer.defaults import unwritable
 from windlass.trainer.run_saver import RunSaver
 
 logger = get_logger(__name__)
@@ -24,28 +27,19 @@ class RunFolder:
     """Locks the folder against other runs: the writer rank of each disk holds the lock for all ranks.
 
     Attributes:
-        path: where files go on this machine: a staging folder if `place` is a URL.
-
-    Args:
-        place: the folder, absolute, or a URL.
-        shown: `output_dir` as the user wrote it.
+        path: the folder on this machine: a staging folder if `output_dir` is a URL.
     """
 
-    def __init__(self, place: str, shown: str, gang: Gang) -> None:
-        self._place, self._shown, self._gang = place, shown, gang
-        self.path = local_folder(place)
+    def __init__(self, args: Any, gang: Gang) -> None:
+        self._place, self._shown, self._gang = args.output_path, str(args.output_dir), gang
+        self.path = local_folder(self._place)
         self._disks: Disks | None = None
         self._lock: RunLock | None = None
         self._watch: OutputFolder | None = None
 
-    @classmethod
-    def of(cls, args: Any, gang: Gang) -> RunFolder:
-        """The output folder of these arguments."""
-        return cls(args.output_path, str(args.output_dir), gang)
-
     @property
     def disks(self) -> Disks:
-        """Which ranks share the disk of the folder. Found out once; that is collective."""
+        """Which ranks share the disk of the folder. Collective the first time."""
         if self._disks is None:
             self._disks = find_disks(self._gang, self.path)
         return self._disks
@@ -57,7 +51,7 @@ class RunFolder:
         return CheckpointManager(store, retention)
 
     def upload(self) -> None:
-        """Upload what was written beside checkpoints, if the place is a URL. An error is logged; the files stay."""
+        """Upload the files beside checkpoints if the place is a URL. An error is logged; the files stay."""
         if self._gang.rank != 0:
             return
         try:
@@ -65,10 +59,22 @@ class RunFolder:
         except OSError as error:
             logger.error("%s. The run's files are in %s", error.strerror or error, self.path)
 
+    def warn_of_earlier_run(self) -> None:
+        """Warn, on the main process, if the folder holds checkpoints of another run."""
+        earlier = open_store(self._place).committed() if self._gang.rank == 0 else []
+        if earlier:
+            newest, others = earlier[-1].path.name, len(earlier) - 1
+            logger.warning(
+                "%s holds another run (%s%s), and this is a fresh one. Its checkpoints count as older than this run's: "
+                "save_total_limit and keep_last remove them first, one of the same step is replaced, and from this "
+                "run's first save on resume_from_checkpoint=True continues this run. To keep both, choose another "
+                "output_dir", self._place, newest, f" and {others} more" if others else ""
+            )  # fmt: skip
+
     # --- the lock ---------------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Keep other runs out from here on. Collective.
+        """Make the folder, lock it against other runs, and check that it can be written. Collective.
 
         Raises:
             ConfigError: another run writes there, or it cannot be written; the same on every rank.
@@ -77,6 +83,7 @@ class RunFolder:
         if self._gang.rank == self.disks.writer_rank:
             try:
                 self.confirm()
+                self._check_writable()
             except FolderInUse as error:
                 fix = (
                     f"another run is writing to it ({error.holder}): wait for that run or end it, or choose another "
@@ -84,13 +91,21 @@ class RunFolder:
                 )
             except OSError as error:
                 fix = unwritable(self._shown, error).problems[0].fix
+            except ConfigError as error:
+                fix = error.problems[0].fix
             except BaseException:
                 self.release(None)
                 raise
-        fixes = [told for told in self._gang.gather_objects(fix) if told is not None]
+        fixes = [found for found in self._gang.gather_objects(fix) if found is not None]
         if fixes:
             self.release(None)
             raise ConfigError(Problem("output_dir", self._shown, fixes[0]))
+
+    def _check_writable(self) -> None:
+        check_writable(str(self.path), self._shown)
+        if is_url(self._place) and self._gang.rank == 0:
+            check_remote(self._place)
+            logger.info("%s: the run works in %s, which WINDLASS_STAGING moves", self._place, self.path)
 
     def confirm(self) -> None:
         """Check that this process still holds the lock, or take it. For the writer rank of the folder.
@@ -106,7 +121,7 @@ class RunFolder:
         self._lock.acquire()
 
     def release(self, saver: RunSaver | None) -> None:
-        """Give the lock up, as soon as a thread of `saver` that still writes there has ended."""
+        """Release the lock, once the thread of `saver` that still writes there has ended."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -114,3 +129,28 @@ class RunFolder:
             lock.release_after(saver.wait)
         else:
             lock.release()
+
+
+def check_writable(folder: str, shown: str) -> None:
+    """Make the output folder and write a page to it, which is removed again; raise ConfigError if that fails."""
+    probe = Path(folder, ".windlass-write-test")
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(4096))  # an empty file fits on a full disk too
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    except OSError as error:
+        raise unwritable(shown, error) from error
+
+
+def unwritable(output_dir: str, error: OSError) -> ConfigError:
+    """The error of an output folder that can't be written, as a problem of the configuration."""
+    fix = (
+        f"it can't be written ({error.strerror or error}): choose another folder, or make room and permission"
+    )
+    return ConfigError(Problem("output_dir", output_dir, fix))

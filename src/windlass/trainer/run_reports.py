@@ -1,11 +1,9 @@
-"""What a run counts and reports."""
+"""Counts and reports of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from windlass.config.plan import RunPlan
 from windlass.core.clock import Moment
@@ -14,8 +12,8 @@ from windlass.core.logs import get_logger
 from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.engine.feed import UpdateBatch
 from windlass.metrics.ledger import Ledger
-from windlass.metrics.memory import memory_metrics
 from windlass.metrics.speed import speed_metrics
+from windlass.metrics.stage_memory import StageMemory
 from windlass.metrics.tokens import InputCounter
 
 logger = get_logger(__name__)
@@ -28,37 +26,29 @@ class RunReports:
         load_watch: warns if other programs use the cores.
 
     Args:
-        parameters: those that take part in multiplications with every token.
+        parameters: number of parameters that every token is multiplied with.
         last_rates: returns the learning rates of the last update.
     """
 
     def __init__(
-        self, plan: RunPlan, state: TrainerState, ledger: Ledger, device: torch.device, parameters: int,
+        self, plan: RunPlan, state: TrainerState, ledger: Ledger, memory: StageMemory, parameters: int,
         last_rates: Callable[[], list[float]],
     ) -> None:  # fmt: skip
-        self._plan, self._state, self._ledger, self._device = plan, state, ledger, device
+        self._plan, self._state, self._ledger, self._memory = plan, state, ledger, memory
         self._flops_per_position, self._last_rates = 6 * parameters, last_rates
         self._samples, self._updates = 0.0, 0
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
 
     def announce(self, samples: int | None) -> None:
-        """Log what is about to happen.
-
-        Args:
-            samples: of the training data; None for a stream.
-        """
-        batch = self._plan.batch
+        """Log the size of the run; `samples` is None for a stream."""
+        batch, steps = self._plan.batch, self._plan.duration.steps
         logger.info("***** Running training *****")
-        logger.info(
-            "  samples: %s, updates: %d",
-            "a stream" if samples is None else samples,
-            self._plan.duration.steps,
-        )
+        logger.info("  samples: %s, updates: %d", "a stream" if samples is None else samples, steps)
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
-                    batch.update, batch.micro, batch.accumulation, batch.world)  # fmt: skip
+                    batch.samples, batch.micro, batch.accumulation, batch.world)  # fmt: skip
 
     def update_applied(self, batch: UpdateBatch) -> None:
-        """One update was made from this data, or skipped."""
+        """Called after an update from this data, applied or skipped."""
         self._samples += batch.total_samples
         self._updates += 1
         self._state.num_input_tokens_seen += int(batch.tokens)
@@ -78,18 +68,18 @@ class RunReports:
 
     def summary(self, started: Moment) -> dict[str, float]:
         """Speed, FLOPs, mean loss and memory of the whole run."""
-        self._ledger.read()  # what the last report did not cover, so that the mean loss covers every update
+        self._ledger.read()  # updates since the last report, so that the mean loss covers all
         metrics: dict[str, float] = speed_metrics(
             "train", started, num_samples=self._samples, num_steps=self._updates
         )
         metrics["total_flos"] = self._state.total_flos
         metrics["train_loss"] = self._ledger.mean_loss()
         if self._plan.reports.memory:
-            metrics.update(memory_metrics("train", self._device))
+            metrics.update(self._memory.report("train", "train"))
         return metrics
 
 
 def count_inputs(model: object, tokens: str, pad_token: int | None) -> tuple[Any, Any]:
-    """Functions of a batch: the tokens that `num_input_tokens_seen` counts, and positions with padding."""
+    """Return two functions of a batch: its tokens for `num_input_tokens_seen`, and its positions with padding."""
     inputs = InputCounter(getattr(model, "main_input_name", "input_ids"), pad_token)
     return {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[tokens], inputs.positions

@@ -1,4 +1,4 @@
-"""The saves of one run: in the background where that is possible, and announced once they stand."""
+"""The saves of one run: in the background if possible, and announced once they are committed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class RunSaver:
 
     Attributes:
         history: what of `log_history` is saved; on the writer rank of the folder.
+        retry: counts saves that failed.
 
     Args:
-        may_wait: whether nothing needs a checkpoint to stand as soon as the call that saves it returns. Ranks may
-            differ: it is voted on.
+        may_wait: returns False if a checkpoint must be committed when the call that saves it returns. Ranks vote on it.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class RunSaver:
         self.history = HistoryKeeper()
         self._memory = HostMemory(device)
         self._ended: Ended | None = None
-        self._said_too_large = False
+        self._warned_too_large = False
         self._saved_at = time.monotonic()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way; the same on every rank."""
+        """True while a save is under way; the same on every rank."""
         return self._background.busy
 
     def is_due(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint: an ephemeral one, or one in the place of a failed one."""
+        """Return True if this rank's clock requests a checkpoint: an ephemeral one, or one to replace a failed one."""
         if self.retry.reason is not None:
             return self.retry.is_due()
         every = self._plan.every
@@ -71,15 +71,14 @@ class RunSaver:
     def save(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: list[Path], ended: Ended
     ) -> None:
-        """Save, or start to. Collective; nothing may be under way.
+        """Save, or start to. Collective; no save may be under way.
 
         Args:
-            protected: folders that retention spares, beside this save's.
-            ended: called with the folder once it stands, or with None where the save was given up: at once, or from
+            protected: folders that retention keeps, besides this save's.
+            ended: called with the folder once it is committed, or with None if the save failed: at once, or from
                 `agreed` or `finish`.
         """
         self._saved_at = time.monotonic()
-        ended = self._noting_history(ended)
         snapshot = None
         if self._plan.background:
             may_wait = self._may_wait() and content.write_model is None
@@ -98,58 +97,46 @@ class RunSaver:
             ended(None)
 
     def note_end(self, step: int, folder: Path | None, newest: Path | None) -> None:
-        """Take note of how a save ended: the folder, or None if it failed.
-
-        Args:
-            newest: the last checkpoint of the run that is whole.
-
-        Raises:
-            CheckpointError: too many failed.
+        """Record how a save ended (a folder of None: it failed); raise CheckpointError if too many failed. `newest` is
+        the last complete checkpoint of the run.
         """
         if folder is None:
             self.retry.failed(step, str(self.manager.last_failure), newest)
         else:
+            self.history.saved(folder)
             self.retry.succeeded()
 
-    def _noting_history(self, ended: Ended) -> Ended:
-        def noted(folder: Path | None) -> None:
-            if folder is not None:
-                self.history.saved(folder)
-            ended(folder)
-
-        return noted
-
     def agreed(self, counters: Counters) -> None:
-        """Take note of how far all ranks are with the save under way."""
-        self._tell(self._background.agreed(counters))
+        """Apply what all ranks know of the progress of the save under way."""
+        self._report(self._background.agreed(counters))
 
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
-        self._tell(self._background.finish())
+        self._report(self._background.finish())
 
     def wait(self) -> None:
         """Wait until no thread of this rank writes. Not collective."""
         self._background.wait()
 
     def leave(self) -> None:
-        """End with what this rank can do alone: the run ends in an error, and the others may be anywhere."""
+        """Finish what this rank can finish alone: the run ends in an error, and other ranks may be anywhere."""
         if self._gang.size == 1:
             self.finish()
         else:
             self._background.leave()
 
     def release(self) -> None:
-        """Give the memory of copies back."""
+        """Free the memory of copies."""
         self._memory = HostMemory(torch.device("cpu"))
 
-    def _tell(self, outcome: Outcome | None) -> None:
+    def _report(self, outcome: Outcome | None) -> None:
         if outcome is not None:
             ended, self._ended = self._ended, None
             assert ended is not None
             ended(outcome.folder)
 
     def _try_snapshot(self, content: Content) -> tuple[Content, Callable[[], None]] | None:
-        """A copy in host memory; None where there is none to be had: an error here would leave other ranks waiting."""
+        """Return a copy in host memory, or None if there is no room: an error here would leave other ranks waiting."""
         try:
             return self._memory.snapshot(content)
         except (MemoryError, RuntimeError) as error:
@@ -157,16 +144,16 @@ class RunSaver:
             return None
 
     def _fits(self, needed: int) -> bool:
-        """Whether there is memory for copies of so many bytes. Collective."""
+        """Return True if there is memory for copies of `needed` bytes. Collective."""
         room = self._plan.host_memory
         if room is None:
             needed, room = room_on_machine(max(needed - self._memory.nbytes, 0), self._gang)
         if room is None or needed <= room:
             return True
-        if not self._said_too_large:
-            self._said_too_large = True
+        if not self._warned_too_large:
+            self._warned_too_large = True
             logger.warning(
-                "a checkpoint takes %s bytes of host memory to be written in the background, and %s may be used: "
+                "a checkpoint needs %s bytes of host memory to be written in the background, and %s may be used: "
                 "training waits while it is written", f"{needed:,}", f"{room:,}"
             )  # fmt: skip
         return False

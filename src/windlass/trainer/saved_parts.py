@@ -1,6 +1,4 @@
-"""What a run's checkpoints hold besides the weights, the optimizer and the history: one list for saving, resuming and
-rolling back.
-"""
+"""The states in a checkpoint besides weights, optimizer and history: one list for saving, resuming and rolling back."""
 
 from __future__ import annotations
 
@@ -23,24 +21,30 @@ class SavedPart:
     """One entry of a checkpoint.
 
     Attributes:
-        name: under which it is saved.
-        owner: whose state it is.
-        rolls_back: a rollback restores it. The position in the data is not: the data that led there is left out.
+        name: of its file.
+        owner: the object whose state it is.
+        rolls_back: a rollback restores it. It does not restore the position: the data that led there is skipped.
         optional: checkpoints of earlier versions lack it.
+        earlier: its name in checkpoints of earlier versions; empty if it is the same.
     """
 
     name: str
     owner: Stateful
     rolls_back: bool = True
     optional: bool = False
+    earlier: str = ""
+
+    def name_in(self, checkpoint: Checkpoint) -> str:
+        """The name under which this checkpoint has it."""
+        return self.earlier if self.earlier and checkpoint.has(self.earlier) else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart(SavedPart):
-    """One that each rank has for itself.
+    """An entry of which each rank has its own.
 
     Attributes:
-        adopt: restores it from the states of all ranks if there were more or fewer of them; None: it is not restored.
+        adopt: restores it from the states of all ranks if their number has changed; None: it is not restored.
     """
 
     adopt: Callable[[list[State]], None] | None = None
@@ -53,7 +57,7 @@ class SavedParts:
         self._rank, self._world, self._parts = rank, world, parts
 
     def shared(self) -> dict[str, State]:
-        """The states that are saved once."""
+        """The states that are the same on all ranks."""
         return {part.name: part.owner.state_dict() for part in self._parts if not isinstance(part, RankPart)}
 
     def of_rank(self) -> dict[str, State]:
@@ -61,20 +65,17 @@ class SavedParts:
         return {part.name: part.owner.state_dict() for part in self._parts if isinstance(part, RankPart)}
 
     def load(self, checkpoint: Checkpoint, *, rolling_back: bool = False) -> None:
-        """Restore the parts from a checkpoint.
-
-        Raises:
-            CheckpointError: one is missing, or is not what a run saves there.
-        """
+        """Restore the parts; raise CheckpointError if one is missing or holds something else."""
         for part in self._parts:
             if rolling_back and not part.rolls_back:
                 continue
             if isinstance(part, RankPart):
                 with reading(checkpoint, "rank-*"):
                     self._load_rank_part(checkpoint, part)
-            elif not part.optional or checkpoint.has(part.name):
-                with reading(checkpoint, part.name):
-                    part.owner.load_state_dict(checkpoint.shared(part.name))
+            elif not part.optional or checkpoint.has(part.name_in(checkpoint)):
+                name = part.name_in(checkpoint)
+                with reading(checkpoint, name):
+                    part.owner.load_state_dict(checkpoint.shared(name))
 
     def _load_rank_part(self, checkpoint: Checkpoint, part: RankPart) -> None:
         if part.optional and not checkpoint.has_of_rank(part.name, 0):
@@ -87,7 +88,7 @@ class SavedParts:
 
 @contextlib.contextmanager
 def reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
-    """Within the body a part is restored; if it is not what a run saves there, the error names its file."""
+    """Within the body, a part is restored; an error of a part that holds something else names its file."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -99,7 +100,7 @@ def reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
         ) from error
 
 
-# --- owners of what has no object of its own -------------------------------------------------------------------------
+# --- owners of states that belong to no other object -----------------------------------------------------------------
 
 
 class Generators:
@@ -133,7 +134,7 @@ class Buffers:
 
 
 class Position:
-    """Where this rank's data goes on; ranks with loaders of their own are at different places."""
+    """The position of this rank in its data; ranks with loaders of their own are at different positions."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""The objects that a Trainer keeps from one call to the next."""
+"""The objects that live as long as a Trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from windlass.trainer.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Each owns one kind of state; `Run` and everything below it get them instead of the Trainer."""
+    """Each owns one kind of state; `Run` and the objects that it uses get them instead of the Trainer."""
 
     session: Session
     accelerator: Accelerator
@@ -33,33 +33,21 @@ class Services:
 
     @classmethod
     def open(
-        cls,
-        session: Session,
-        accelerator: Accelerator,
-        engine: TrainerEngine,
-        args: Callable[[], Any],
+        cls, session: Session, accelerator: Accelerator, engine: TrainerEngine, args: Callable[[], Any],
         handler: CallbackHandler,
-    ) -> Services:
-        """Make them.
-
-        Args:
-            args: returns the arguments that callbacks are given.
-        """
-        events = Events(args, session, handler)
-        loss, fitter = LossPolicy(session, accelerator), BatchFitter(session)
-        return cls(
-            session, accelerator, engine, events, loss, fitter, Evaluator(session, events, loss, fitter)
-        )
+    ) -> Services:  # fmt: skip
+        """Make all of them; `args` returns the arguments that callbacks get."""
+        events, loss = Events(args, session, handler), LossPolicy(session, accelerator)
+        fitter = BatchFitter(session)
+        evaluator = Evaluator(session, events, loss, fitter)
+        return cls(session, accelerator, engine, events, loss, fitter, evaluator)
 
 
 def open_accelerator(
     session: Session, args: Callable[[], Any], owned: Callable[[], Iterable[Any]]
 ) -> tuple[TrainerEngine, Accelerator]:
-    """The accelerator of a Trainer, and the engine in it, to which runs attach.
-
-    Args:
-        args: returns the Trainer's arguments.
-        owned: returns the Trainer's own model, wrapper, optimizer and schedule.
+    """Return the engine to which runs attach, and the accelerator of a Trainer on it. `owned` returns the Trainer's own
+    model, wrapper, optimizer and schedule.
     """
     precision = resolve_precision(args())
     check_precision(precision, session.device)

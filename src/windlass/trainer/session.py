@@ -1,4 +1,4 @@
-"""Where a Trainer runs."""
+"""The process, device and peers of a Trainer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join
+from windlass.metrics.stage_memory import INIT, StageMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The process, its device and the other processes, for as long as a Trainer lives."""
+    """The process, its device and memory, and the other processes, for as long as a Trainer lives."""
 
     world: World
     device: torch.device
     gang: Gang
+    memory: StageMemory
 
     @classmethod
     def open(cls, args: Any) -> Session:
@@ -25,4 +27,7 @@ class Session:
         world, device = world_from_environment(), args.device
         if device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(device.index or 0)
-        return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend))
+        memory = StageMemory(device)
+        if not args.skip_memory_metrics:
+            memory.begin(INIT)
+        return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend), memory)

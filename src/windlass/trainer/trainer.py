@@ -1,4 +1,4 @@
-"""The Trainer: the names and signatures that scripts know, over an engine that knows none of them."""
+"""The Trainer: a facade with the names and signatures that scripts know."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from windlass.core.errors import DataError
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
-from windlass.trainer.losses import batch_loss, call_model, check_differentiable, checked_batch
-from windlass.trainer.machinery import (
+from windlass.trainer.lazy_modules import (
     binding,
     columns,
     defaults,
@@ -32,6 +31,7 @@ from windlass.trainer.machinery import (
     run_folder,
     services,
 )  # fmt: skip
+from windlass.trainer.losses import batch_loss, call_model, check_differentiable, checked_batch
 from windlass.trainer.reports import complete_logs, evaluation_speed
 from windlass.trainer.session import Session
 from windlass.trainer.trainer_names import TrainerNames
@@ -56,20 +56,20 @@ class Trainer(TrainerNames):
         train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets;
             evaluation data may be a dict of named sets.
         processing_class: tokenizer or processor, saved with the model. `tokenizer=` is its earlier name.
-        model_init: makes the model anew at each `train()`, after seeding; instead of `model`.
+        model_init: makes a new model at each `train()`, after seeding; instead of `model`.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`.
         compute_metrics: `EvalPrediction -> dict`.
         callbacks: classes or instances; `callback=` is accepted too.
-        optimizers: an optimizer and a scheduler to use as they are.
+        optimizers: an optimizer and a scheduler to use.
         optimizer_cls_and_kwargs: a class and keywords to build the optimizer from, instead of `args.optim`.
         preprocess_logits_for_metrics: `(logits, labels) -> logits`, before they are kept for metrics.
 
     Raises:
-        ConfigError, ModelError: what can be known to be wrong before training.
+        ConfigError, ModelError: whatever can be known to be wrong before training.
     """
 
-    # None: found out by experiment on the first batch. True: `compute_loss` is already normalised over the update
-    # and the ranks. False: it is a plain mean over its micro-batch.
+    # None: measured on the first batch. True: `compute_loss` is already normalised over the update and the ranks.
+    # False: it is a plain mean over its micro-batch.
     loss_is_scaled_for_ga: bool | None = None
 
     def __init__(
@@ -107,7 +107,7 @@ class Trainer(TrainerNames):
         self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
         self._run: Run | None = None
         self._folder: RunFolder | None = None
-        self._take_model(defaults.first_model(model, self))
+        self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
         defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
         callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
         handler = CallbackHandler(
@@ -120,12 +120,13 @@ class Trainer(TrainerNames):
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(binding.loss_hooks(self, Trainer))
         self.add_callback(defaults.display_callback(self.args))
+        self._session.memory.end("init")
         self._services.events.fire("on_init_end")
 
     # --- construction -----------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `self.accelerator`: device, ranks and precision of this run."""
+        """Make `self.accelerator`: device, ranks and precision."""
         self._engine, self.accelerator = services.open_accelerator(
             self._session,
             lambda: self.args,
@@ -172,17 +173,17 @@ class Trainer(TrainerNames):
         """Train, from the start or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`, "auto"
-                does so or starts afresh where there is none; a path continues from exactly that one. Afterwards the
-                run has the same bits as one that was never interrupted.
-            ignore_keys_for_eval: keys of the model's output that are no predictions, in evaluations along the way.
+            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`; "auto"
+                does the same, or starts a new run if there is none; a path continues from that checkpoint. The run ends
+                with the same bits as one that was never interrupted.
+            ignore_keys_for_eval: keys of the model's output that are not predictions, in evaluations of this run.
             model_path: the earlier name of `resume_from_checkpoint`.
 
         Raises:
             ConfigError: with every problem of the configuration, before any work.
             CheckpointError: the checkpoint is missing, damaged, or of another model; or the last save failed.
             NonFiniteError: loss or gradient became NaN or infinite (`nonfinite_policy="raise"`).
-            Preempted: a scheduler asked the job to leave (`preemption_signals`); the process ends with code 75.
+            Preempted: a scheduler requested the job to exit (`preemption_signals`); the process ends with code 75.
         """
         resume = defaults.one_of("resume_from_checkpoint", resume_from_checkpoint, "model_path", model_path)
         if resume is None:
@@ -194,19 +195,18 @@ class Trainer(TrainerNames):
             self.optimizer, self.lr_scheduler = None, None
         if self._made_scheduler:  # for the length of an earlier run
             self.lr_scheduler, self._made_scheduler = None, False
-        started = Moment()
-        # Before anything else that all ranks do together.
-        preparation.begin_call(self, Trainer, self._services, "train()", resume)
+        # Before any other collective.
+        preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
         earlier, self._run = self._run, None
-        self._folder = run_folder.RunFolder.of(self.args, self._session.gang)
+        self._folder = run_folder.RunFolder(self.args, self._session.gang)
         self._folder.take()
         self.is_in_train = True
         interruption = interrupting.Interruption(self._session, resolve.resolve_preemption(self.args))
         try:
-            if earlier is not None:  # if an interrupt ended it at once, its thread writes to the same folder
+            if earlier is not None:  # after an interrupt its thread may still write to the same folder
                 earlier.checkpointer.abandon()
             with interruption.listening(lambda: self._run):
-                return self._train(started, interruption, resume, ignore_keys_for_eval)
+                return self._train(interruption, resume, ignore_keys_for_eval)
         except (Exception, SystemExit):
             if self._run is not None:
                 self._run.checkpointer.abandon()
@@ -220,17 +220,16 @@ class Trainer(TrainerNames):
                 self._run.release()
 
     def _train(
-        self, started: Moment, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
+        self, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
     ) -> TrainOutput:  # fmt: skip
         assert self._folder is not None
         hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
-        prepared = preparation.prepare_run(
+        self._run, self._writer, checkpoint, place = preparation.prepare_run(
             self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
             tokenizer=self.processing_class, new_files=self._new_writer,
         )  # fmt: skip
-        self._run, self._writer = prepared.run, prepared.files
-        self.model_wrapped = prepared.run.executor.model
-        return prepared.execute(started)
+        self.model_wrapped = self._run.executor.model
+        return self._run.execute(checkpoint, place)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
@@ -243,7 +242,7 @@ class Trainer(TrainerNames):
             num_items_in_batch: the update's target count over all micro-batches and ranks.
 
         Returns:
-            Scalar tensor without gradient: the loss as `compute_loss` gave it.
+            Scalar tensor without gradient: the loss that `compute_loss` returned.
         """
         if not model.training:
             model.train()
@@ -266,15 +265,15 @@ class Trainer(TrainerNames):
     ) -> Any:
         """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
 
-        An override may leave out `num_items_in_batch` and return the batch's mean; Windlass then weighs it by the
-        batch's target count. With `return_outputs=True` it returns `(loss, outputs)`.
+        An override may omit `num_items_in_batch` and return the batch's mean; Windlass then weights it by the batch's
+        target count. With `return_outputs=True` it returns `(loss, outputs)`.
 
         Raises:
             ModelError: the model returned no loss.
         """
         policy, count = self._services.loss, num_items_in_batch
         loss, outputs = batch_loss(
-            model, inputs, count, function=self.compute_loss_func, smoothing=self.args.label_smoothing_factor,
+            model, inputs, count, function=self.compute_loss_func, smoothing=self._services.loss.hooks.smoothing,
             shifted=policy.counter.shifted, divides=policy.divides,
         )  # fmt: skip
         if policy.scales and count is not None:
@@ -282,10 +281,9 @@ class Trainer(TrainerNames):
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:
-        """How many targets this batch's loss is a mean over. Override it where labels do not tell (see
-        docs/losses.md).
+        """Number of targets that this batch's loss is a mean over, from a batch in host memory, before its forward.
 
-        Called with batches in host memory, before their forward.
+        Override it if labels do not show the number (see docs/losses.md).
         """
         return self._services.loss.counter(batch)
 
@@ -296,7 +294,7 @@ class Trainer(TrainerNames):
     # --- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The training loader. Override it to bring any iterable of batches; each rank then iterates its own.
+        """The training loader. Override it to return any iterable of batches; each rank then iterates its own.
 
         Raises:
             DataError: there is no training dataset, or it is empty.
@@ -305,11 +303,10 @@ class Trainer(TrainerNames):
             raise DataError(
                 "training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`"
             )
-        dataset, collate = self._with_used_columns(self.train_dataset, "training")
-        sampler = self._get_train_sampler if binding.overrides(self, Trainer, "_get_train_sampler") else None
-        return loading.training_loader(
-            self.args, self._session.world, self.train_dataset, dataset, collate, sampler
-        )
+        return self._get_dataloader(
+            dataset=self.train_dataset, description="Training", batch_size=self.args.train_batch_size,
+            sampler_fn=self._get_train_sampler, is_training=True,
+        )  # fmt: skip
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of one evaluation set: a dataset, or the name of one of the sets given as `eval_dataset`.
@@ -317,22 +314,21 @@ class Trainer(TrainerNames):
         Raises:
             DataError: there is none, or the name is unknown.
         """
-        return self._evaluation_loader(loading.named_dataset(eval_dataset, self.eval_dataset), "evaluation")
+        return self._get_dataloader(
+            dataset=loading.named_dataset(eval_dataset, self.eval_dataset), description="Evaluation",
+            batch_size=self.args.eval_batch_size, sampler_fn=self._get_eval_sampler,
+            dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
+        )  # fmt: skip
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader that `predict` runs over."""
-        return self._evaluation_loader(test_dataset, "test")
-
-    def _evaluation_loader(self, dataset: Any, what: str) -> Any:
-        dataset, collate = self._with_used_columns(dataset, what)
-        sampler = (
-            self._get_eval_sampler(dataset) if binding.overrides(self, Trainer, "_get_eval_sampler") else None
-        )
-        largest = self._services.fitter.eval
-        return loading.evaluation_loader(self.args, self._session.world, dataset, collate, sampler, largest)
+        return self._get_dataloader(
+            dataset=test_dataset, description="test", batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+        )  # fmt: skip
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Fill `_signature_columns`: what the model's forward takes, and the labels. Override it to add yours."""
+        """Set `_signature_columns`: the arguments of the model's forward, and the labels. Override it to add yours."""
         if self._signature_columns is None:
             self._signature_columns = columns.signature_columns(innermost(self.model), self.label_names)
 
@@ -345,7 +341,7 @@ class Trainer(TrainerNames):
     # --- optimizer and schedule ---------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return `self.optimizer`; one that is there already is kept."""
+        """Set and return `self.optimizer`; an existing one is kept."""
         if self.optimizer is None:
             target = self.model if model is None else model
             cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
@@ -358,7 +354,7 @@ class Trainer(TrainerNames):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """Set and return `self.lr_scheduler`; one that is there already is kept."""
+        """Set and return `self.lr_scheduler`; an existing one is kept."""
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = optimization.new_scheduler(self.args, target, num_training_steps)
@@ -375,11 +371,11 @@ class Trainer(TrainerNames):
         Args:
             eval_dataset: another dataset than the Trainer's, the name of one of its sets, or a dict of datasets;
                 each set of a dict is evaluated under its own name (`eval_name_loss`).
-            ignore_keys: keys of the model's output that are no predictions.
-            metric_key_prefix: what the metrics' names begin with.
+            ignore_keys: keys of the model's output that are not predictions.
+            metric_key_prefix: first part of the metrics' names.
 
         Returns:
-            `{prefix}_loss`, what `compute_metrics` gave, runtime and throughput, and the epoch.
+            `{prefix}_loss`, the metrics of `compute_metrics`, runtime and throughput, and the epoch.
         """
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, Mapping):
@@ -388,12 +384,14 @@ class Trainer(TrainerNames):
                 one = name if eval_dataset is None else dataset
                 metrics.update(self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
-        preparation.begin_call(self, Trainer, self._services, f"evaluate() of {metric_key_prefix!r}")
+        preparation.begin_call(self, Trainer, self._services, "eval", f"evaluate() of {metric_key_prefix!r}")
         started, loss_only = Moment(), True if self.compute_metrics is None else None
         with self._services.evaluator.own_randomness():
             loader = self.get_eval_dataloader(eval_dataset)
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
-        output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
+        output.metrics.update(
+            evaluation_speed(self.args, self._session, "eval", metric_key_prefix, started, output)
+        )
         self.log(output.metrics)
         self._services.events.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
@@ -401,18 +399,20 @@ class Trainer(TrainerNames):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predictions for every sample, in the dataset's order, with metrics where the data has labels.
+        """Predictions for every sample, in the dataset's order, with metrics if the data has labels.
 
         Returns:
             Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
             widths are padded with -100.
         """
-        preparation.begin_call(self, Trainer, self._services, f"predict() of {metric_key_prefix!r}")
+        preparation.begin_call(self, Trainer, self._services, "test", f"predict() of {metric_key_prefix!r}")
         started = Moment()
         with self._services.evaluator.own_randomness():
             loader = self.get_test_dataloader(test_dataset)
             output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
-        output.metrics.update(evaluation_speed(self.args, self._session, metric_key_prefix, started, output))
+        output.metrics.update(
+            evaluation_speed(self.args, self._session, "test", metric_key_prefix, started, output)
+        )
         self._services.events.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -424,11 +424,11 @@ class Trainer(TrainerNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over a loader and join what all ranks found.
+        """Run the model over a loader and join the results of all ranks.
 
         Args:
             description: "Evaluation" or "Prediction", for the log.
-            prediction_loss_only: keep nothing but the loss; None: as the arguments say.
+            prediction_loss_only: keep nothing but the loss; None: as in the arguments.
         """
         bound = binding.eval_hooks(self, self._model_writer.strategy, ignore_keys)
         return self._services.evaluator.run(
@@ -439,7 +439,7 @@ class Trainer(TrainerNames):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, predictions and labels of one batch, None where there is none. Override it for a step of your own."""
+        """Loss, predictions and labels of one batch, None for those it lacks. Override it for a step of your own."""
         labelled = evaluator.has_labels(inputs, self.label_names)
         inputs = self._prepare_inputs(inputs)
         keys = evaluation.ignored_keys(self.model) if ignore_keys is None else ignore_keys
@@ -450,7 +450,7 @@ class Trainer(TrainerNames):
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 loss = loss if isinstance(loss, LossTerms) else loss.detach()
-                by_model = not (self.args.label_smoothing_factor or self.compute_loss_func is not None)
+                by_model = not (self._services.loss.hooks.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
@@ -460,12 +460,11 @@ class Trainer(TrainerNames):
     # --- reports and files --------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add `logs` to the history and tell the callbacks. Override it to add values of your own.
+        """Add `logs` to the history and call `on_log` of the callbacks. Override it to add values of your own.
 
         Args:
-            logs: names and values; `epoch` is added, and the token count where `include_num_input_tokens_seen` asks
-                for it.
-            start_time: when training began, in seconds; gives tokens per second.
+            logs: names and values; `epoch` is added, and the token count if `include_num_input_tokens_seen`.
+            start_time: when training began, in seconds, for tokens per second.
         """
         count_tokens = self.args.include_num_input_tokens_seen != "no"
         first_tokens = 0 if self._run is None else self._run.first_tokens
@@ -477,12 +476,12 @@ class Trainer(TrainerNames):
         process, and with `save_on_each_node` on one of each machine that has a disk of its own.
 
         Args:
-            output_dir: where to, a folder or a URL; the run's output folder by default.
+            output_dir: a folder or a URL; the run's output folder by default.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
-            writes = gang.rank == (self._folder or run_folder.RunFolder.of(self.args, gang)).disks.writer_rank
+            writes = gang.rank == (self._folder or run_folder.RunFolder(self.args, gang)).disks.writer_rank
         model_writer.save_final(place, self._model_writer, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Names of `Trainer` that hold nothing: what another object owns, what follows from its attributes, what is refused."""
+"""Names of `Trainer` without state: what another object owns, what follows from its attributes, what is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
-from windlass.trainer.losses import as_count, on_device
-from windlass.trainer.machinery import card, defaults, optimization, planning
+from windlass.trainer.lazy_modules import card, defaults, loading, optimization, preparation
+from windlass.trainer.losses import LabelSmoother, as_count, on_device
 from windlass.trainer.reports import readable, show_metrics, write_metrics
 from windlass.trainer.session import Session
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainerNames:
-    """The stateless base of `Trainer`. Everything here may be called, and overridden, like the rest."""
+    """The stateless base of `Trainer`. Scripts may call and override all of it."""
 
     args: TrainingArguments
     model: nn.Module
@@ -48,6 +48,9 @@ class TrainerNames:
     def count_targets(self, batch: Any) -> float:
         raise NotImplementedError
 
+    def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
+        raise NotImplementedError
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         raise NotImplementedError
 
@@ -58,7 +61,7 @@ class TrainerNames:
 
     @property
     def state(self) -> TrainerState:
-        """Where the run is."""
+        """The progress of the run."""
         return self._services.events.state
 
     @state.setter
@@ -67,7 +70,7 @@ class TrainerNames:
 
     @property
     def control(self) -> TrainerControl:
-        """What callbacks asked for."""
+        """The control flags that callbacks set."""
         return self._services.events.control
 
     @control.setter
@@ -84,11 +87,11 @@ class TrainerNames:
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take a callback out, by class or instance, and return it; None where it is not there."""
+        """Remove a callback, by class or instance, and return it; None if it was not there."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Take a callback out, by class or instance."""
+        """Remove a callback, by class or instance."""
         self.callback_handler.remove_callback(callback)
 
     @property
@@ -102,24 +105,73 @@ class TrainerNames:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's own loss divides by `num_items_in_batch`: by signature until it is measured."""
+        """True if the model's own loss divides by `num_items_in_batch`: by signature until it is measured."""
         return self._services.loss.divides
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._services.loss.declare_model(bool(value))
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """The smoothed loss that takes the place of the model's own; None without `label_smoothing_factor`."""
+        factor = self._services.loss.hooks.smoothing
+        return LabelSmoother(factor) if factor else None
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the current update: fewer than asked for at the end of an epoch."""
+        return self.accelerator.gradient_state.micro_batches or self.args.gradient_accumulation_steps
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """True if the model's parameters are sharded."""
+        return self._engine.dist.shard is not None
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """False: DeepSpeed is not built yet."""
+        return False
+
+    @property
+    def deepspeed(self) -> None:
+        """None: DeepSpeed is not built yet."""
+        return None
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository that the model is pushed to; None without `push_to_hub`."""
+        return self.args.hub_model_id if self.args.push_to_hub else None
+
+    @property
+    def current_flos(self) -> float:
+        """FLOPs of the run so far."""
+        return self.state.total_flos
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of a micro-batch on this process, as far as memory holds them."""
+        return self.state.train_batch_size or self.args.train_batch_size
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """`output_folder` as text."""
+        return str(self.output_folder)
 
     @property
     def output_folder(self) -> Path:
-        """Where this run's files go on this machine: a staging folder where `output_dir` is a URL."""
+        """The folder of this run's files on this machine: a staging folder if `output_dir` is a URL."""
         return local_folder(self.args.output_path)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Return True on the first process of each machine."""
         return self._session.world.is_local_main
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of the job."""
+        """Return True on the first process of the job."""
         return self._session.world.is_main
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
-        """What the forward and the loss run in: mixed precision."""
+        """The context of the forward and the loss: mixed precision."""
         return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(
@@ -142,19 +194,35 @@ class TrainerNames:
         return model
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Save a checkpoint of the run as it is. Every rank calls it; see `Checkpointer.save`."""
+        """Save a checkpoint of the run. Every rank calls it; see `Checkpointer.save`."""
         _of_run(self._run).save_checkpoint(wait=not self.is_in_train)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load a checkpoint's weights into the model. Override it to load them your own way."""
+        """Load a checkpoint's weights into the model. Override it to load them in another way."""
         _of_run(self._run).load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called before the first update, after the engine restored optimizer and schedule of `checkpoint` (None:
+        the run starts afresh). Does nothing; override it to restore states of your own.
+        """
+
+    def _load_callback_state(self) -> None:
+        """Restore callbacks from `state.stateful_callbacks`, as the arguments ask. For scripts that set a state
+        themselves: the engine restores a checkpoint's.
+        """
+        if self.args.restore_callback_states_from_checkpoint:
+            self._services.events.restore_callbacks(restore_args=True)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Concatenate the tensors of all ranks. For scripts that call it: the engine joins evaluations itself."""
+        return self.accelerator.gather(tensors)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the model, verified."""
         _of_run(self._run).checkpointer.load_best_model()
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Note the metrics of an evaluation; return True if it is the best so far."""
+        """Record the metrics of an evaluation; return True if it is the best so far."""
         return _of_run(self._run).best.observe(metrics)
 
     def end(self) -> None:
@@ -163,16 +231,36 @@ class TrainerNames:
 
     # --- data -------------------------------------------------------------------------------------------------------
 
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None = None,
+        is_training: bool = False, dataloader_key: str | None = None,
+    ) -> Any:  # fmt: skip
+        """The loader of any dataset, which `get_train_dataloader` and its siblings return. Override it to change all.
+
+        Args:
+            description: what the dataset is for, in the log.
+            batch_size: samples of a micro-batch, or of a batch of an evaluation, on each process.
+            sampler_fn: makes a torch sampler of the dataset; None, or one that returns None: the loader orders samples.
+            is_training: as for `train_dataset`; otherwise in the dataset's order, each sample once over all ranks.
+            dataloader_key: the name of the evaluation set. It is not used here.
+        """
+        used, collate = self._with_used_columns(dataset, description.lower())
+        world = self._session.world
+        if is_training:
+            return loading.training_loader(self.args, world, dataset, used, collate, sampler_fn, batch_size)
+        fits = self._services.fitter.eval
+        return loading.evaluation_loader(self.args, world, used, collate, sampler_fn, batch_size, fits)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of training samples as a torch sampler, for overrides; by default the loader orders them."""
         return None
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """The order of evaluation samples as a torch sampler, for overrides; by default they come as they stand."""
+        """The order of evaluation samples as a torch sampler, for overrides; by default that of the dataset."""
         return None
 
     def num_examples(self, dataloader: Any) -> int:
-        """How many samples a loader gives, all ranks together; estimated from its length where it has no dataset."""
+        """Samples of a loader over all ranks; estimated from its length if it has no dataset."""
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
@@ -180,25 +268,25 @@ class TrainerNames:
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Samples of one update: micro-batch, times accumulation, times ranks."""
-        return planning.samples_of_update(args or self.args, self._session.world)
+        return preparation.samples_of_update(args or self.args, self._session.world)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
     ) -> tuple[int, int, int, float, int, int, int]:
-        """What a run over this loader comes to, for scripts that ask.
+        """The lengths of a run over this loader.
 
         Returns:
             (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
             micro-batches per epoch, updates of the run)
         """
         gang, world = self._session.gang, self._session.world
-        return planning.planned_lengths(args, gang, world, dataloader, self.num_examples)
+        return preparation.planned_lengths(args, gang, world, dataloader, self.num_examples)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], Tensor]:
-        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. For scripts
-        that call it; the engine gets its micro-batches from the loader.
+        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. Windlass does
+        not call it: the engine gets its micro-batches from the loader.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)
@@ -243,11 +331,11 @@ class TrainerNames:
         return optimization.decay_parameter_names(model)
 
     def get_learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group, as it stands."""
+        """The present learning rate of each parameter group."""
         return [group["lr"] for group in optimization.existing(self.optimizer).param_groups]
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
-        """The parameters of each group; with `param`, the one group that holds it (None where none does).
+        """The parameters of each group; with `param`, the one group that holds it (None if there is none).
 
         Raises:
             ConfigError: there is no optimizer yet.
@@ -258,11 +346,11 @@ class TrainerNames:
         return next((group for group in groups if any(p is param for p in group["params"])), None)
 
     def get_num_trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of elements of all parameters that are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def _get_learning_rate(self) -> float:
-        """The learning rate of the first group, as a report shows it."""
+        """The learning rate of the first group, for reports."""
         return float(self.get_learning_rates()[0])
 
     # --- reports ----------------------------------------------------------------------------------------------------
@@ -292,7 +380,7 @@ class TrainerNames:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate where it has one.
+        """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate if it has one.
 
         Parameters of embedding tables are not counted: they are looked up, not multiplied.
 
@@ -318,16 +406,15 @@ class TrainerNames:
     ) -> None:
         """Write a draft of the model's card, `README.md` in the output folder, on the main process.
 
-        The arguments are facts that the run does not know itself; what it knows (settings, evaluations, sizes) is
-        filled in. Tags of a card that is there already are kept.
+        The arguments are facts that the run cannot know; settings, evaluations and sizes are filled in. Tags of an
+        existing card are kept.
         """
         if not self.is_world_process_zero():
             return
         config = getattr(self.model, "config", None)
         found = card.ModelCard(
             name=model_name or self.output_folder.absolute().name,
-            model_class=type(self.model).__name__,
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            model=self.model,
             base=finetuned_from or getattr(config, "_name_or_path", None) or None,
             facts={
                 "language": _listed(language),
@@ -340,63 +427,33 @@ class TrainerNames:
             dataset_args=_listed(dataset_args),
             settings=self.args.to_dict(),
             world=self._session.gang.size,
-            history=self.state.log_history,
-            steps=self.state.global_step,
-            epochs=self.state.epoch,
+            state=self.state,
         )
         card.write_card(self.output_folder / "README.md", found)
 
     # --- not built yet -----------------------------------------------------------------------------------------------
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> NoReturn:
-        """Not built yet.
-
-        Raises:
-            ConfigError: always, with what to do instead.
-        """
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not built yet: raises ConfigError with what to do instead."""
         _refuse("init_hf_repo")
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> NoReturn:
-        """Not built yet.
-
-        Raises:
-            ConfigError: always, with what to do instead.
-        """
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not built yet: raises ConfigError with what to do instead."""
         _refuse("push_to_hub")
 
-    def hyperparameter_search(
-        self,
-        hp_space: Any = None,
-        compute_objective: Any = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "minimize",
-        backend: Any = None,
-        hp_name: Any = None,
-        **kwargs: Any,
-    ) -> NoReturn:
-        """Not built yet.
-
-        Raises:
-            ConfigError: always, with what to do instead.
-        """
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not built yet: raises ConfigError with what to do instead."""
         _refuse("hyperparameter_search")
 
 
 def _of_run(run: Run | None) -> Run:
-    """The run, which these methods work on.
+    """Return the run.
 
     Raises:
         ModelError: there was none.
     """
     if run is None:
-        raise ModelError("this belongs to a run: call train() first")
+        raise ModelError("there is no run yet: call train() first")
     return run
 
 

@@ -1,4 +1,4 @@
-"""Which rank an error is of, and where it was: what the traceback of one process among many does not say."""
+"""The rank and step of an error, which the traceback of one process among many does not show."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from torch.distributed import DistError
 
 from windlass.core.world import World
 
-# How the backends of process groups say that the other side has gone.
+# Words of the backends of process groups for a lost connection.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
 
 
 @contextlib.contextmanager
 def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
-    """Errors of the body that leave a job of several processes say of which rank and step they are.
-
-    Args:
-        updates: number of updates that are done.
-    """
+    """Add the rank and its number of updates to errors of the body, in a job of several processes."""
     try:
         yield
     except Exception as error:

@@ -1,5 +1,5 @@
-"""The module whose forward really runs, behind wrappers: `torch.compile`, data parallelism, adapters, and wrappers of a
-script that hand on what they are given.
+"""Signatures of models in wrappers: `torch.compile`, data parallelism, adapters, and wrappers of a script that forward
+all arguments.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-_HANDED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MAX_WRAPPERS = 16
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """The first module behind wrappers whose forward names what it takes."""
+    """The first module inside the wrappers whose forward names its arguments."""
     for _ in range(_MAX_WRAPPERS):
         inner = _wrapped(module)
         if inner is None:
@@ -32,7 +32,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         found = base()
         return found if isinstance(found, nn.Module) and found is not module else None
     parameters = inspect.signature(module.forward).parameters.values()
-    if any(parameter.kind not in _HANDED_ON for parameter in parameters):
+    if any(parameter.kind not in _VARIADIC for parameter in parameters):
         return None
     inner = getattr(module, "module", None)
     if isinstance(inner, nn.Module):
@@ -42,9 +42,9 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def accepts_count(module: nn.Module) -> bool:
-    """Whether the innermost forward takes `num_items_in_batch`, by its declaration or its signature.
+    """Return True if the innermost forward accepts `num_items_in_batch`, by its declaration or its signature.
 
-    `**kwargs` count too; whether they reach anything that divides is measured later.
+    `**kwargs` count too; if they reach a function that divides is measured later.
     """
     declared = getattr(module, "accepts_loss_kwargs", None)
     inner = innermost(module)
@@ -52,22 +52,19 @@ def accepts_count(module: nn.Module) -> bool:
     if declared is not None:
         return bool(declared)
     parameters = inspect.signature(inner.forward).parameters
-    named = any(p.kind not in _HANDED_ON for p in parameters.values())
+    named = any(p.kind not in _VARIADIC for p in parameters.values())
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return "num_items_in_batch" in parameters or (named and takes_any)
 
 
 def labels_in_signature(module: nn.Module) -> list[str]:
-    """The names under which a model's forward takes labels; `["labels"]` if its signature does not tell.
-
-    Looks through wrappers, which hide the signature of the model that they wrap.
-    """
+    """The names of the labels among the arguments of the innermost forward; `["labels"]` if there are none."""
     parameters = inspect.signature(innermost(module).forward).parameters
     found = [name for name in parameters if "label" in name or name in ("start_positions", "end_positions")]
     return found or ["labels"]
 
 
 def returns_loss_by_default(module: nn.Module) -> bool:
-    """Whether the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
+    """Return True if the forward returns a loss without labels (a parameter `return_loss` whose default is True)."""
     parameter = inspect.signature(innermost(module).forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True

@@ -1,9 +1,9 @@
-"""One process holds the whole model: there is nothing to reduce and nobody to share with."""
+"""The strategy of a single process, which holds the whole model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from windlass.core.module_state import bare
 from windlass.transforms.buffers import OwnBuffers
-from windlass.transforms.strategy import device_of, load_state
+from windlass.transforms.strategy import device_of
 
 _NOTHING = contextlib.nullcontext()
 
 
 class Alone:
-    """A module as it is. Also what the parts of other strategies fall back on.
+    """Implements `Strategy` for one process; base of other strategies.
 
     Args:
         module: on its device already.
@@ -59,16 +59,16 @@ class Alone:
         return flag
 
     def check_reached(self) -> None:
-        """There is nothing that a forward could go past."""
+        """No wrapper that a forward could bypass."""
 
     def check_used(self) -> None:
-        """No gradient waits for another."""
+        """No gradient is reduced."""
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """The first update is like every other."""
+        """The first update is like all others."""
 
     def share_buffers(self) -> None:
-        """Nobody to share with."""
+        """No other rank."""
 
     def own_buffers(self) -> dict[str, Tensor]:
         return self._buffers.unsaved()
@@ -78,9 +78,6 @@ class Alone:
 
     def whole_state(self) -> dict[str, Any]:
         return dict(bare(self._module).state_dict())
-
-    def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
-        load_state(self._module, state)
 
     def gathered(self) -> AbstractContextManager[Any]:
         return _NOTHING

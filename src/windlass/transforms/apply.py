@@ -1,7 +1,6 @@
-"""The transforms of a model, in the order in which they are safe.
+"""The transforms of a model in order: recomputation marks blocks, then compilation traces through them.
 
-Recomputation first: it marks blocks that compilation then traces through. Wrappers for data parallelism come last of
-all, from the executor that owns them.
+Wrappers for data parallelism follow, from the executor that owns them.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from windlass.transforms.recompute import apply_recompute
 
 
 def apply_transforms(model: nn.Module, plan: TransformPlan) -> nn.Module:
-    """`model` itself, changed in place; its state's names stay what they were.
+    """Transform `model` in place; names in its state dict do not change.
 
     Raises:
-        ConfigError: a transform cannot be done to this model.
+        ConfigError: a transform cannot be applied to this model.
     """
     if plan.recompute:
         apply_recompute(model, plan.recompute_options)

@@ -1,4 +1,4 @@
-"""Running statistics and other buffers, which each rank's forwards move on its own."""
+"""Running statistics and other buffers, which the forwards of each rank change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.core.module_state import extra_states, set_state, unsaved_buffers
 from windlass.core.tensors import bits_of, distinct, same_bits
 from windlass.dist.gang import Gang
 
-# What every backend sends in its own dtype.
+# Dtypes that every backend can send.
 _SENT = {
     torch.float64,
     torch.float32,
@@ -40,15 +40,15 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values, in place; tensors of any dtype and strides. Sparse ones stay as each rank made
-    them (see `check_sparse`). Collective.
+    """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides. Sparse ones are skipped (see
+    `check_sparse`). Collective.
     """
     with torch.no_grad():
         for tensor in tensors:
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())
-            bits = bits_of(own)  # what the backend cannot send in its dtype, it can as bytes
+            bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
                 torch.distributed.broadcast(bits, 0)
                 if bits.data_ptr() != own.data_ptr():
@@ -56,7 +56,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def check_sparse(module: nn.Module, gang: Gang) -> None:
-    """Compare sparse tensors between ranks, which keep their own. Collective where there are any.
+    """Check that sparse tensors, which are not sent, are equal on all ranks. Collective if the module has any.
 
     Raises:
         ModelError: one differs; it is named.
@@ -93,16 +93,16 @@ def _digest(tensor: Tensor) -> str:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Give every rank rank 0's buffers. Collective."""
+    """Send rank 0's buffers to all ranks. Collective."""
     broadcast(module.buffers())
 
 
 @contextlib.contextmanager
 def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
-    """Within the body every rank holds rank 0's buffers: those that are saved.
+    """Context in which all ranks have rank 0's buffers, which are saved. Collective.
 
-    Each rank's own follow its own data until the next forward, so without this an evaluation would be of several
-    models, most of them not the one in the checkpoint. Collective.
+    The buffers of each rank follow its own data until the next forward. Without this, ranks would evaluate different
+    models, and only rank 0 the one in the checkpoint.
     """
     buffers = _dense(module)
     own = [buffer.detach().clone() for buffer in buffers]
@@ -114,7 +114,7 @@ def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
 
 
 def _dense(module: nn.Module) -> list[Tensor]:
-    """The buffers without sparse ones, which are taken to be constants: a checkpoint refuses one that has changed."""
+    """The buffers without sparse ones, which must be constant: a checkpoint refuses one that changed."""
     return [buffer for buffer in module.buffers() if buffer.layout == torch.strided]
 
 
@@ -126,7 +126,7 @@ def restore(buffers: Iterable[Tensor], saved: Iterable[Tensor]) -> None:
 
 
 class ForwardState:
-    """Copies of what forwards change in a module: its buffers and extra states."""
+    """Copies of the buffers and extra states of a module, which forwards change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -134,7 +134,7 @@ class ForwardState:
         self.take()
 
     def take(self) -> None:
-        """Copy what there is now, into the memory of earlier copies."""
+        """Copy the current values, reusing the memory of earlier copies."""
         live = _dense(self._module)
         if [kept.shape for kept in self._buffers] != [buffer.shape for buffer in live]:
             self._buffers = [buffer.detach().clone() for buffer in live]
@@ -144,17 +144,17 @@ class ForwardState:
         self._extra = copy.deepcopy(extra_states(self._module))
 
     def restore(self) -> None:
-        """Put them back, as often as it is called."""
+        """Restore the copies. Can be called again."""
         restore(_dense(self._module), self._buffers)
         if self._extra:
             set_state(self._module, copy.deepcopy(self._extra))
 
 
 class OwnBuffers:
-    """The buffers of a module that a checkpoint holds beside its state dict.
+    """The buffers of a module that a checkpoint has beside its state dict.
 
-    Those that the state dict leaves out are saved if they changed since this object was made: constants are many, and
-    every process makes them itself.
+    Buffers that the state dict leaves out are saved if they changed since this object was created: many are constants,
+    which every process computes itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -162,7 +162,7 @@ class OwnBuffers:
         self._before = {name: _remembered(buffer) for name, buffer in unsaved_buffers(module).items()}
 
     def unsaved(self) -> dict[str, Tensor]:
-        """Changed ones that the state dict leaves out, by name."""
+        """Changed buffers that the state dict leaves out, by name."""
         return {
             name: buffer.detach()
             for name, buffer in unsaved_buffers(self._module).items()
@@ -170,14 +170,14 @@ class OwnBuffers:
         }
 
     def all(self) -> dict[str, Tensor]:
-        """Those, and all that the state dict has: of a rank whose buffers are its own."""
+        """Those and all of the state dict, for a rank whose buffers differ from rank 0's."""
         outside = unsaved_buffers(self._module)
         saved = {name: b.detach() for name, b in self._module.named_buffers() if name not in outside}
         return saved | self.unsaved()
 
 
 def _remembered(buffer: Tensor) -> Any:
-    # What is not dense cannot be saved: a change of it must be seen, and costs no copy.
+    # A sparse buffer cannot be saved, so only a change must be detected, which needs no copy.
     return buffer.detach().clone() if buffer.layout == torch.strided else (id(buffer), buffer._version)
 
 

@@ -1,4 +1,4 @@
-"""How replicated gradients are compressed on their way between ranks: PyTorch's communication hooks, by name."""
+"""Compression of the gradients that replicas exchange: PyTorch's communication hooks by name."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _WRAPPERS: dict[str, Any] = {
 
 
 class Compression:
-    """The hook of one replicated model, and what it remembers between updates.
+    """The communication hook of one replicated model, and its state.
 
-    PowerSGD (Vogels et al., arXiv:1905.13727) keeps the error of each update and adds it to the next. That memory is
-    not part of a checkpoint: a resumed run begins without it.
+    PowerSGD (Vogels et al., arXiv:1905.13727) adds the error of each update to the next. This state is not part of a
+    checkpoint: a resumed run begins without it.
 
     Args:
         wrapper: the model, before its first forward.
         plan: `comm_hook`, `comm_wrapper` and `comm_options`.
 
     Raises:
-        ConfigError: options that the hook does not have, or cannot be.
+        ConfigError: unknown or invalid options of the hook.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, plan: DistPlan) -> None:
@@ -53,14 +53,14 @@ class Compression:
             hook = _WRAPPERS[plan.comm_wrapper](hook)
         try:
             wrapper.register_comm_hook(self._state, hook)
-        except TypeError as error:  # bf16 travels over nccl and xccl alone
+        except TypeError as error:  # before PyTorch 2.14 bf16 travels over nccl and xccl alone
             fix = f"does not work here ({error}); use fp16 or power_sgd"
             raise ConfigError(
                 Problem("comm_hook", f"{plan.comm_hook}, wrapped by {plan.comm_wrapper}", fix)
             ) from None
 
     def forget(self) -> None:
-        """As before the first update; for backwards that were discarded."""
+        """Reset the state after discarded backwards."""
         if self._state is not None:
             self._state.iter = 0
             for memory in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
@@ -76,7 +76,7 @@ def _low_rank_state(plan: DistPlan) -> Any:
         return None
     known = list(inspect.signature(PowerSGDState).parameters)[1:]
     if unknown := [name for name in options if name not in known]:
-        fix = f"is no option of PowerSGD: {', '.join(known)}"
+        fix = f"is not an option of PowerSGD: {', '.join(known)}"
         raise ConfigError([Problem(f"comm_state_option.{name}", options[name], fix) for name in unknown])
     logger.info(
         "PowerSGD's memory of past errors is not part of checkpoints; a resumed run begins without it"

@@ -1,4 +1,4 @@
-"""torch.compile, in place: the module stays itself, so names, hooks and `isinstance` stay true."""
+"""torch.compile in place: the module stays the same object, with its names, hooks and class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_BACKEND = "inductor"
 
 
 def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None = None) -> nn.Module:
-    """Compile the calls of `model`; the first call pays for it.
+    """Compile the calls of `model`, at the first of them.
 
     Args:
         backend: a name of torch's registry; "inductor" by default.
@@ -27,7 +27,7 @@ def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None
     chosen = backend or DEFAULT_BACKEND
     _check(chosen, mode)
     if type(model).__module__.startswith("torch.nn"):
-        # Dynamo leaves the frames of torch's own modules alone: a bare `Sequential` would run uncompiled, silently.
+        # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.
         model._compiled_call_impl = torch.compile(_whole(model._call_impl), backend=chosen, mode=mode)
     else:
         model.compile(backend=chosen, mode=mode)
@@ -35,7 +35,7 @@ def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None
 
 
 def _whole(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` behind a frame of ours, at which the compiler starts."""
+    """`call` inside a frame that the compiler does not skip."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Replicated data parallelism: every rank holds the model; the last micro-batch's backward averages gradients."""
+"""Replicated data parallelism (DDP): the backward of the last micro-batch averages gradients over ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.strategy import device_of
 from windlass.transforms.unused import ReachedParameters
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's own name for what the wrapper leaves alone
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that the wrapper ignores
 _NOTHING = contextlib.nullcontext()
 
 
 class Replicated(DistributedDataParallel):
-    """`DistributedDataParallel` that remembers whether it was called, and lends its module's attributes.
+    """`DistributedDataParallel` that counts its forwards and forwards attributes to its module.
 
-    Hooks written for a bare model read `model.config` or `model.device`; a forward that goes past the wrapper would
-    leave gradients unreduced, which `forwards` lets the executor find out.
+    Hooks written for a bare model read `model.config` or `model.device`. A forward that bypasses the wrapper leaves
+    gradients unreduced, which the executor detects by `forwards`.
     """
 
     forwards = 0
-    # Names of buffers that every forward shares beside those that PyTorch can send.
+    # Names of buffers that PyTorch cannot send, which every forward shares as well.
     shared_apart: Sequence[str] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Replicated(DistributedDataParallel):
 
 
 class DataParallel(Alone):
-    """Implements `Strategy`: whole parameters and gradients on every rank, as in a world of one, and a wrapper.
+    """Implements `Strategy`: whole parameters and gradients on every rank.
 
     Args:
         module: on its device already; the same on every rank.
@@ -66,7 +66,7 @@ class DataParallel(Alone):
         self._wrapper: Replicated | None = replicate(module, plan)
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
-        # PyTorch itself finds unused parameters under either option; without them the first update is watched.
+        # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
         watched = not (plan.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
 
@@ -82,7 +82,7 @@ class DataParallel(Alone):
             return
         if self._wrapper.forwards == self._seen:
             raise ModelError(
-                "the forward of this step went past the data-parallel wrapper, so its gradients were not reduced "
+                "the forward of this step bypassed the data-parallel wrapper, so its gradients were not reduced "
                 "over ranks. Call the `model` that `compute_loss` or `training_step` receives (in a loop of your own, "
                 "the one that `prepare` returned), not the bare one"
             )
@@ -95,11 +95,11 @@ class DataParallel(Alone):
             watch.check()
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """Two discarded backwards, so that the buckets are in their final order before the first real one.
+        """Run two discarded backwards, so that buckets have their final order before the first real one.
 
-        DDP rebuilds its buckets after the first backward, by the order in which gradients arrived. Sums over three or
-        more ranks depend on the buckets in the last bit, so a resumed run would differ from one that had its first
-        step long ago. Buffers, extra states, gradients and random generators are left as they were found.
+        DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. The last bit of sums
+        over three or more ranks depends on the buckets, so without this a resumed run would differ from an
+        uninterrupted one. Buffers, extra states, gradients and random generators are restored.
         """
         before = ForwardState(self._module)
         with preserved_rng(device_of(self._module)):
@@ -114,7 +114,7 @@ class DataParallel(Alone):
         share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """All of them under `ddp_broadcast_buffers=False`; else all have rank 0's, saved with the weights."""
+        """All buffers if `ddp_broadcast_buffers=False`. Otherwise ranks have rank 0's, saved with the weights."""
         if self._wrapper is None or self._wrapper.broadcast_buffers:
             return super().own_buffers()
         return self._buffers.all()
@@ -123,7 +123,7 @@ class DataParallel(Alone):
         return buffers_of_first_rank(self._module)
 
     def release(self) -> None:
-        # A group that something still holds when the interpreter shuts down aborts the process.
+        # A process group that is still referenced at interpreter shutdown aborts the process.
         self._wrapper = None
         if self._watch is not None:
             self._watch.stop()
@@ -149,7 +149,7 @@ def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
 
 
 def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:
-    """The wrapper, which leaves alone what it cannot send; that has rank 0's values, too."""
+    """Wrap `module`. Tensors that DDP cannot send are ignored by it and get rank 0's values here."""
     odd = [name for name, p in module.named_parameters() if not p.requires_grad and not is_ordinary(p)]
     odd_buffers = [name for name, buffer in module.named_buffers() if not is_ordinary(buffer)]
     if not odd and not odd_buffers:

@@ -1,7 +1,6 @@
-"""Bringing rank 0's weights to every rank, unit by unit, so that none needs room for more than one unit whole.
+"""Sending rank 0's weights to all ranks, unit by unit, so that no rank has more than one whole unit in memory.
 
-Ranks other than the first may hold a module without memory (on the meta device), which is how a large model is
-loaded with one copy of it in the host memory of a machine.
+Other ranks may have the module on the meta device: a machine then loads a large model with one copy in host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Slot = tuple[dict[str, Any], str]
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """Give back the memory of every parameter and buffer, in place; tied ones stay tied."""
+    """Move every parameter and buffer to the meta device, in place; tied ones stay tied."""
     for places in _slots(module).values():
         table, name = places[0]
         _fill(places, _like(table[name], torch.device("meta")))
@@ -31,11 +30,11 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def check_same_structure(module: nn.Module, gang: Gang) -> None:
-    """Refuse modules that differ between ranks: sharding them together would wait for ever.
+    """Check that all ranks have the same module: sharding different ones would wait forever.
 
     Raises:
-        ModelError: names, shapes, types or ties of parameters or buffers differ; or a trained parameter shares its
-            memory with another one or a buffer, other than by being the same.
+        ModelError: names, shapes, dtypes or ties of parameters or buffers differ; or a trained parameter is a view of
+            the memory of another parameter or a buffer.
     """
     seen: dict[int, int] = {}
     lines = [
@@ -64,9 +63,7 @@ def check_same_structure(module: nn.Module, gang: Gang) -> None:
 
 
 def _torn_apart(module: nn.Module) -> list[str]:
-    """Names of the first tensors that share memory now and would not when they are sharded: none where it never shows,
-    as nothing of them is trained.
-    """
+    """Names of the first tensors that share memory and would not once they are sharded, if one of them is trained."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return next(
         (names for names in overlapping(tensors) if any(tensors[name].requires_grad for name in names)), []
@@ -77,7 +74,7 @@ class FirstRank:
     """Moves tensors of a module onto a device, with rank 0's values.
 
     Args:
-        module: the whole model, in which replaced tensors stay tied.
+        module: the whole model; replaced tensors stay tied in it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:
@@ -102,7 +99,7 @@ class FirstRank:
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:
-    """id of each parameter and buffer -> all the places where it stands."""
+    """id of each parameter and buffer -> all tables and names that refer to it."""
     found: dict[int, list[_Slot]] = {}
     for member in module.modules():
         tables: tuple[dict[str, Any], ...] = (member._parameters, member._buffers)
@@ -119,7 +116,7 @@ def _fill(places: list[_Slot], tensor: Tensor) -> None:
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor like this one on `device`: a parameter stays one, with the attributes set on it."""
+    """An empty tensor like `tensor` on `device`; a parameter keeps its attributes."""
     empty = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
     if not isinstance(tensor, nn.Parameter):
         return empty

@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism (FSDP2; arXiv:2304.11277): every rank holds its part of parameters, gradients and
-optimizer state; a unit's parameters are gathered for its forward and its backward, and freed in between.
+"""Fully sharded data parallelism (FSDP2; arXiv:2304.11277): every rank has a part of parameters, gradients and
+optimizer state. The parameters of a unit are gathered for its forward and its backward, and freed in between.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -22,11 +22,12 @@ from torch.distributed.fsdp import (
 )
 
 from windlass.config.plan import DistPlan, ShardPlan
+from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
-from windlass.dist.sharded import copies, copy_whole_, is_sharded, locals_of, whole_on_first
+from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
@@ -38,18 +39,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 class FullyShardedModel:
-    """Implements `Strategy`: the module itself, its parameters replaced by sharded ones in place.
+    """Implements `Strategy`: the module itself, with its parameters replaced by sharded ones.
 
-    A module that was sharded before is taken as it is.
+    A module that was sharded before is not changed.
 
     Args:
-        module: the same on every rank, with rank 0's weights decisive; ranks other than the first may hold it on the
-            meta device.
-        plan: `plan.shard` says how; left out, every rank holds a part of everything.
-        device: where it trains; None: where it lies.
+        module: the same on every rank, with the weights of rank 0; other ranks may have it on the meta device.
+        plan: with `plan.shard`; by default every rank has a part of everything.
+        device: for training; by default that of the module.
 
     Raises:
-        ConfigError: the plan asks for what this module or world cannot do. ModelError: the module cannot be sharded.
+        ConfigError: the plan cannot be applied to this module or world. ModelError: the module cannot be sharded.
     """
 
     sharded = True
@@ -69,11 +69,13 @@ class FullyShardedModel:
         self._buffers = OwnBuffers(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
-        # Under `find_unused_parameters` zeros stand for what a rank's backward did not reach.
+        # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
         differing = gang.size > 1 and not plan.find_unused_parameters
         self._same = SameOnAllRanks(module, gang) if differing else None
-        # Gradients that are kept on the host are measured there.
+        # The norm of gradients on the host is computed there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
+        self._norm_on_host = self._on_host or self._device.type == "cpu"
+        self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
         self._hook = module.register_forward_pre_hook(self._count)
 
@@ -87,6 +89,8 @@ class FullyShardedModel:
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
         self._forwards += 1
+        if self._same is not None:
+            self._same.forget()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -104,14 +108,14 @@ class FullyShardedModel:
                 self._reduce(True)
 
     def _abandon(self) -> None:
-        """What an interrupted forward or backward left half gathered or half summed would spoil the next one."""
+        """Reset after an interrupted forward or backward, whose partial sums would corrupt the next one."""
         if not self._forwards:
             return
         self._root.reset_iter_state()
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    # Sums over micro-batches, which `reset_iter_state` forgets to drop.
+                    # Sums over micro-batches, which `reset_iter_state` does not reset.
                     parameter.unsharded_accumulated_grad = None
                     gathered: Tensor | None = getattr(parameter, "_unsharded_param", None)
                     if gathered is not None:
@@ -122,35 +126,52 @@ class FullyShardedModel:
         return self._units[0]
 
     def _reduce(self, yes: bool) -> None:
-        """Whether the next backward reduces gradients over ranks, or only adds them up where they are whole."""
+        """Set whether the next backward reduces gradients over ranks, or only accumulates unsharded ones."""
         for unit in self._units:
             unit.set_requires_gradient_sync(yes, recurse=False)
         self._root.set_is_last_backward(yes)
         self._plain.reducing = yes
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Every element counts once: what several ranks hold is divided by how many they are."""
-        # A rank without any gradient adds nothing, and must not leave the others waiting for it.
+        """Count every element once: squares are divided by the number of ranks with a copy."""
+        # A rank without gradients adds zero, and takes part in the reduction.
         total = torch.zeros((), dtype=torch.float64, device="cpu" if self._on_host else self._device)
         for (count, _), members in self._by_copies(gradients).items():
-            norms = torch._foreach_norm(locals_of(members))
-            square = torch.linalg.vector_norm(torch.stack(norms)).double().square() / count
+            square = (
+                torch.linalg.vector_norm(torch.stack(torch._foreach_norm(members))).double().square() / count
+            )
             total += square.to(total.device)
-        total = self._gang.sum(total) if self._on_host else self._gang.sum_on_device(total)
+        total = self._sum_of_norm(total)
         return total.sqrt().to(gradients[0].dtype if gradients else total.dtype)
 
     def _by_copies(self, gradients: list[Tensor]) -> dict[tuple[int, torch.device], list[Tensor]]:
-        """Gradients by the number of ranks that hold each of their elements, and by where they lie: what is not
-        sharded stays on the device when the rest is kept on the host.
+        """This rank's parts of gradients, by the number of ranks that hold each of their elements, and by where they
+        lie: what is not sharded stays on the device when the rest is kept on the host.
         """
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for gradient in gradients:
-            count = self._gang.size
-            if is_sharded(gradient):
-                # Ranks outside its mesh hold copies of it too, on a mesh like it.
-                count = count // gradient.device_mesh.size() * copies(gradient)
-            found.setdefault((count, gradient.device), []).append(gradient)
+        for gradient, part in zip(gradients, locals_of(gradients), strict=True):
+            found.setdefault((self._copies_of(gradient), part.device), []).append(part)
         return found
+
+    def _copies_of(self, gradient: Tensor) -> int:
+        if not is_sharded(gradient):
+            return self._gang.size
+        layout = gradient.device_mesh, gradient.placements
+        if layout not in self._copies:
+            # Ranks outside its mesh hold copies of it too, on a mesh like it.
+            self._copies[layout] = self._gang.size // gradient.device_mesh.size() * copies(gradient)
+        return self._copies[layout]
+
+    def _sum_of_norm(self, square: Tensor) -> Tensor:
+        """The sum over ranks. On the host, what the backwards of ranks reached is compared in the same exchange."""
+        exchange = self._gang.sum if self._on_host else self._gang.sum_on_device
+        if self._same is None or not square.is_cpu:
+            return exchange(square)
+        numbers = torch.tensor([0.0, *self._same.numbers()], dtype=torch.float64)
+        numbers[0] = square
+        sums = exchange(numbers)
+        self._same.compare(host.read(sums[1:]))
+        return sums[0]
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return locals_of(gradients)
@@ -163,12 +184,12 @@ class FullyShardedModel:
     def check_reached(self) -> None:
         if self._forwards == self._seen:
             raise ModelError(
-                "the forward of this step went past the sharded model, so its gradients were not reduced over ranks. "
+                "the forward of this step bypassed the sharded model, so its gradients were not reduced over ranks. "
                 "Call the `model` that `compute_loss` or `training_step` receives (in a loop of your own, the one that "
                 "`prepare` returned), and call it as `model(...)`: `model.forward(...)` gathers no parameters"
             )
         self._seen = self._forwards
-        if self._same is not None:
+        if self._same is not None and not self._norm_on_host:
             self._same.ask()
 
     def check_used(self) -> None:
@@ -176,7 +197,7 @@ class FullyShardedModel:
             self._same.check()
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """Sums over ranks have one order from the first update on."""
+        """Nothing to do: sums over ranks always have the same order."""
 
     # --- buffers and weights ----------------------------------------------------------------------------------------
 
@@ -185,14 +206,14 @@ class FullyShardedModel:
             share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """All of them: nothing shares buffers between ranks in a forward."""
+        """All of them: forwards do not share buffers between ranks."""
         return self._buffers.unsaved() if self._gang.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
 
     def whole_state(self) -> dict[str, Any]:
-        """One tensor at a time: no device holds more than one whole, and rank 0's host all. Others give none."""
+        """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
         own = state_of(self._module)
         state: dict[str, Any] = {}
         gathered: dict[int, Tensor | None] = {}
@@ -203,27 +224,13 @@ class FullyShardedModel:
                 state[name] = gathered.get(id(value), value)
         return state
 
-    def load_whole_state(self, state: Mapping[str, Tensor]) -> None:
-        targets = self._module.state_dict(keep_vars=True)
-        problems = [f"{name} is missing" for name in targets if name not in state]
-        problems += [f"{name} is not in the model" for name in state if name not in targets]
-        problems += [
-            f"{name} is {list(state[name].shape)} and {list(target.shape)} in the model"
-            for name, target in targets.items()
-            if name in state and state[name].shape != target.shape
-        ]
-        if problems:
-            raise ModelError(f"this state does not fit the model: {'; '.join(problems[:10])}")
-        for name, target in targets.items():
-            copy_whole_(target, state[name])
-
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """In the dtype that forwards compute in (`param_dtype`); changes to parameters are lost. A `state_dict()` would
-        end it early: it gives sharded tensors.
+        """In the dtype of forwards (`param_dtype`); changes to parameters are lost. A `state_dict()` ends it early: it
+        returns sharded tensors.
 
-        Forwards inside communicate nothing, so that ranks may make different numbers of them, but where parameters
-        are resharded to a smaller group of ranks (a whole number for `reshard`).
+        Forwards inside do not communicate, so ranks may make different numbers of them, unless parameters are resharded
+        to a smaller group of ranks (a whole number for `reshard`).
         """
         for unit in self._units:
             unit.unshard()
@@ -243,18 +250,18 @@ class FullyShardedModel:
                 unit.set_reshard_after_forward(yes, recurse=False)
 
     def release(self) -> None:
-        """The module stays sharded: whole, it may not fit."""
+        """The module stays sharded: the whole one may not fit into memory."""
         self._hook.remove()
         self._plain.release()
 
 
 def shard(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> FullyShardedModel:
-    """`module` spread over the ranks of `gang`, on `device` (see `FullyShardedModel`). Collective."""
+    """Shard `module` over the ranks of `gang`, on `device` (see `FullyShardedModel`). Collective."""
     return FullyShardedModel(module, plan, gang, device)
 
 
 def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> None:
-    """Replace the module's parameters by sharded ones that hold rank 0's values, from the inside out. Collective."""
+    """Replace the parameters by sharded ones with rank 0's values, inner units first. Collective."""
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
     mesh = data_mesh(device, gang, chosen.replicas)
@@ -265,7 +272,7 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     first = FirstRank(module, device, gang)
     first.place(module.buffers())
     ignored = ignored_parameters(module, chosen.ignored)
-    # In the module's order: a set's would be another one on every rank.
+    # In the order of the module: that of a set differs between ranks.
     first.place(parameter for parameter in module.parameters() if parameter in ignored)
     ignored = ignored_parameters(module, chosen.ignored)
     units = units_of(module, chosen, ignored)
@@ -288,8 +295,8 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
 
 
 def _free_after_evaluations(module: nn.Module) -> None:
-    """The root's parameters stay whole for the backward. After an evaluation none comes that would free them, and
-    whoever looks at the parameters then must find the sharded ones: as long as there is the module, once.
+    """Free the root's parameters after forwards without gradients: they stay gathered for a backward, which an
+    evaluation does not have. The hook is registered once per module.
     """
     assert isinstance(module, FSDPModule)
     module.reshard()
@@ -304,10 +311,10 @@ def _free_root(module: Any, arguments: Any, output: Any) -> None:
 
 
 def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
-    """How checkpoints hold a model may change after it was sharded; nothing else may."""
+    """Check that the plan is that of the first sharding, except for the form of checkpoints."""
     before = getattr(module, "_sharded_by", plan)
     problems = [
-        Problem(f"fsdp ({name})", value, f"this model was sharded with {was!r} and stays so; make it anew")
+        Problem(f"fsdp ({name})", value, f"this model was sharded with {was!r} and stays so; build it again")
         for name, value in asdict(plan).items()
         if (was := getattr(before, name)) != value and name not in ("state", "ram_efficient")
     ]
@@ -316,7 +323,7 @@ def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
 
 
 def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: ShardPlan) -> None:
-    """Gradients of a unit travel in one message, so they are of one dtype."""
+    """Check that the gradients of a unit, which are reduced together, have one dtype."""
     dtypes = sorted({str(p.dtype) for p in parameters if p.requires_grad})
     if len(dtypes) > 1 and plan.param_dtype is None:
         raise ModelError(
@@ -327,7 +334,7 @@ def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: Shar
 
 
 def _check(plan: DistPlan, device: torch.device) -> None:
-    only_ddp = "has a meaning under replicated data parallelism only; leave it out, or shard nothing"
+    only_ddp = "applies to replicated data parallelism only; leave it out, or do not shard"
     defaults = DistPlan()
     names = {
         "bucket_cap_mb": "ddp_bucket_cap_mb",
@@ -349,12 +356,12 @@ def _check(plan: DistPlan, device: torch.device) -> None:
 
 
 def _frees(plan: ShardPlan, root: bool) -> bool | int:
-    """What happens to gathered parameters after a forward. The root's are the first that the backward needs."""
+    """Whether gathered parameters are freed after a forward. The root's are needed first in the backward."""
     return False if root else plan.reshard
 
 
 def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:
-    """What inner units give goes to layers of the root that compute in `param_dtype` too, so it is not converted."""
+    """Outputs of inner units are not converted: layers of the root compute in `param_dtype` too."""
     return MixedPrecisionPolicy(
         param_dtype=_DTYPES[plan.param_dtype],
         reduce_dtype=_DTYPES[plan.reduce_dtype],
@@ -367,7 +374,7 @@ def _offload(plan: ShardPlan, device: torch.device) -> OffloadPolicy:
 
 
 def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> None:
-    """Explicit prefetching follows the order in which modules were defined, the root being the first."""
+    """Set explicit prefetching in the order in which modules were defined, the root first."""
     for index, unit in enumerate(units):
         unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
         if chosen.forward_prefetch:
@@ -379,10 +386,10 @@ def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> No
 
 
 class _PlainGradients:
-    """Averages over ranks the gradients of trained parameters that are not sharded, at the end of a backward.
+    """Averages gradients of trained parameters that are not sharded over ranks, at the end of a backward.
 
-    Zeros stand for parameters that this rank's backward did not reach; a backward that
-    reaches none of them on one rank must reach none on the others.
+    Zeros replace gradients that this rank's backward did not reach. A backward that reaches none of them on one rank
+    must reach none on the others.
     """
 
     def __init__(self, module: nn.Module, gang: Gang) -> None:

@@ -1,4 +1,4 @@
-"""Carrying an optimizer over to the parameters that sharding put in the place of those it was built with."""
+"""Pointing an optimizer to the parameters that sharding created."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.trees import map_leaves
 from windlass.dist.sharded import is_sharded, shard_like
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """id of each parameter -> its name, to be taken before the module is sharded.
-
-    A tied parameter has the first of its names.
-    """
+    """id of each parameter -> the first of its names; call it before the module is sharded."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: nn.Module) -> None:
-    """Let `optimizer` update the parameters that `module` has now, in the place of those it had.
+    """Replace the parameters of `optimizer` by those that `module` has now.
 
-    The optimizer and its groups stay the same objects, so schedules and scripts that hold them go on. State that was
-    gathered already comes along; tensors of a parameter's shape are sharded as the parameter is. Calling it again
-    changes nothing.
+    The optimizer and its groups stay the same objects, so schedules and scripts that refer to them stay valid. Existing
+    state is kept; tensors of the shape of their parameter are sharded like it. Calling it again changes nothing.
 
     Args:
-        before: what `names_of` gave before sharding.
+        before: the result of `names_of` before sharding.
 
     Raises:
         ModelError: the optimizer updates a parameter that the module did not have.
@@ -41,7 +38,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
             if id(parameter) not in known:
                 replaced[parameter] = _successor(parameter, before, now, f"{position} of group {index}")
     for group in optimizer.param_groups:
-        # In the same list: whoever holds it sees the new parameters too.
+        # In place: other references to the list see the new parameters.
         group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for old, new in replaced.items():
         if old in optimizer.state:
@@ -58,10 +55,11 @@ def _successor(parameter: Tensor, before: Mapping[int, str], now: Mapping[str, T
     return now[name]
 
 
-def _carried(value: Any, old: Tensor, new: Tensor) -> Any:
-    if isinstance(value, Tensor):
+def _carried(state: Any, old: Tensor, new: Tensor) -> Any:
+    """The state of `old` for `new`."""
+
+    def moved(value: Tensor) -> Tensor:
         fits = is_sharded(new) and not is_sharded(value) and value.shape == old.shape and value.dim() > 0
         return shard_like(value, new) if fits else value
-    if isinstance(value, dict):
-        return {key: _carried(item, old, new) for key, item in value.items()}
-    return value
+
+    return map_leaves(moved, state)

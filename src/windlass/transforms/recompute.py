@@ -1,6 +1,6 @@
-"""Activation checkpointing (arXiv:1604.06174): blocks forget their activations and compute them again in backward.
+"""Activation checkpointing (arXiv:1604.06174): blocks drop their activations and recompute them in the backward.
 
-The gradients are the same bits as without: random draws inside a block are repeated from the saved generator state.
+Gradients have the same bits as without it: random draws inside a block are repeated from the saved generator state.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _PLAIN_OPTIONS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_st
 def apply_recompute(
     model: nn.Module, options: Mapping[str, Any] | None = None, blocks: Sequence[nn.Module] = ()
 ) -> nn.Module:
-    """Turn recomputation on in `model`, in place.
+    """Enable recomputation in `model`, in place.
 
-    A model that brings its own switch (`activation_checkpointing_enable` or `gradient_checkpointing_enable`, as
-    Hugging Face's models do) is asked to use it; in any other module the repeated blocks of its `ModuleList`s and
-    `Sequential`s are taken.
+    A model with a method for it (`activation_checkpointing_enable` or `gradient_checkpointing_enable`, as Hugging
+    Face's models have) uses that; in any other module the repeated blocks of its `ModuleList`s and `Sequential`s are
+    recomputed.
 
     Args:
-        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep what is saved in host
-            memory), and arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False unless said.
-        blocks: what to recompute in a module without a switch of its own; none: its repeated blocks.
+        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep saved tensors on the host)
+            and arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+        blocks: the blocks of a module without such a method; empty: its repeated blocks.
 
     Raises:
-        ConfigError: the model does not support it, has no repeated blocks, or an option is not known.
+        ConfigError: the model does not support it, has no repeated blocks, or an option is unknown.
     """
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
@@ -56,7 +56,7 @@ def _whole_stride(value: Any) -> int:
     return value
 
 
-# Models with a switch of their own
+# Models with a method of their own
 
 
 def _own_switch(model: nn.Module) -> str | None:
@@ -77,16 +77,11 @@ def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every
     for name, (value, default) in extras.items():
         if value == default:
             continue
-        if not _takes(enable, name):
+        if name not in inspect.signature(enable).parameters:
             fix = f"{type(model).__name__}.{switch} has no such option; a newer release of its library may"
             raise ConfigError(Problem(f"{_FIELD}.{name}", value, fix))
         arguments[name] = value
     enable(**arguments)
-
-
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters
 
 
 # Plain modules
@@ -104,7 +99,7 @@ def _wrap_blocks(
         )
         raise ConfigError(Problem("activation_checkpointing", True, fix))
     for block in blocks[::every]:
-        if not hasattr(block, "_recompute"):  # a second `train()` finds its model prepared
+        if not hasattr(block, "_recompute"):  # a second `train()` has a prepared model
             block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
         block._recompute = functools.partial(checkpoint, **chosen)  # type: ignore[assignment]
         block._recompute_offload = offload  # type: ignore[assignment]
@@ -121,13 +116,13 @@ def _check_plain_options(chosen: Mapping[str, Any]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: modules with layers inside, of a class that their list holds at least twice."""
+    """The outermost repeated blocks: modules with layers inside, of a class that occurs twice in their list."""
     taken: set[nn.Module] = set()
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
         blocks = [member for member in model if _is_block(member)]
         counts = Counter(type(block) for block in blocks)
         taken = {block for block in blocks if counts[type(block)] > 1}
-    for child in model.children():  # each once, also where one block stands in several places
+    for child in model.children():  # each once, even if one block occurs several times
         if child in taken:
             yield child
         else:
@@ -135,7 +130,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Recomputing a bare torch layer (`nn.Linear`) saves nothing: it keeps only its input, as a checkpoint does."""
+    """Exclude bare torch layers (`nn.Linear`): they save only their input, as a checkpoint does."""
     composite = next(module.children(), None) is not None or not type(module).__module__.startswith(
         "torch.nn"
     )
@@ -144,10 +139,10 @@ def _is_block(module: nn.Module) -> bool:
 
 @functools.cache
 def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` whose forward is recomputed while training.
+    """A subclass of `cls` whose forward is recomputed in training.
 
-    The class is swapped rather than `forward` replaced on the instance: a replaced bound method would still point at
-    the original block after `copy.deepcopy`.
+    The class is replaced instead of the instance's `forward`, because a bound method would refer to the original block
+    after `copy.deepcopy`.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The registry of strategies: a plan's name for one, and the file that implements it."""
+"""The registry of strategies: the module for each name in a plan."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from windlass.transforms.strategy import Strategy
 
 
 def spread(module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device) -> Strategy:
-    """Spread `module` over the ranks of `gang` as the plan says. Collective.
+    """Distribute `module` over the ranks of `gang` by the plan. Collective.
 
     Args:
-        module: on `device` already, but for what sharding brings there itself.
+        module: on `device` already, unless it is to be sharded.
 
     Raises:
-        ConfigError: the plan asks for what this module or world cannot do.
+        ConfigError: the plan cannot be applied to this module or world.
     """
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
         return shard(module, device, plan, gang)
     if any(map(is_sharded, module.parameters())):
-        fix = "this model was sharded before and stays so; keep the setting, or make the model anew"
+        fix = "this model was sharded before and stays so; keep the setting, or build the model again"
         raise ConfigError(Problem("fsdp", None, fix))
     if gang.size == 1:
         return Alone(module)

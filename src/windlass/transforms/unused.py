@@ -1,8 +1,9 @@
-"""Parameters that a backward did not reach: in a replicated model's first update, or on some ranks of a sharded one."""
+"""Detects parameters that a backward did not reach: in the first update of replicas, or on some ranks if sharded."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,14 +15,14 @@ _SHOWN = 10
 
 
 class ReachedParameters:
-    """Watches the first backward that reduces gradients, by hooks that go with its update: later ones cost nothing.
+    """Records the parameters that the first reducing backward reaches, by hooks that are removed after its update.
 
-    Replicas reduce gradients in buckets, and a bucket that waits for a parameter nothing was computed with is never
-    reduced. PyTorch says so at the next forward, when the optimizer has stepped on gradients that differ between ranks.
+    Replicas reduce gradients in buckets, and a bucket with an unused parameter is never reduced. PyTorch reports it at
+    the next forward, after the optimizer used gradients that differ between ranks.
 
     Args:
         module: the model.
-        wrapper: its replica, which knows whether a backward reduces.
+        wrapper: its replica.
     """
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
@@ -37,19 +38,19 @@ class ReachedParameters:
 
     @property
     def seen(self) -> bool:
-        """There was such a backward."""
+        """Return True after such a backward."""
         return bool(self._reached)
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def check(self) -> None:
-        """Look at what the hooks saw.
+        """Check that all parameters were reached.
 
         Raises:
-            ModelError: names the parameters that the backward did not reach.
+            ModelError: some were not; they are named.
         """
         unused = [name for key, name in self._names.items() if key not in self._reached]
         if not unused:
@@ -64,42 +65,59 @@ class ReachedParameters:
 
 
 class SameOnAllRanks:
-    """Finds out, before each update, whether every rank's backward reached the same parameters of a sharded model.
+    """Checks, before each update, that the backward of every rank reached the same parameters of a sharded model.
 
-    The gradients of a unit travel in one message that does not say whose they are: where ranks reached different
-    parameters, those of one would be added to those of another, and nothing would fail. Costs one exchange of four
-    numbers between hosts for each update, while devices are at work and the norm is summed.
+    The gradients of a unit are reduced in one message that does not name their parameters: if ranks reached different
+    parameters, gradients of one would be added to those of another, and nothing would fail. Ranks compare four numbers:
+    with the sum of the gradient norm if that is made on the host, else in an exchange between hosts while devices work.
     """
 
     def __init__(self, module: nn.Module, gang: Gang) -> None:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._gang = gang
-        self._asked: tuple[list[bool], Pending] | None = None
+        self._reached: list[bool] = []
+        self._sums: Sequence[float] | None = None
+        self._pending: Pending | None = None
+
+    def numbers(self) -> list[float]:
+        """What the backward of this rank reached. The sums of these numbers over ranks are for `compare`."""
+        self._reached = [p.grad is not None for p in self._trained.values()]
+        code = zlib.crc32(bytes(self._reached))
+        # Numbers of ranks are equal if their variance is zero. In halves, so that squares are exact.
+        halves = [float(code & 0xFFFF), float(code >> 16)]
+        return [*halves, *(half * half for half in halves)]
+
+    def compare(self, sums: Sequence[float]) -> None:
+        """Take the sums of an exchange that was made for another purpose, for the next `check`."""
+        self._sums = sums
 
     def ask(self) -> None:
-        """Begin the exchange, when the update's gradients are there; what `check` then waits for is under way."""
-        reached = [p.grad is not None for p in self._trained.values()]
-        code = zlib.crc32(bytes(reached))
-        # Ranks have the same number exactly where its variance is zero. In halves, so that squares stay exact.
-        halves = [float(code & 0xFFFF), float(code >> 16)]
-        self._asked = reached, self._gang.start_sum([*halves, *(half * half for half in halves)])
+        """Start an exchange of its own, for the next `check`. Collective."""
+        self._pending = self._gang.start_sum(self.numbers())
+
+    def forget(self) -> None:
+        """A forward begins: what was compared is not about its gradients."""
+        self._sums = None
 
     def check(self) -> None:
         """Collective.
 
         Raises:
-            ModelError: names parameters that only some ranks reached.
+            ModelError: only some ranks reached a parameter; they are named.
         """
-        if self._asked is None:
+        if self._pending is None and self._sums is None:
             self.ask()
-        assert self._asked is not None
-        (reached, pending), self._asked = self._asked, None
-        sums = pending.wait()
+        if self._pending is not None:
+            self._sums, self._pending = self._pending.wait(), None
+        sums, self._sums = self._sums, None
+        assert sums is not None
         if any(
             square * self._gang.size != total * total
             for total, square in zip(sums[:2], sums[2:], strict=True)
         ):
-            raise self._difference([name for name, here in zip(self._trained, reached, strict=True) if here])
+            raise self._difference(
+                [name for name, here in zip(self._trained, self._reached, strict=True) if here]
+            )
 
     def _difference(self, here: list[str]) -> ModelError:
         everywhere: list[list[str]] = self._gang.gather_objects(here)
@@ -112,6 +130,6 @@ class SameOnAllRanks:
         return ModelError(
             "the loss depends on different parameters on different ranks, whose gradients cannot be reduced together. "
             f"Beside those that all ranks reached:{''.join(lines)}\nUse the same ones on every rank, or set "
-            "ddp_find_unused_parameters=True (DistributedDataParallelKwargs(find_unused_parameters=True)): zeros stand "
-            "for the gradients of the others then"
+            "ddp_find_unused_parameters=True (DistributedDataParallelKwargs(find_unused_parameters=True)), which uses "
+            "zeros for the gradients of the others"
         )

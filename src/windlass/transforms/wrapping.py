@@ -1,4 +1,4 @@
-"""Which submodules are sharded as units of their own: gathered together before their forward, and freed after it."""
+"""Choice of the submodules that are sharded as units: gathered before their forward and freed after it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _logger = get_logger(__name__)
 
 
 def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The units inside `module`, which is one itself and not listed; inner ones after those that hold them.
+    """The units inside `module`, outer ones first; `module` itself is a unit as well, and not listed.
 
     Raises:
-        ConfigError: no module is of the wanted classes; those that there are get listed.
+        ConfigError: no module has the given classes; existing ones are listed.
     """
     if plan.wrap == "transformer":
         classes = plan.layers or _own_classes(module)
@@ -38,11 +38,11 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
 
 
 def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None) -> set[nn.Parameter]:
-    """What stays whole on every rank: parameters of the modules that are named, and those that cannot be cut or sent in
-    parts: scalars, empty and complex ones, and frozen ones of a dtype or layout that only a forward can read.
+    """Parameters that stay whole on every rank: those of the given modules, and those that cannot be sharded or sent:
+    scalars, empty and complex ones, and frozen ones of an unusual dtype or layout.
 
     Args:
-        ignored: names of modules, or a regular expression that a module's name must match as a whole.
+        ignored: names of modules, or a regular expression for the whole name of a module.
 
     Raises:
         ConfigError: no module has such a name.
@@ -66,9 +66,7 @@ def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None)
 
 
 def _own_classes(module: nn.Module) -> tuple[str, ...]:
-    """The classes that a model (or the one it wraps) says must not be split, as Hugging Face's models do; none where
-    it says nothing.
-    """
+    """The classes in `_no_split_modules` of a model or of one that it wraps, as Hugging Face's models have."""
     said = {
         name for member in module.modules() for name in (getattr(member, "_no_split_modules", None) or ())
     }
@@ -77,7 +75,7 @@ def _own_classes(module: nn.Module) -> tuple[str, ...]:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that a model which says nothing repeats."""
+    """The repeated blocks of a model without `_no_split_modules`."""
     blocks = list(repeated_blocks(module))
     found = ", ".join(sorted({type(block).__name__ for block in blocks}))
     warn_once(
@@ -112,7 +110,7 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
 
 
 def _of_size(module: nn.Module, least: int, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """From the leaves up: a module becomes a unit when `least` parameters in it are in no inner unit yet."""
+    """From the leaves up: a module becomes a unit if `least` of its parameters are not in an inner unit."""
     chosen: set[nn.Module] = set()
 
     def remaining(member: nn.Module) -> set[nn.Parameter]:
@@ -130,7 +128,7 @@ def _of_size(module: nn.Module, least: int, ignored: set[nn.Parameter]) -> list[
 
 
 def _without_split_ties(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """A parameter that modules of several units share belongs to what holds them all, so those units are none."""
+    """The units without those that share a parameter: it belongs to the module around all of them."""
     kept = list(units)
     while split := _units_of_split_ties(module, set(kept)):
         kept = [unit for unit in kept if unit not in split]
@@ -154,7 +152,7 @@ def _units_of_split_ties(module: nn.Module, units: set[nn.Module]) -> set[nn.Mod
 def _with_units(
     member: nn.Module, unit: nn.Module, units: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Every module below `member`, with the innermost unit that holds it."""
+    """Every module in `member`, with the innermost unit around it."""
     unit = member if member in units else unit
     yield unit, member
     for child in member.children():

@@ -1,4 +1,4 @@
-"""Names that scripts import from here: configuration objects and words."""
+"""Re-exports of the old library: configuration objects and enums."""
 
 from windlass.utils.homes import names_of
 

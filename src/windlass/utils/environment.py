@@ -1,12 +1,11 @@
-"""Environment variables, as scripts and tests read and set them for a while."""
+"""Read environment variables, and set them temporarily."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from windlass.config.parallel.kinds import FALSE, TRUE, flag
@@ -15,49 +14,49 @@ from windlass.core.device import choose_device
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 for a word of consent or refusal, in any case; with `to_bool`, True or False.
+    """Return 1 or 0 for a word for true or false, in upper or lower case; with `to_bool`, True or False.
 
     Raises:
         ValueError: it is neither.
     """
     try:
-        said = flag(value)
+        found = flag(value)
     except ValueError:
         known = f"true ({', '.join(TRUE)}) nor false ({', '.join(FALSE)})"
         raise ValueError(f"{value!r} is neither {known}") from None
-    return said if to_bool else int(said)
+    return found if to_bool else int(found)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables that holds a number of at least 0, else `default`."""
+    """Return the first of these variables that is a number of at least 0, else `default`."""
     found = (int(os.environ.get(key, -1)) for key in env_keys)
     return next((value for value in found if value >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether the variable says yes."""
+    """Return True if the variable is a word for true."""
     return bool(str_to_bool(os.environ.get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable's text."""
+    """Return the variable's text."""
     return os.environ.get(key, str(default))
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of these packages that were imported already."""
+    """Return the packages among these that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device that a process here would compute on, and the kind of job several of them would be."""
+    """Return the type of the device of a process here, and the type of a job of several processes."""
     kind = choose_device().type
     return kind, str(distributed_type_of(kind, 2))
 
 
 @contextlib.contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables, in upper case, while the body runs."""
+    """Set variables, with names in upper case, while the body runs."""
     with _restored():
         for key, value in kwargs.items():
             os.environ[key.upper()] = str(value)
@@ -66,34 +65,26 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """Take all variables away while the body runs."""
+    """Remove all variables while the body runs."""
     with _restored():
         os.environ.clear()
         yield
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator of a test, or of a class of tests: what they leave in `ACCELERATE_*` and `WINDLASS_*` is undone."""
+    """Decorator of a test or a class of tests: restores `ACCELERATE_*` and `WINDLASS_*` afterwards."""
+    restored = _restored(("ACCELERATE_", "WINDLASS_"))
     if not isinstance(func_or_cls, type):
-        return _purged(func_or_cls)
+        return restored(func_or_cls)
     for name, value in list(vars(func_or_cls).items()):
         if name.startswith("test") and callable(value):
-            setattr(func_or_cls, name, _purged(value))
+            setattr(func_or_cls, name, restored(value))
     return func_or_cls
-
-
-def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _restored(("ACCELERATE_", "WINDLASS_")):
-            return function(*args, **kwargs)
-
-    return run
 
 
 @contextlib.contextmanager
 def _restored(prefixes: tuple[str, ...] = ("",)) -> Iterator[None]:
-    """Variables that begin so are afterwards what they were before."""
+    """Restore the variables with these prefixes afterwards."""
     before = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
     try:
         yield

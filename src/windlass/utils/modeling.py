@@ -1,4 +1,4 @@
-"""Names that scripts import from here: models that are larger than one device."""
+"""Re-exports of the old library: models that are larger than one device."""
 
 from windlass.utils.homes import names_of
 
@@ -8,9 +8,10 @@ __getattr__, __all__ = names_of(
     "windlass.compat.auto_device_map",
     "windlass.compat.device_map",
     "windlass.compat.device_memory",
+    "windlass.compat.model_queries",
     "windlass.compat.moving",
-    "windlass.compat.ties",
-    "windlass.transforms.module_sizes",
-    "windlass.transforms.module_tensors",
-    "windlass.transforms.offload",
+    "windlass.compat.module_sizes",
+    "windlass.compat.module_tensors",
+    "windlass.config.quantities",
+    "windlass.accelerator.offloaded_weights",
 )

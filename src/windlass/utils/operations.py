@@ -1,4 +1,4 @@
-"""Names that scripts import from here: operations on nests of tensors."""
+"""Re-exports of the old library: operations on nests of tensors."""
 
 from windlass.utils.homes import names_of
 

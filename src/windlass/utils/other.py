@@ -1,4 +1,4 @@
-"""Small things that scripts import: files of tensors, names, sizes, ports."""
+"""Small functions of the old library: files of tensors, names, sizes, ports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.own_files import save_tensors
-from windlass.accelerator.state import PartialState
+from windlass.accelerator.model_files import save_tensors, warn_if_unsafe
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors
+from windlass.compat.state import PartialState
 from windlass.config.launch_file import basic_settings, default_file, write_file
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
@@ -24,12 +24,12 @@ from windlass.dist.sharded import is_sharded
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether parameters of the model lie in shards on several processes."""
+    """Return True if parameters of the model are sharded over processes."""
     return any(map(is_sharded, model.parameters()))
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """The module and all inside it, children before parents.
+    """Return the module and all its submodules, children before parents.
 
     Args:
         return_fqns: (name, module) pairs instead of modules.
@@ -45,7 +45,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def wait_for_everyone() -> None:
-    """Return when every process is here."""
+    """Return when every process has called this."""
     PartialState().wait_for_everyone()
 
 
@@ -58,12 +58,13 @@ def save(
     """Write a dict of tensors as safetensors, on the main process.
 
     Args:
-        obj: names and tensors; tensors that share memory are written once each.
+        obj: tensors by name; those that share memory are written once each.
         f: the file.
-        save_on_each_node: on the main process of every machine.
-        safe_serialization: must stay True: pickle is never written.
+        save_on_each_node: write on the main process of every machine.
+        safe_serialization: False is mapped to True with one warning: pickle is never written.
     """
-    if not safe_serialization or Path(f).suffix in (".bin", ".pt", ".pth", ".pkl"):
+    warn_if_unsafe(safe_serialization)
+    if Path(f).suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ConfigError(Problem("save.f", str(f), "pickle is never written: end the name in .safetensors"))
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -71,9 +72,9 @@ def save(
 
 
 def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the host or on `map_location`."""
+    """Return the tensors of a safetensors file, on the host or on `map_location`."""
     if Path(f).suffix != ".safetensors":
-        fix = "only safetensors files are read; pickle is not, since reading it runs what is in it"
+        fix = "only safetensors files are read; reading a pickle can run any code"
         raise ConfigError(Problem("load.f", str(f), fix))
     with open_tensors(Path(f), Files()) as tensors:
         found = {name: tensors.read(name) for name in tensors.names}
@@ -81,7 +82,7 @@ def load(f: str | os.PathLike[str], map_location: torch.device | str | None = No
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with contiguous tensors, of those that are the same memory only the first."""
+    """Return the state dict with contiguous tensors, and only the first of tensors that share memory."""
     seen: set[tuple[int, torch.Size]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -93,7 +94,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a forward: what it returns in fp16 or bf16 is widened to fp32."""
+    """Decorator of a forward: converts outputs in fp16 or bf16 to fp32."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -105,14 +106,14 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Write a launch configuration for this machine; one that is there stands.
+    """Write a launch configuration for this machine, unless the file exists.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16".
-        save_location: by default the file that `windlass launch` finds by itself.
+        save_location: by default the file that `windlass launch` reads.
 
     Returns:
-        The file, or False where there was one.
+        The file, or False if it exists.
     """
     path = default_file(os.environ) if save_location is None else Path(save_location)
     settings = basic_settings(mixed_precision, visible_devices(), "mixed_precision")
@@ -123,13 +124,13 @@ def write_basic_config(
 
 
 def get_pretty_name(obj: Any) -> str:
-    """The name of a function or class, or of an object's class."""
+    """Return the name of a function or class, or of an object's class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Lay `source` over `destination`, in place, dict by dict."""
+    """Update `destination` by `source` recursively, in place."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -139,13 +140,13 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something on this machine listens at the port (29500 by default)."""
+    """Return True if something on this machine listens at the port (29500 by default)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in the largest unit of which there is at least one."""
+    """Return a number of bytes in the largest unit that is at most the size."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -154,5 +155,5 @@ def convert_bytes(size: float) -> str:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """`obj.a.b` for "a.b"."""
+    """Return `obj.a.b` for "a.b"."""
     return functools.reduce(getattr, attr.split("."), obj)

@@ -1,5 +1,5 @@
-"""Names that scripts import from here: seeds."""
+"""Re-exports of the old library: seeds."""
 
 from windlass.utils.homes import names_of
 
-__getattr__, __all__ = names_of(__name__, "windlass.accelerator.shared_rng")
+__getattr__, __all__ = names_of(__name__, "windlass.compat.seeds")

@@ -1,4 +1,4 @@
-"""Comparisons of versions."""
+"""Compare versions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether a version compares so with another.
+    """Return the result of a comparison of versions.
 
     Args:
         library_or_version: name of an installed package, or a parsed version.
         operation: one of >, >=, ==, !=, <=, <.
-        requirement_version: what it is compared with.
+        requirement_version: the version to compare with.
 
     Raises:
-        ValueError: no such operation.
+        ValueError: unknown operation.
     """
     if operation not in _OPERATIONS:
         raise ValueError(f"operation={operation!r}: must be one of {', '.join(_OPERATIONS)}")
@@ -39,5 +39,5 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed PyTorch compares so with `version`."""
+    """Return the result of comparing the installed PyTorch with `version`."""
     return compare_versions("torch", operation, version)

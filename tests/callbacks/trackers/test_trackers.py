@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.callbacks.tracker_readers import READERS, Curves, each_installed, offline
+from tests.dist.launch import run_script
 
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.callbacks.rows import Row
@@ -21,7 +20,6 @@ from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
 from windlass.callbacks.tracking import sent_values
 
 HERE = Path(__file__).resolve().parents[1]
-ROOT = HERE.parents[1]
 # What a tracker cannot draw, and what its file format rounds.
 NO_NAN = {"clearml"}
 FLOAT32 = {"tensorboard"}
@@ -32,14 +30,9 @@ ANEW = {"clearml"}
 def run_in(folder: Path, name: str) -> dict[str, Any]:
     """Train, resume and log by hand in a process of its own; what it says of its runs."""
     (folder / "home").mkdir()
-    environment = {**os.environ, **offline(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "tracker_runs.py"), name],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = next(line for line in reversed(done.stdout.splitlines()) if line.startswith('{"first"'))
-    answer: dict[str, Any] = json.loads(said)
+    said = run_script(HERE / "tracker_runs.py", name, cwd=folder, timeout=240, environ=offline(folder))
+    line = next(line for line in reversed(said.splitlines()) if line.startswith('{"first"'))
+    answer: dict[str, Any] = json.loads(line)
     return answer
 
 

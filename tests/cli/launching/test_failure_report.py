@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from windlass.cli.launching.failure_report import Incident, RankFacts, describe, exit_code
+from windlass.dist.beacon import Mark
 
 PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:918"
 
 
+def facts(
+    rank: int, ending: Any, step: int | None = None, call: str = "", marks: int = 0, **rest: Any
+) -> RankFacts:
+    return RankFacts(rank, 0, ending, mark=Mark(marks, step, call), **rest)
+
+
 def failed(rank: int, message: str = "", code: int = 1, time: float = 1.0, **rest: Any) -> RankFacts:
-    return RankFacts(rank, 0, "failed", exit_code=code, message=message, time=time, **rest)
+    return facts(rank, "failed", exit_code=code, message=message, time=time, **rest)
 
 
 def test_a_rank_that_lost_its_peers_is_no_cause_though_it_failed_first() -> None:
@@ -27,7 +34,7 @@ def test_of_two_causes_the_first_counts_and_one_that_was_killed_before_both() ->
 
 
 def test_where_all_lost_their_peers_one_that_had_ended_is_the_cause() -> None:
-    incident = Incident("failed", [failed(0, PEER), RankFacts(1, 0, "done", exit_code=0)])
+    incident = Incident("failed", [failed(0, PEER), facts(1, "done", exit_code=0)])
     assert incident.culprit.rank == 1
     assert not incident.knows_its_cause
     assert "rank 1 ended while others still waited for it; rank 0 then failed" in describe(
@@ -45,18 +52,18 @@ def test_where_all_lost_their_peers_and_none_had_ended_the_cause_lies_elsewhere(
     ("ranks", "culprit"),
     [
         # Behind the others.
-        ([RankFacts(0, 0, "running", step=5, call="data"), RankFacts(1, 0, "running", step=4, call="sum")], 1),
+        ([facts(0, "running", step=5, call="data"), facts(1, "running", step=4, call="sum")], 1),
         # In the same step: not the one that waits for the others.
-        ([RankFacts(0, 0, "running", step=5, call="gather"), RankFacts(1, 0, "running", step=5, call="data")], 1),
+        ([facts(0, "running", step=5, call="gather"), facts(1, "running", step=5, call="data")], 1),
         # All that run wait: one that had ended does not come any more.
-        ([RankFacts(0, 0, "running", step=5, call="sum"), RankFacts(1, 0, "done", step=4, call="end")], 1),
+        ([facts(0, "running", step=5, call="sum"), facts(1, "done", step=4, call="end")], 1),
         # One that had ended is no cause where another is at work.
-        ([RankFacts(0, 0, "done", step=4, call="end"), RankFacts(1, 0, "running", step=4, call="save")], 1),
+        ([facts(0, "done", step=4, call="end"), facts(1, "running", step=4, call="save")], 1),
         # Seen to stand equally long: the one that has said less.
-        ([RankFacts(0, 0, "running", step=3, call="backward", idle=8.0, marks=12),
-          RankFacts(1, 0, "running", step=3, call="update", idle=8.0, marks=11)], 1),
+        ([facts(0, "running", step=3, call="backward", idle=8.0, marks=12),
+          facts(1, "running", step=3, call="update", idle=8.0, marks=11)], 1),
         # None has begun a step: the one that stands longest.
-        ([RankFacts(0, 0, "running", idle=3.0), RankFacts(1, 0, "running", idle=9.0)], 1),
+        ([facts(0, "running", idle=3.0), facts(1, "running", idle=9.0)], 1),
     ],
 )  # fmt: skip
 def test_the_rank_that_holds_up_the_others_is_named(ranks: list[RankFacts], culprit: int) -> None:
@@ -68,7 +75,7 @@ def test_one_that_left_is_no_cause_where_another_failed() -> None:
     incident = Incident("failed", [left, failed(1, "KeyError: 'x'", time=5.0)])
     assert incident.culprit.rank == 1
     assert exit_code(incident) == 1
-    assert "rank 0 (machine 0): had left, as it was asked to" in describe(incident, 2, "logs")
+    assert "rank 0 (machine 0): had saved and exited on request" in describe(incident, 2, "logs")
     assert exit_code(Incident("failed", [left, failed(1, code=-9, time=5.0)])) == 137
 
 
@@ -82,7 +89,7 @@ def test_after_an_exception_the_code_is_pythons_though_the_process_aborted_later
 
 
 def test_a_stall_and_an_unknown_cause_have_codes_of_their_own() -> None:
-    assert exit_code(Incident("stalled", [RankFacts(0, 0, "running")])) == 124
+    assert exit_code(Incident("stalled", [facts(0, "running")])) == 124
     assert exit_code(Incident("abandoned", [])) == 1
 
 
@@ -93,7 +100,7 @@ def test_an_incident_survives_its_way_to_another_machine() -> None:
 
 def test_accounts_of_machines_are_joined_and_the_one_that_knows_more_counts() -> None:
     ours, theirs = (
-        Incident("abandoned", [RankFacts(0, 0, "running")]),
+        Incident("abandoned", [facts(0, "running")]),
         Incident("failed", [failed(1, "E: x")]),
     )
     joined = ours.joined_with(theirs)
@@ -105,7 +112,7 @@ def test_the_report_leaves_out_how_the_script_was_brought_to_run() -> None:
     stacks = (
         'Thread 1:\n  File "/a/train.py", line 3 in main\n  File "<frozen runpy>", line 88 in _run_code\n'
     )
-    text = describe(Incident("stalled", [RankFacts(0, 0, "running", stacks=stacks)]), 1, "logs")
+    text = describe(Incident("stalled", [facts(0, "running", stacks=stacks)]), 1, "logs")
     assert "train.py" in text
     assert "runpy" not in text
 

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import end_all, run_to_its_end
+from tests.dist.launch import end_all, end_of
 
 SCRIPT = Path(__file__).parent / "failing_ranks.py"
 
 
 def windlass(*words: object, timeout: float = 120) -> tuple[int, str]:
     """Exit code and everything printed."""
-    command = [sys.executable, "-m", "windlass", *map(str, words)]
-    return run_to_its_end(command, timeout=timeout, environ={"WINDLASS_HOME": "/nowhere"})
+    return end_of("windlass", *words, timeout=timeout, environ={"WINDLASS_HOME": "/nowhere"})
 
 
 def launch(how: str, *flags: object) -> tuple[int, str]:
@@ -31,7 +30,7 @@ def test_the_first_rank_that_failed_is_named_with_its_step_call_and_traceback(tm
     assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in said
     assert 'raise ValueError("row 17 is damaged")' in said
     assert "rank 0 (machine 0): " in said
-    assert "ended well" not in said
+    assert "exit code 0" not in said
     assert "windlass/cli/launching/worker.py" not in said.split("windlass launch:")[1]
     (report,) = tmp_path.rglob("report.txt")
     assert "rank 1 raised ValueError" in report.read_text()
@@ -43,14 +42,14 @@ def test_a_rank_that_leaves_early_is_named_though_another_failed() -> None:
     code, said = launch("leaves")
     assert code == 1
     assert "rank 1 ended while others still waited for it [step 2, in 'data']; rank 0 then failed" in said
-    assert "rank 1 (machine 0): had ended well" in said
+    assert "rank 1 (machine 0): had ended with exit code 0" in said
 
 
 @pytest.mark.dist
 def test_a_job_that_stands_still_is_ended_with_all_stacks() -> None:
     code, said = launch("stalls", "--stall_timeout", 2)
     assert code == 124
-    assert "the job stands still: rank 1 made no progress for" in said
+    assert "the job stalled: rank 1 made no progress for" in said
     assert "[step 2, in 'data']" in said
     stacks = said.split("Stacks of rank")[1:]
     assert [text[1] for text in stacks] == ["0", "1"]

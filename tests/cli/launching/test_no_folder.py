@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import run_to_its_end
+from tests.dist.launch import end_of
 
 from windlass.cli.launching.failure_report import say
 
@@ -46,11 +46,9 @@ def launched(tmp_path: Path, *words: str) -> tuple[int, str]:
     script, temporary = tmp_path / "script.py", tmp_path / "temporary"
     script.write_text(FAILS)
     temporary.mkdir()
-    flags = ("--cpu", "--num_processes", "2", "--max_restarts", "1")
-    command = [sys.executable, "-m", "windlass", "launch", *flags, str(script), *words]
-    return run_to_its_end(
-        command, timeout=120, environ={"WINDLASS_HOME": "/nowhere", "TMPDIR": str(temporary)}
-    )
+    command = ("launch", "--cpu", "--num_processes", 2, "--max_restarts", 1, script, *words)
+    environ = {"WINDLASS_HOME": "/nowhere", "TMPDIR": str(temporary)}
+    return end_of("windlass", *command, timeout=120, environ=environ)
 
 
 @pytest.mark.dist
@@ -83,9 +81,8 @@ def test_a_job_that_ended_well_leaves_nothing_in_the_temporary_folder(tmp_path: 
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_configuration(tmp_path: Path) -> None:
     shutil.copyfile(__file__, tmp_path / "script.py")
     (tmp_path / "file").touch()
-    flags = ("--cpu", "--log_dir", str(tmp_path / "file"))
-    command = [sys.executable, "-m", "windlass", "launch", *flags, str(tmp_path / "script.py")]
-    code, said = run_to_its_end(command, timeout=120, environ={"WINDLASS_HOME": "/nowhere"})
+    command = ("launch", "--cpu", "--log_dir", tmp_path / "file", tmp_path / "script.py")
+    code, said = end_of("windlass", *command, timeout=120, environ={"WINDLASS_HOME": "/nowhere"})
     assert code == 2
     assert f"--log_dir='{tmp_path / 'file'}': cannot hold the files of the processes" in said
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.machines import free_port
-from tests.dist.launch import run_to_its_end
+from tests.dist.launch import run_script
 
 SCRIPT = Path(__file__).parent / "any_launcher.py"
 LAUNCHERS = {
@@ -25,10 +24,8 @@ LAUNCHERS = {
 def test_a_script_runs_under_any_launcher(launcher: str, tmp_path: Path) -> None:
     words = [word.format(port=free_port()) for word in LAUNCHERS[launcher]]
     nowhere = {"WINDLASS_HOME": "/nowhere", "HF_HOME": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
-    code, said = run_to_its_end(
-        [sys.executable, "-m", *words, str(SCRIPT), str(tmp_path)], timeout=200, environ=nowhere
-    )
-    assert code == 0, said
+    module, *flags = words
+    run_script(module, *flags, SCRIPT, tmp_path, environ=nowhere)
     precision = "no" if launcher == "torch" else "bf16"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "0": f"2 {precision} cpu",

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 import pytest
 from tests.cli.launching.test_local import SCRIPT, windlass
 
-from windlass.cli.launching.ray import print_ray
+from windlass.cli.launching.ray import show
 from windlass.config.launch import LaunchPlan
 from windlass.core.errors import ConfigError
 
 
 def test_the_job_can_be_shown() -> None:
     plan = LaunchPlan("train.py", processes=4, engine="ray", max_restarts=2, engine_options={"name": "first"})
-    job = json.loads(print_ray(plan))
+    job = json.loads(show(plan))
     assert job["scaling"] == {"num_workers": 4, "use_gpu": True, "resources_per_worker": {"CPU": 1}}
     assert (job["run"]["name"], job["max_failures"]) == ("first", 2)
     assert job["command"][-1] == "train.py"
@@ -21,7 +21,7 @@ def test_the_job_can_be_shown() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine_options\.adress='x'"):
-        print_ray(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
+        show(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
 
 
 @pytest.mark.dist

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.test_local import SCRIPT, windlass
 
-from windlass.cli.launching.portable import from_text, to_text
-from windlass.cli.launching.slurm import plan_of_node, print_slurm
+from windlass.cli.launching.engines import from_text, to_text
+from windlass.cli.launching.slurm import plan_of_node, run, show
 from windlass.config.launch import LaunchPlan
 from windlass.core.errors import ConfigError
 
@@ -25,7 +27,7 @@ PLAN = LaunchPlan(
 
 
 def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
-    text = print_slurm(PLAN)
+    text = show(PLAN)
     for line in (
         "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--partition=long", "--account=physics", "--mem=64GB",
         "--time=90", "--job-name=train",
@@ -33,13 +35,28 @@ def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
         assert f"#SBATCH {line}\n" in text
 
 
+@pytest.mark.parametrize(("options", "limit"), [({}, None), ({"time": 90}, "90"), ({"timeout_min": 7}, "7")])
+def test_a_job_has_no_time_limit_but_the_one_that_was_given(
+    options: dict[str, int], limit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the batch file that is shown nor in the one that Slurm gets."""
+    for name, text in (("srun", ""), ("sbatch", f'cp "$1" {tmp_path}/batch; echo Submitted batch job 7')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = replace(PLAN, machines=1, engine_options={**options, "folder": str(tmp_path / "jobs")})
+    assert run(plan) == 0
+    for text in (show(plan), (tmp_path / "batch").read_text()):
+        assert re.findall(r"--time=(\S+)", text) == ([] if limit is None else [limit])
+
+
 def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -> None:
     given = {"setup": ["module load cuda"], "additional_parameters": {"qos": "low"}}
-    text = print_slurm(replace(PLAN, requeue=True, grace=90, engine_options=given))
+    text = show(replace(PLAN, requeue=True, grace=90, engine_options=given))
     for line in ("#SBATCH --signal=USR1@90", "#SBATCH --requeue", "#SBATCH --qos=low", "module load cuda",
                  "export SUBMITIT_PREEMPT_SIGNAL=USR1"):  # fmt: skip
         assert f"\n{line}\n" in text
-    assert "USR1" not in print_slurm(PLAN)
+    assert "USR1" not in show(PLAN)
     there = plan_of_node(replace(PLAN, requeue=True, max_requeues=3), 0, ["n17"], job=1)
     assert (there.requeue, there.max_requeues) == (True, 3)
 
@@ -47,8 +64,8 @@ def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -
 def test_options_that_slurm_does_not_have_are_refused_together() -> None:
     plan = LaunchPlan("train.py", engine="slurm", engine_options={"partitio": "long", "cluster": "moon"})
     with pytest.raises(ConfigError) as caught:
-        print_slurm(plan)
-    assert "did you mean partition?" in str(caught.value)
+        show(plan)
+    assert "did you mean 'partition'?" in str(caught.value)
     assert "engine_options.cluster='moon'" in str(caught.value)
 
 

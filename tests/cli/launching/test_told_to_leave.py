@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.machines import launch_on_both
-from tests.dist.launch import ROOT, run_to_its_end
+from tests.dist.launch import ROOT, end_of, launch
 
 from windlass.checkpoint.store import Store
 from windlass.cli.launching.requeue import Requeue
@@ -30,19 +29,14 @@ def launched(
     folder: Path, *words: object, flags: tuple[str, ...] = (), environ: dict[str, str] | None = None
 ) -> tuple[int, str]:
     folder.mkdir(exist_ok=True)
-    command = ["-m", "windlass", "launch", "--cpu", "--num_processes", "2", *flags, SCRIPT, folder, *words]
-    return run_to_its_end(
-        [sys.executable, *map(str, command)],
-        timeout=180,
-        environ={"WINDLASS_HOME": "/nowhere", **(environ or {})},
-    )
+    command = ("launch", "--cpu", "--num_processes", 2, *flags, SCRIPT, folder, *words)
+    return end_of("windlass", *command, timeout=180, environ={"WINDLASS_HOME": "/nowhere", **(environ or {})})
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("untouched")
-    code, said = launched(folder, "nobody")
-    assert code == 0, said
+    launch(2, SCRIPT, folder, "nobody")
     return (folder / "hash").read_text()
 
 
@@ -50,7 +44,7 @@ def check_left(folder: Path, said: str) -> None:
     """All left at one step; nobody calls it a failure."""
     first, second = (int((folder / f"left-{rank}").read_text()) for rank in range(2))
     assert first == second
-    assert f"the job left at step {first}, as it was told to, and can be started again" in said
+    assert f"the job saved and exited at step {first}, as requested, and can be restarted" in said
     assert "the job failed" not in said
     assert "Traceback" not in said
 
@@ -82,8 +76,7 @@ def test_it_ends_with_75_when_its_processes_have_saved(tmp_path: Path, untouched
     assert "restart 1" not in said
     assert (tmp_path / "asked").read_text() == "requeue 4711\n"
     assert "scontrol requeue 4711 failed: not allowed" in said
-    code, said = launched(job, "nobody")
-    assert code == 0, said
+    launch(2, SCRIPT, job, "nobody")
     assert (job / "hash").read_text() == untouched
 
 
@@ -92,7 +85,7 @@ def test_a_job_whose_process_was_told_starts_again_by_itself(tmp_path: Path, unt
     code, said = launched(tmp_path, "rank1", flags=("--requeue", "--max_requeues", "2"))
     assert code == 0, said
     check_left(tmp_path, said)
-    assert said.count("starting the job again (1 of 2)") == 1
+    assert said.count("restarting the job (1 of 2)") == 1
     assert (tmp_path / "hash").read_text() == untouched
 
 
@@ -109,21 +102,19 @@ def test_the_launchers_of_all_machines_end_with_75(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_leave_in_time_is_a_failure(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text(DEAF)
-    command = ["windlass", "launch", "--cpu", "--num_processes", "2", "--preemption_grace", "1", str(script)]
-    code, said = run_to_its_end(
-        [sys.executable, "-m", *command], timeout=100, environ={"WINDLASS_HOME": "/nowhere"}
-    )
+    command = ("launch", "--cpu", "--num_processes", 2, "--preemption_grace", 1, script)
+    code, said = end_of("windlass", *command, timeout=100, environ={"WINDLASS_HOME": "/nowhere"})
     assert code == 128 + signal.SIGTERM, said
     assert "the job failed: rank 0 was killed by SIGTERM" in said
-    assert "rank 1 (machine 0): had left, as it was asked to" in said
+    assert "rank 1 (machine 0): had saved and exited on request" in said
 
 
 def test_who_told_whom_decides(capsys: pytest.CaptureFixture[str]) -> None:
     job = Requeue(2, {})
-    assert not job.starts_here(told=True)
-    assert [job.starts_here(told=False) for _ in range(3)] == [True, True, False]
-    assert "started again 2 time(s), as often as --max_requeues allows" in capsys.readouterr().err
-    assert all(Requeue(None, {}).starts_here(told=False) for _ in range(9))
+    assert not job.restarts_here(signalled=True)
+    assert [job.restarts_here(signalled=False) for _ in range(3)] == [True, True, False]
+    assert "restarted 2 time(s), the maximum of --max_requeues" in capsys.readouterr().err
+    assert all(Requeue(None, {}).restarts_here(signalled=False) for _ in range(9))
 
 
 def test_a_queue_is_asked_as_often_as_it_may_be(
@@ -131,11 +122,11 @@ def test_a_queue_is_asked_as_often_as_it_may_be(
 ) -> None:
     environ = fake_scontrol(tmp_path, "exit 0")
     monkeypatch.setenv("PATH", environ["PATH"])
-    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "2"}).starts_here(told=True)
+    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "2"}).restarts_here(signalled=True)
     assert "job 4711 is queued again" in capsys.readouterr().err
-    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "3"}).starts_here(told=True)
-    assert "started again 3 time(s)" in capsys.readouterr().err
-    assert not Requeue(None, environ).starts_here(told=True, machine_rank=1)
+    assert not Requeue(3, environ | {"SLURM_RESTART_COUNT": "3"}).restarts_here(signalled=True)
+    assert "restarted 3 time(s)" in capsys.readouterr().err
+    assert not Requeue(None, environ).restarts_here(signalled=True, machine_rank=1)
     assert (tmp_path / "asked").read_text() == "requeue 4711\n"
 
 
@@ -143,5 +134,5 @@ def test_a_queue_that_cannot_be_asked_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(ROOT))
-    assert not Requeue(None, {"SLURM_JOB_ID": "4711"}).starts_here(told=False)
+    assert not Requeue(None, {"SLURM_JOB_ID": "4711"}).restarts_here(signalled=False)
     assert "scontrol requeue 4711 failed" in capsys.readouterr().err

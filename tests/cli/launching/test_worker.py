@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import run_script
 
 from windlass.cli.launching.worker import cores_of
-from windlass.dist.beacon import FOLDER_VARIABLE, read_mark
+from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
+
+WORKER = "windlass.cli.launching.worker"
 
 
 @pytest.mark.parametrize(
@@ -26,18 +29,20 @@ def test_cores_are_shared_out(rank: int, size: int, cores: list[int], expected: 
     assert cores_of(rank, size, cores) == expected
 
 
-def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {
-        **os.environ,
+def variables(folder: Path) -> dict[str, str]:
+    return {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         FOLDER_VARIABLE: str(folder),
+        "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
     }
-    environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "windlass.cli.launching.worker", *words],
-        env={**environ, **variables}, capture_output=True, text=True, cwd=folder, check=False,
+        [sys.executable, "-m", WORKER, *words],
+        env={**os.environ, **variables(folder)}, capture_output=True, text=True, cwd=folder, check=False,
     )  # fmt: skip
 
 
@@ -55,7 +60,7 @@ def test_a_script_finds_itself_as_python_would_have_started_it(tmp_path: Path) -
     done = run(tmp_path, "sub/script.py", "--lr", "3")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["__main__", ["sub/script.py", "--lr", "3"], "script.py", 1, False]
-    assert read_mark(tmp_path, 0).call == "end"
+    assert Lookout(tmp_path, 0).mark().call == "end"
 
 
 def test_a_module_does_too(tmp_path: Path) -> None:
@@ -124,6 +129,6 @@ for number, batch in enumerate(loader):
 )
 def test_a_loop_of_ones_own_leaves_marks_too(tmp_path: Path, place: str, call: str) -> None:
     (tmp_path / "script.py").write_text(LOOPS)
-    assert run(tmp_path, "script.py", place, OMP_NUM_THREADS="1").returncode == 0
-    mark = read_mark(tmp_path, 0)
+    run_script(WORKER, "script.py", place, cwd=tmp_path, environ=variables(tmp_path))
+    mark = Lookout(tmp_path, 0).mark()
     assert (mark.step, mark.call) == (4 if place == "nowhere" else 2, call)

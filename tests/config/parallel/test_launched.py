@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import run_script
 
 SCRIPT = Path(__file__).with_name("planned_ranks.py")
 FILE = """\
@@ -32,13 +30,10 @@ use_cpu: false
 
 
 def _plans(words: list[str], path: Path) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "--config_file", str(path), str(SCRIPT)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    module, *flags = words
+    said = run_script(module, *flags, "--config_file", path, SCRIPT, timeout=250)
     # Two processes that print at once may share a line.
-    told = [json.JSONDecoder().raw_decode(text)[0] for text in done.stdout.split("PLAN ")[1:]]
+    told = [json.JSONDecoder().raw_decode(text)[0] for text in said.split("PLAN ")[1:]]
     return sorted(told, key=lambda plan: plan["rank"])
 
 

@@ -96,7 +96,7 @@ def test_a_weak_value_holds_where_nothing_else_was_said() -> None:
     settings = Settings()
     settings.record(RAM, "true", "FSDP_CPU_RAM_EFFICIENT_LOADING", "variable")
     assert settings.value(RAM) is True
-    assert not settings.is_explicit(RAM.name)
+    assert not settings.explicit(RAM)
 
 
 def test_what_pairs_look_like_is_not_taken_for_a_secret() -> None:

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.parallel import rows_launch
-from windlass.config.parallel.keys import FAMILIES
+from windlass.config.parallel import rows_launch, rows_loop
+from windlass.config.parallel.keys import FAMILIES, Key
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, TRAINING, VARIABLES
 
 
@@ -21,9 +21,8 @@ def test_no_two_settings_share_a_spelling() -> None:
     assert len(rows) == len(KEYS)
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_defaults_are_canonical_and_rows_are_whole(name: str) -> None:
-    key = KEYS[name]
+@pytest.mark.parametrize("key", [*KEYS.values(), *rows_loop.LOOP], ids=lambda key: key.name)
+def test_defaults_are_canonical_and_rows_are_whole(key: Key) -> None:
     assert key.doc.endswith(".")
     assert key.words
     assert not (key.refused and key.idle)
@@ -55,4 +54,4 @@ def test_the_peers_plugin_has_no_field_that_is_unknown() -> None:
 
 
 def test_groups_are_used() -> None:
-    assert {key.family for key in KEYS.values()} == set(FAMILIES)
+    assert {key.family for key in (*KEYS.values(), *rows_loop.LOOP)} == set(FAMILIES)

@@ -1,1 +1,1 @@
-"""The experiment trackers, one file each; `callbacks/tracker_registry.py` knows them by name."""
+"""The experiment trackers, one file each; `callbacks/tracker_registry.py` lists them by name."""

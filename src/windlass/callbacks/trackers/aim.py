@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import GeneralTracker, RunFacts, on_main_process, split_numbers
-from windlass.core.optional import require
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
 
 
-class AimTracker(GeneralTracker):
+class AimTracker(PackageTracker):
     """A run in an Aim repository.
 
     Args:
@@ -20,19 +19,16 @@ class AimTracker(GeneralTracker):
 
     name = "aim"
     requires_logging_directory = True
+    handle = "writer"
+    writer: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = str(logging_dir)
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In the repository of the output folder, as one of the project's experiments; a resumed run continues its
-        own.
-        """
+        """In the repository of the output folder, an experiment of the project; a resumed run continues its own."""
         name = facts.name or facts.folder.name
         return cls(name, facts.folder, run_hash=facts.run_id, experiment=facts.project)
 
@@ -40,17 +36,11 @@ class AimTracker(GeneralTracker):
     def run_id(self) -> str | None:
         return None if self.writer is None else str(self.writer.hash)
 
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.writer
-
     @on_main_process
     def start(self) -> None:
-        aim = require("aim", "report to Aim")
-        # Aim asks for the repository's folder, and makes only what lies below it.
+        # Aim does not create the folder itself.
         os.makedirs(self.aim_repo_path, exist_ok=True)
-        self.writer = aim.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer = self.package.Run(repo=self.aim_repo_path, **self.init_kwargs)
         self.writer.name = self.run_name
 
     @on_main_process
@@ -59,10 +49,10 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers and Aim's own objects as they are, the rest as text."""
-        aim = require("aim", "report to Aim")
+        """Log numbers and Aim's own objects as they are, the rest as text."""
         numbers, others = split_numbers(values)
-        texts = {name: value if _is_aims(value) else aim.Text(str(value)) for name, value in others.items()}
+        text = self.package.Text
+        texts = {name: value if _is_of_aim(value) else text(str(value)) for name, value in others.items()}
         for name, value in {**numbers, **texts}.items():
             self.writer.track(value, name=name, step=step, **kwargs)
 
@@ -70,14 +60,15 @@ class AimTracker(GeneralTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Names to images, or to pairs of image and caption. `kwargs` holds options for `aim.Image` under "aim_image"
-        and for `Run.track` under "track".
+        """Log images, or pairs of image and caption, by name.
+
+        Args:
+            kwargs: options for `aim.Image` under "aim_image", and for `Run.track` under "track".
         """
-        aim = require("aim", "report to Aim")
         options = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            shown = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            shown = self.package.Image(image, caption=caption, **options.get("aim_image", {}))
             self.writer.track(shown, name=name, step=step, **options.get("track", {}))
 
     @on_main_process
@@ -85,5 +76,5 @@ class AimTracker(GeneralTracker):
         self.writer.close()
 
 
-def _is_aims(value: Any) -> bool:
+def _is_of_aim(value: Any) -> bool:
     return type(value).__module__.split(".")[0] == "aim"

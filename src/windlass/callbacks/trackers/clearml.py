@@ -6,59 +6,46 @@ import math
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import GeneralTracker, RunFacts, numbers_alone, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, numbers_alone, on_main_process
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.optional import require
 
 _SPLITS = ("eval", "test", "train")
 _OFFLINE = "offline-"
 
 
-class ClearMLTracker(GeneralTracker):
+class ClearMLTracker(PackageTracker):
     """A task of ClearML; one that the script has opened already is used as it is, and left open.
 
     Args:
-        run_name: project and task name, where `$CLEARML_PROJECT` and `$CLEARML_TASK` do not say otherwise.
+        run_name: project and task name, unless `$CLEARML_PROJECT` and `$CLEARML_TASK` are set.
         **kwargs: for `clearml.Task.init`.
     """
 
     name = "clearml"
-    requires_logging_directory = False
+    handle = "task"
+    task: Any = None
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.task: Any = None
+        super().__init__(run_name, **kwargs)
         self._is_ours = False
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """A resumed run continues its own task; one that was recorded without a connection is begun anew."""
+        """A resumed run continues its own task, unless that was recorded offline."""
         task = {"task_name": os.environ.get("CLEARML_TASK") or facts.name or facts.folder.name}
         resumable = facts.run_id is not None and not facts.run_id.startswith(_OFFLINE)
         identity = {"continue_last_task": facts.run_id} if resumable else {}
         return cls(facts.project, **task, **identity)
 
-    @property
-    def run_id(self) -> str | None:
-        return None if self.task is None else str(self.task.id)
-
-    @property
-    def tracker(self) -> Any:
-        """The task."""
-        return self.task
-
     @on_main_process
     def start(self) -> None:
-        clearml = require("clearml", "report to ClearML")
-        self.task = clearml.Task.current_task()
+        self.task = self.package.Task.current_task()
         if self.task is None:
             names = {
                 "project_name": os.environ.get("CLEARML_PROJECT", self.run_name),
                 "task_name": os.environ.get("CLEARML_TASK", self.run_name),
             }
-            self.task = clearml.Task.init(**{**names, **self.init_kwargs})
+            self.task = self.package.Task.init(**{**names, **self.init_kwargs})
             self._is_ours = True
 
     @on_main_process
@@ -67,9 +54,9 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers: `eval_loss` is the curve `eval` in the chart `loss`; without a step, single values.
+        """Log numbers: `eval_loss` is the curve `eval` in the chart `loss`; without a step, single values.
 
-        ClearML draws what is not finite as 0: such a value is written to its console instead.
+        ClearML draws non-finite values as 0, so they are written to its console instead.
         """
         reporter = self.task.get_logger()
         for name, value in numbers_alone("ClearML", values).items():
@@ -83,7 +70,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Names to images (arrays or PIL images)."""
+        """Log images (arrays or PIL images) by name."""
         for name, image in values.items():
             title, series = _chart_and_curve(name)
             self.task.get_logger().report_image(
@@ -100,7 +87,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table, given as a dataframe or as rows; without `columns` the first row holds the headings.
+        """Log a table, given as a dataframe or as rows; without `columns` the first row holds the headings.
 
         Raises:
             ConfigError: neither is given.

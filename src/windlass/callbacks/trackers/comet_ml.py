@@ -5,32 +5,27 @@ from __future__ import annotations
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import GeneralTracker, RunFacts, on_main_process, split_numbers
-from windlass.core.optional import require
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
 
 
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(PackageTracker):
     """An experiment of Comet (version 3.41 or later). The key is read from Comet's own configuration.
 
-    Args:
-        run_name: the *project*, as scripts know this argument.
-        **kwargs: for `comet_ml.start`; `name` names the experiment.
+    The arguments are those of `PackageTracker`, for `comet_ml.start`; `name` names the experiment.
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
+    handle = "writer"
+    writer: Any = None
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
         self.experiment_name = kwargs.pop("name", None)
-        self.init_kwargs = kwargs
-        self.writer: Any = None
+        super().__init__(run_name, **kwargs)
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """In project `$COMET_PROJECT_NAME`, or the one that the arguments name; a resumed run continues its own
-        experiment where there is a connection.
+        """In project `$COMET_PROJECT_NAME`, or that of the arguments; a resumed run continues its own experiment if
+        there is a connection.
         """
         project = os.environ.get("COMET_PROJECT_NAME") or facts.project
         identity = {} if facts.run_id is None else {"experiment_key": facts.run_id}
@@ -40,15 +35,9 @@ class CometMLTracker(GeneralTracker):
     def run_id(self) -> str | None:
         return None if self.writer is None else str(self.writer.get_key())
 
-    @property
-    def tracker(self) -> Any:
-        """The experiment."""
-        return self.writer
-
     @on_main_process
     def start(self) -> None:
-        comet_ml = require("comet_ml", "report to Comet")
-        self.writer = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+        self.writer = self.package.start(project_name=self.run_name, **self.init_kwargs)
         if self.experiment_name is not None:
             self.writer.set_name(self.experiment_name)
 
@@ -58,7 +47,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers and dicts of numbers as metrics, the rest as text."""
+        """Log numbers and dicts of numbers as metrics, the rest as text."""
         if step is not None:
             self.writer.set_step(step)
         numbers, others = split_numbers(values)

@@ -6,25 +6,25 @@ import json
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import GeneralTracker, RunFacts, numbers_alone, on_main_process
+from windlass.callbacks.tracker import PackageTracker, RunFacts, numbers_alone, on_main_process
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 
 logger = get_logger(__name__)
 _PURPOSE = "report to MLflow"
-_TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(PackageTracker):
     """A run of MLflow, at `$MLFLOW_TRACKING_URI`; one that the script has opened already is used as it is.
 
-    The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` come before
-    the arguments.
+    The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` override the
+    arguments.
 
     Args:
-        experiment_name: the experiment that the run belongs to; made if need be.
-        logging_dir: where a new experiment keeps its artifacts.
+        experiment_name: the experiment that the run belongs to; created if missing.
+        logging_dir: folder of the artifacts of a new experiment.
         run_id: continue this run.
         tags: names to texts, or JSON of them.
         nested_run: make it a child of the run that is open.
@@ -35,7 +35,8 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
+    handle = "active_run"
+    active_run: Any = None
 
     def __init__(
         self,
@@ -47,15 +48,13 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = None if logging_dir is None else os.fspath(logging_dir)
         self.continued = os.environ.get("MLFLOW_RUN_ID", run_id)
         self.tags = _tags(os.environ.get("MLFLOW_TAGS", tags))
-        self.nested_run = _truth(os.environ.get("MLFLOW_NESTED_RUN", nested_run))
-        self.run_name = run_name
+        self.nested_run = _bool(os.environ.get("MLFLOW_NESTED_RUN", nested_run))
         self.description = description
-        self.active_run: Any = None
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
@@ -66,45 +65,36 @@ class MLflowTracker(GeneralTracker):
     def run_id(self) -> str | None:
         return None if self.active_run is None else str(self.active_run.info.run_id)
 
-    @property
-    def tracker(self) -> Any:
-        """The active run."""
-        return self.active_run
-
     @on_main_process
     def start(self) -> None:
-        mlflow = require("mlflow", _PURPOSE)
-        opened = mlflow.active_run()
+        opened = self.package.active_run()
         if opened is not None and not self.nested_run and self.continued in (None, opened.info.run_id):
             self.active_run = opened
             return
-        self.active_run = mlflow.start_run(
+        self.active_run = self.package.start_run(
             run_id=self.continued,
-            experiment_id=self._experiment(mlflow),
+            experiment_id=self._experiment(),
             run_name=self.run_name,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
         )
 
-    def _experiment(self, mlflow: Any) -> str | None:
-        """The experiment's number; None, MLflow's default experiment, where it has no name."""
+    def _experiment(self) -> str | None:
+        """Return the experiment's number; None, MLflow's default experiment, if it has no name."""
         if self.experiment_name is None:
             return None
-        present = mlflow.get_experiment_by_name(self.experiment_name)
+        present = self.package.get_experiment_by_name(self.experiment_name)
         if present is not None:
             return str(present.experiment_id)
-        made = mlflow.create_experiment(self.experiment_name, artifact_location=self.logging_dir)
+        made = self.package.create_experiment(self.experiment_name, artifact_location=self.logging_dir)
         return str(made)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """As parameters. Those longer than MLflow takes, and those that a continued run holds with another value, are
-        warned of and left out.
-        """
-        mlflow = require("mlflow", _PURPOSE)
+        """Log as parameters, and warn of those that are too long for MLflow or differ in a continued run."""
         limits = require("mlflow.utils.validation", _PURPOSE)
-        present = mlflow.get_run(self.run_id).data.params
+        present = self.package.get_run(self.run_id).data.params
         kept = []
         for name, value in values.items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
@@ -115,31 +105,31 @@ class MLflowTracker(GeneralTracker):
                 kept.append((name, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
         for start in range(0, len(kept), size):
-            mlflow.log_params(dict(kept[start : start + size]))
+            self.package.log_params(dict(kept[start : start + size]))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers; the rest is warned of, once each, and left out."""
-        require("mlflow", _PURPOSE).log_metrics(numbers_alone("MLflow", values), step=step, **kwargs)
+        """Log numbers, and warn of other values, once each."""
+        self.package.log_metrics(numbers_alone("MLflow", values), step=step, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """A figure of matplotlib or plotly, as the artifact `artifact_file`."""
-        require("mlflow", _PURPOSE).log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+        """Log a figure of matplotlib or plotly as the artifact `artifact_file`."""
+        self.package.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """All files of a folder."""
-        require("mlflow", _PURPOSE).log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+        """Log all files of a folder."""
+        self.package.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """One file."""
-        require("mlflow", _PURPOSE).log_artifact(local_path=local_path, artifact_path=artifact_path)
+        """Log one file."""
+        self.package.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
-        require("mlflow", _PURPOSE).end_run()
+        self.package.end_run()
 
 
 def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
@@ -154,9 +144,9 @@ def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     return read
 
 
-def _truth(value: bool | str | None) -> bool:
+def _bool(value: bool | str | None) -> bool:
     if not isinstance(value, str):
         return bool(value)
-    if value.lower() not in _TRUTHS:
+    if value.lower() not in _BOOLS:
         raise ConfigError(Problem("MLFLOW_NESTED_RUN", value, "give true or false"))
-    return _TRUTHS[value.lower()]
+    return _BOOLS[value.lower()]

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import yaml
 
-from windlass.callbacks.tracker import GeneralTracker, RunFacts, on_main_process, split_numbers
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
 from windlass.core.optional import require
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(PackageTracker):
     """Writes event files for TensorBoard.
 
     Args:
@@ -25,36 +25,38 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    handle = "writer"
+    writer: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = os.path.join(logging_dir, run_name)
-        self.init_kwargs = kwargs
-        self.writer: Any = None
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """Below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run goes on in the same
-        folder, and what was logged after its checkpoint is hidden.
+        """Below `$TENSORBOARD_LOGGING_DIR`, or the folder `runs` of the output. A resumed run continues in the same
+        folder, and hides what was logged after its checkpoint.
         """
-        root = os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs"
+        root = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or facts.folder / "runs").expanduser()
         if facts.run_id is not None:
-            return cls(facts.run_id, Path(root).expanduser(), purge_step=facts.step + 1)
-        started = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-        return cls(facts.name or started, Path(root).expanduser())
+            return cls(facts.run_id, root, purge_step=facts.step + 1)
+        return cls(facts.name or f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}", root)
+
+    @classmethod
+    def of_writer(cls, writer: Any) -> Self:
+        """The tracker on a `SummaryWriter` that a script opened."""
+        tracker = cls("", writer.log_dir)
+        tracker.writer = writer
+        return tracker
 
     @property
     def run_id(self) -> str | None:
-        return self.run_name
-
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.writer
+        return self.run_name or None
 
     @on_main_process
     def start(self) -> None:
+        if self.writer is not None:
+            return
         require("tensorboard", "write TensorBoard event files")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -62,7 +64,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The hyperparameters, in the event file and in `hparams.yml` beside it."""
+        """Write the hyperparameters into the event file and into `hparams.yml` next to it."""
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in values.items()
@@ -73,7 +75,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as scalars, text as text, a dict of numbers as several curves in one chart."""
+        """Log numbers as scalars, text as text, a dict of numbers as several curves in one chart."""
         numbers, others = split_numbers(values)
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, global_step=step, **kwargs)
@@ -86,7 +88,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Batches of images, (count, channels, height, width) or as `dataformats` says."""
+        """Log batches of images by name, (count, channels, height, width) unless `dataformats` is given."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 

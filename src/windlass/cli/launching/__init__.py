@@ -1,1 +1,1 @@
-"""How a script becomes a job of many processes, and what is said when one of them fails."""
+"""Start a script in several processes, and report why one of them failed."""

@@ -1,25 +1,38 @@
-"""The engines that carry a job out, by name."""
+"""The engines that run a job, by name, and the plan as text for engines that run it on other machines."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
-if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
+from windlass.config.launch import LaunchPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """`run` carries a plan out and gives the exit code; `show` gives the job it would run, as text."""
+class Engine(Protocol):
+    """A module of this package: `run` starts the job and returns its exit code; `show` returns the job as text."""
 
     run: Callable[[LaunchPlan], int]
     show: Callable[[LaunchPlan], str]
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name: "local", "slurm" or "ray". Only what it needs is imported."""
-    module = importlib.import_module(f"windlass.cli.launching.{name}")
-    return Engine(getattr(module, f"run_{name}"), getattr(module, f"print_{name}"))
+    """Import and return the engine "local", "slurm" or "ray"."""
+    return cast(Engine, importlib.import_module(f"windlass.cli.launching.{name}"))
+
+
+def to_text(plan: LaunchPlan) -> str:
+    """Return JSON that `from_text` reads on another machine.
+
+    Settings are left out: `WINDLASS_PARALLEL`, in the plan's environment, carries them to the processes.
+    """
+    kept = [item.name for item in dataclasses.fields(plan) if item.name != "settings"]
+    return json.dumps({name: getattr(plan, name) for name in kept}, default=dict)
+
+
+def from_text(text: str) -> LaunchPlan:
+    """Return the plan of `to_text`."""
+    content = json.loads(text)
+    return LaunchPlan(**{**content, "arguments": tuple(content["arguments"])})

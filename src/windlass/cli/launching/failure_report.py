@@ -1,4 +1,4 @@
-"""What each process of a job was doing when it failed or stood still, and the text that says so."""
+"""What each process of a job was doing when it failed or stalled, and the report about it."""
 
 from __future__ import annotations
 
@@ -10,90 +10,94 @@ from typing import Any, Literal
 
 from windlass.core import output
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.dist.beacon import END_ALONE, EXCHANGES, Mark
+from windlass.dist.beacon import Mark
 
-# What a rank says when it has lost the others: it is a consequence of their failing, never its cause.
+# Errors of a rank whose peers have gone: a consequence of their failure, never its cause.
 _LOST_PEERS = re.compile(
     r"connection (reset|closed|refused)|closed by peer|broken pipe|remote process|socket closed|"
     r"recvvalue failed|failed to recv|timed out waiting|wait timeout|store.*(closed|timeout)|"
     r"ncclRemoteError|collective operation timeout",
     re.IGNORECASE,
 )
-# Of those, what it says when it has waited as long as a collective may.
+# Of those, the errors of a rank that waited for as long as a collective may take.
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching/worker\.py)"')
-# The most that one line of the list of ranks quotes of a message.
-_LINE = 160
+_MAX_QUOTE = 160  # characters of a message in the list of ranks
+EXIT_STALLED = 124
+# "Service unavailable" in sysexits.h: machines did not find each other, or one was lost.
+EXIT_UNREACHABLE = 69
+_NO_MARK = Mark(0, None, "")
 Ending = Literal["running", "done", "failed"]
-# "deserted": a rank ended well before it joined the process group, and others wait for it. "lost": another machine
-# gives no sign any more. "abandoned": nothing was wrong on this machine, and another reported a failure.
+# "deserted": a rank ended with exit code 0 before it joined the process group, and others wait for it. "lost": another
+# machine is silent. "abandoned": nothing failed on this machine, and another reported a failure.
 Kind = Literal["failed", "stalled", "deserted", "lost", "abandoned"]
-# Of the kinds that machines report of one incident, the first tells most.
-_BY_WEIGHT: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "abandoned")
+# When machines report different kinds of one incident, the first of these counts.
+_PRECEDENCE: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "abandoned")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One process, as it was found.
+    """The state of one process at an incident.
 
     Attributes:
         rank, machine: global rank and rank of its machine.
-        ending: "running" when it was alive and was stopped, "done" when it had ended well, "failed" otherwise.
-        exit_code: negative for the signal that killed it, as `subprocess` has it; None while running.
-        step, call: its last mark; None where it left none.
-        message, traceback: the exception it ended with, empty where there was none to read.
-        time: seconds since the epoch at which the exception was raised; 0 where not known.
-        stacks: the stacks of its threads, empty where it could not be asked.
-        idle: seconds without a mark; 0 where this was not watched.
-        marks: how many it has left; 0 where this was not watched.
-        collectives: how many it has issued on the process group of all ranks; -1 where not known.
-        silent: it was alive and did not write its stacks when asked, as a process does that is stopped.
+        ending: "running" when it was alive and was stopped, "done" when it ended with 0, "failed" otherwise.
+        exit_code: negative for the signal that killed it, as in `subprocess`; None while running.
+        mark: its last mark; with count 0 and an empty call if it wrote none.
+        message, traceback: of the exception that ended it; empty if none was recorded.
+        time: when the exception was raised, in seconds since the epoch; 0 if unknown. The launcher derives it from the
+            monotonic clock of the machine, so it orders the ranks of one machine even if its wall clock was changed.
+        stacks: the stacks of its threads; empty if it could not be asked.
+        idle: seconds without a new mark.
+        silent: it was alive and did not write its stacks when asked, like a stopped process.
     """
 
     rank: int
     machine: int
     ending: Ending
     exit_code: int | None = None
-    step: int | None = None
-    call: str | None = None
+    mark: Mark = _NO_MARK
     message: str = ""
     traceback: str = ""
     time: float = 0.0
     stacks: str = ""
     idle: float = 0.0
-    marks: int = 0
-    collectives: int = -1
     silent: bool = False
 
     @property
-    def gave_up_waiting(self) -> bool:
-        """Whether it failed because another rank did not come within the timeout."""
-        return self.lost_its_peers and _TIMED_OUT.search(self.message) is not None
-
-    @property
     def lost_its_peers(self) -> bool:
-        """Whether it failed only because another rank had gone."""
+        """True if it failed only because another rank had gone."""
         return bool(self.message) and _LOST_PEERS.search(self.message) is not None
 
     @property
-    def left(self) -> bool:
-        """Whether it ended because a scheduler asked the job to leave."""
+    def timed_out(self) -> bool:
+        """True if it failed because another rank did not arrive within the timeout."""
+        return self.lost_its_peers and _TIMED_OUT.search(self.message) is not None
+
+    @property
+    def was_preempted(self) -> bool:
+        """True if it ended because a scheduler asked the job to."""
         return self.exit_code == EXIT_PREEMPTED and not self.message
 
     @property
-    def never_joined(self) -> bool:
-        """Whether it ended well without having joined a process group."""
-        return self.call == END_ALONE
+    def is_cause(self) -> bool:
+        """True if it failed by itself."""
+        return self.ending == "failed" and not self.lost_its_peers and not self.was_preempted
 
     @property
-    def waits(self) -> bool:
-        """Whether it was in an exchange, where a rank stands still because another one does not come."""
-        return self.call is not None and self.call.startswith(EXCHANGES)
+    def lag(self) -> tuple[Any, ...]:
+        """Smaller for a rank that others wait for; of two that are idle for equally long, the one with fewer marks."""
+        return (not self.silent, *self.mark.lag, -self.idle, self.mark.count, self.rank)
+
+    @property
+    def place(self) -> str:
+        """The last mark, to be appended to a message."""
+        return f" {self.mark.place}" if self.mark.call else ""
 
 
 @dataclass(frozen=True, slots=True)
 class LostMachine:
-    """A machine whose launcher gave no sign for `seconds`."""
+    """A machine whose launcher has been silent for `seconds`."""
 
     machine: int
     name: str
@@ -105,76 +109,69 @@ class LostMachine:
 
 @dataclass(slots=True)
 class Incident:
-    """One attempt that did not end well: all ranks that are known of, and the machines that gave no sign any more."""
+    """One failed attempt: all ranks that have been reported, and the machines that are silent."""
 
     kind: Kind
     ranks: list[RankFacts] = field(default_factory=list)
     lost: list[LostMachine] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        # Machines are lost to the one that looks: others see for themselves.
+        # Without the lost machines: each launcher determines those itself.
         return {"kind": self.kind, "ranks": [asdict(rank) for rank in self.ranks]}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Incident:
-        return cls(content["kind"], [RankFacts(**rank) for rank in content["ranks"]])
+        ranks = [RankFacts(**{**rank, "mark": Mark(**rank["mark"])}) for rank in content["ranks"]]
+        return cls(content["kind"], ranks)
 
     def joined_with(self, other: Incident) -> Incident:
-        """The same incident with the ranks of another machine. One that stopped for the sake of others knows less."""
-        kind = min(self.kind, other.kind, key=_BY_WEIGHT.index)
+        """Return this incident with the ranks of another machine added."""
+        kind = min(self.kind, other.kind, key=_PRECEDENCE.index)
         return Incident(kind, [*self.ranks, *other.ranks], self.lost)
 
     @property
     def culprit(self) -> RankFacts | None:
         """The rank to look at first.
 
-        Of ranks that failed, the first that did not merely lose its peers; a process that was killed said nothing and
-        comes before those that did. Where all lost their peers it is one that had ended early, or the one that did not
-        come while they waited. Of ranks that stand still, one that does not answer, else the one with the oldest step
-        that is not waiting in an exchange with the others; where all of them wait, again one that had ended, else the
-        one that has issued fewer collectives. One that left because it was asked to is a cause for nobody.
+        - failed: the first that failed by itself; a killed process has no time and precedes those with an exception.
+          If all of them lost their peers: one that had ended early, or the one that was late for their collective.
+        - stalled: a rank that does not answer, else the one with the oldest step that is not waiting in a collective.
+          If all of them wait: one that had ended, else the one that issued fewer collectives.
+        - deserted: a rank that ended before it joined.
+
+        A rank that was preempted is never the cause.
         """
-        gone = [rank for rank in self.ranks if rank.ending == "done"]
+        done = [rank for rank in self.ranks if rank.ending == "done"]
         if self.kind == "stalled":
             alive = [rank for rank in self.ranks if rank.ending != "done"]
-            waiting = bool(gone) and all(rank.waits for rank in alive)
-            return min(gone if waiting else alive, key=_lag, default=None)
+            all_wait = bool(done) and all(rank.mark.waits for rank in alive)
+            return min(done if all_wait else alive, key=lambda rank: rank.lag, default=None)
         if self.kind == "deserted":
-            return min(gone, key=lambda rank: (not rank.never_joined, rank.rank), default=None)
+            return min(done, key=lambda rank: (not rank.mark.never_joined, rank.rank), default=None)
         failed = [rank for rank in self.ranks if rank.ending == "failed"]
-        causes = [rank for rank in failed if not rank.lost_its_peers and not rank.left]
-        if causes:
-            return min(causes, key=lambda rank: (rank.time, rank.rank))
-        if not gone and any(rank.gave_up_waiting for rank in failed):
+        causes = [rank for rank in failed if rank.is_cause]
+        if not causes and not done and any(rank.timed_out for rank in failed):
             late = [rank for rank in self.ranks if rank.ending == "running"]
-            return min(late or failed, key=_lag)
-        return min(gone or failed, key=lambda rank: (rank.time, rank.rank), default=None)
-
-    @property
-    def is_of_lost_machine(self) -> bool:
-        """Whether a machine that gives no sign explains what happened: the ranks here only wait or lost their peers."""
-        culprit = self.culprit
-        known = culprit is not None and culprit.ending == "failed" and not culprit.lost_its_peers
-        return bool(self.lost) and (self.kind == "lost" or (self.kind == "failed" and not known))
+            return min(late or failed, key=lambda rank: rank.lag)
+        return min(causes or done or failed, key=lambda rank: (rank.time, rank.rank), default=None)
 
     @property
     def knows_its_cause(self) -> bool:
-        """Whether the culprit is among these ranks for certain: others cannot have failed before it."""
+        """True if the culprit is certainly among these ranks: no rank elsewhere can have failed before it."""
         culprit = self.culprit
-        certain = culprit is not None and culprit.ending == "failed" and not culprit.lost_its_peers
-        return self.kind == "failed" and certain
+        failed_by_itself = culprit is not None and culprit.ending == "failed" and not culprit.lost_its_peers
+        return self.kind == "failed" and failed_by_itself
 
-
-def _lag(rank: RankFacts) -> tuple[bool, int, bool, int, float, int, int]:
-    # Marks are looked at now and then, so that two ranks may seem to stand equally long: the one with fewer is behind.
-    step, waits, collectives = Mark(0, rank.step, rank.call or "", 0, rank.collectives).lag
-    return (not rank.silent, step, waits, collectives, -rank.idle, rank.marks, rank.rank)
+    @property
+    def is_of_lost_machine(self) -> bool:
+        """True if a silent machine explains the incident: the ranks here only wait or lost their peers."""
+        return bool(self.lost) and self.kind in ("failed", "lost") and not self.knows_its_cause
 
 
 def exit_code(incident: Incident) -> int:
-    """What the launcher ends with: the culprit's own code, 128 + signal for one that was killed, 124 for a stall.
+    """Return the launcher's exit code: the culprit's own, 128 + signal if it was killed, 124 after a stall.
 
-    After an exception it is 1, Python's own, whatever happened while the process came down.
+    After an exception it is 1, Python's own, even if the process aborted during shutdown.
     """
     if incident.kind == "stalled":
         return EXIT_STALLED
@@ -186,48 +183,41 @@ def exit_code(incident: Incident) -> int:
     return culprit.exit_code if culprit.exit_code > 0 else 128 - culprit.exit_code
 
 
-EXIT_STALLED = 124
-# What sysexits.h calls "service unavailable": machines did not find each other, or one was lost.
-EXIT_UNREACHABLE = 69
-
-
 def describe(incident: Incident, world: int, logs: str) -> str:
-    """The report of an incident: the first lines tell the cause, the rest what every rank was doing.
+    """Return the report of an incident: the cause first, then the state of every rank.
 
     Args:
         world: number of ranks of the job; those not in `incident` are on machines that have not reported.
-        logs: folder where the processes' files lie.
+        logs: folder with the files of the processes.
     """
     culprit = incident.culprit
+    ranks = sorted(incident.ranks, key=lambda rank: rank.rank)
     lines = [_headline(incident, culprit)]
     if culprit is not None and culprit.traceback:
         lines += ["", f"Traceback of rank {culprit.rank}:", _indented(culprit.traceback)]
     lines += ["", "Every rank when it happened:"]
-    for rank in sorted(incident.ranks, key=lambda rank: rank.rank):
-        lines.append(f"  rank {rank.rank} (machine {rank.machine}): {_state(rank)}{_place(rank)}")
-    missing = world - len(incident.ranks)
-    if missing > 0:
-        lines.append(f"  {missing} more on machines that have not reported; see what their launchers say")
-    for rank in sorted(incident.ranks, key=lambda rank: rank.rank):
+    lines += [f"  rank {rank.rank} (machine {rank.machine}): {_state(rank)}{rank.place}" for rank in ranks]
+    if (missing := world - len(ranks)) > 0:
+        lines.append(
+            f"  {missing} more on machines that have not reported; see the output of their launchers"
+        )
+    for rank in ranks:
         if rank.stacks:
-            lines += [
-                "",
-                f"Stacks of rank {rank.rank}, innermost call first:",
-                _indented(_script_frames(rank.stacks)),
-            ]
-    lines += ["", f"Files of this attempt: {logs}"]
-    return "\n".join(lines)
+            title = f"Stacks of rank {rank.rank}, innermost call first:"
+            lines += ["", title, _indented(_script_frames(rank.stacks))]
+    return "\n".join([*lines, "", f"Files of this attempt: {logs}"])
 
 
 def _headline(incident: Incident, culprit: RankFacts | None) -> str:
     if incident.is_of_lost_machine:
-        signs = "; ".join(f"{lost} gave no sign for {lost.seconds:.0f} s" for lost in incident.lost)
+        silent = "; ".join(f"{lost} gave no sign for {lost.seconds:.0f} s" for lost in incident.lost)
         return (
-            f"the job lost a machine: {signs}. It lost power or its network, or its launcher was killed: look at its "
+            f"the job lost a machine: {silent}. It lost power or its network, or its launcher was killed: look at its "
             "logs, and start the job again"
         )
     if culprit is None:
-        return "the job was given up on another machine; its launcher says why"
+        return "the job failed on another machine; see the output of its launcher"
+    stalled = incident.kind == "stalled"
     if culprit.ending == "done":
         others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.ending != "done")
         if incident.kind == "deserted":
@@ -236,18 +226,19 @@ def _headline(incident: Incident, culprit: RankFacts | None) -> str:
                 "waited for it. Every rank must reach the call that joins the group (Trainer, Accelerator or "
                 "init_process_group)"
             )
-        then = "stood still" if incident.kind == "stalled" else "failed"
         return (
-            f"rank {culprit.rank} ended while others still waited for it{_place(culprit)}; "
-            f"rank {others} then {then}. Every rank must make the same collective calls"
+            f"rank {culprit.rank} ended while others still waited for it{culprit.place}; rank {others} then "
+            f"{'stalled' if stalled else 'failed'}. Every rank must make the same collective calls"
         )
-    if incident.kind == "stalled":
-        return f"the job stands still: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{_place(culprit)}"
+    if stalled:
+        return (
+            f"the job stalled: rank {culprit.rank} made no progress for {culprit.idle:.0f} s{culprit.place}"
+        )
     if culprit.ending == "running":
-        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.gave_up_waiting)
-        late = f"rank {culprit.rank} made no progress{_place(culprit)}"
-        return f"the job failed: {late}; rank {others} gave up waiting for it"
-    return f"the job failed: rank {culprit.rank} {_cause(culprit)}{_place(culprit)}"
+        others = ", ".join(str(rank.rank) for rank in incident.ranks if rank.timed_out)
+        late = f"rank {culprit.rank} made no progress{culprit.place}"
+        return f"the job failed: {late}; rank {others} timed out waiting for it"
+    return f"the job failed: rank {culprit.rank} {_cause(culprit)}{culprit.place}"
 
 
 def _cause(rank: RankFacts) -> str:
@@ -258,25 +249,21 @@ def _cause(rank: RankFacts) -> str:
         hint = " (often the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     if rank.exit_code == EXIT_STALLED:
-        return "waited longer than ddp_timeout allows, and ended itself with exit code 124"
+        return "waited longer than ddp_timeout allows, and exited with code 124"
     return f"ended with exit code {rank.exit_code}"
 
 
 def _state(rank: RankFacts) -> str:
     if rank.silent:
-        return "was running, did not write its stacks when asked (a stopped process cannot), and was ended"
+        return "was running, did not write its stacks when asked (a stopped process cannot), and was killed"
     if rank.ending == "running":
         return "was running, and was stopped"
     if rank.ending == "done":
-        return "had ended well"
-    if rank.left:
-        return "had left, as it was asked to"
-    said = f"lost its peers: {rank.message.strip()}" if rank.lost_its_peers else _cause(rank)
-    return textwrap.shorten(said.splitlines()[0], _LINE, placeholder=" ...")
-
-
-def _place(rank: RankFacts) -> str:
-    return "" if rank.call is None else f" {Mark(0, rank.step, rank.call).place}"
+        return "had ended with exit code 0"
+    if rank.was_preempted:
+        return "had saved and exited on request"
+    cause = f"lost its peers: {rank.message.strip()}" if rank.lost_its_peers else _cause(rank)
+    return textwrap.shorten(cause.splitlines()[0], _MAX_QUOTE, placeholder=" ...")
 
 
 def _signal_name(number: int) -> str:
@@ -287,14 +274,14 @@ def _signal_name(number: int) -> str:
 
 
 def _script_frames(stacks: str) -> str:
-    """Without the calls that brought the script to run, which every stack begins with."""
+    """Drop the frames that start the script, which every stack has."""
     return "".join(line for line in stacks.splitlines(True) if not _STARTING_FRAME.search(line))
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())
+    return textwrap.indent(text.rstrip(), "  ", lambda line: True)
 
 
 def say(text: str) -> None:
-    """Print on stderr as the launcher. A console that is gone, or cannot show a letter, changes nothing of the job."""
+    """Print on stderr as the launcher."""
     output.say(f"windlass launch: {text}", error=True)

@@ -1,9 +1,11 @@
-"""What the launchers of a job's machines let each other know while their processes run: that they live, what failed,
-which ranks ended early, and when all have ended.
+"""Messages between the launchers of a job while its processes run: heartbeats, failures, early ends, and the end.
 
-One thread of each launcher talks to the store, with a connection of its own, and the main thread looks at what it has
-learnt: a store that went down with its machine answers nobody, and who asks it may wait for ever. Machine 0 reads what
-all machines write and writes one summary, so that the traffic grows with the machines and not with their square.
+One thread of each launcher talks to the store over a connection of its own, and the main thread reads what it received:
+a store that went down with its machine never answers. Machine 0 reads the message of every machine and writes one
+summary, so that the traffic grows with the machines and not with their square.
+
+The rendezvous has heartbeats of its own (`windlass.dist.rendezvous`), since it also serves machines that wait to join
+and launchers that have no such thread.
 """
 
 from __future__ import annotations
@@ -14,85 +16,78 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from windlass.cli.launching.failure_report import Incident, LostMachine
 from windlass.dist.signed_store import ForgedValueError
 
-# How often a launcher gives a sign and looks for those of the others.
 _BEAT_SECONDS = 1.0
-# How long what is to be sent may take, and how long machine 0 keeps the store for those that have to read it.
+# How long sending may take, and how long machine 0 keeps the store for those that have to read it.
 _SEND_SECONDS = 3.0
 _LEAVE_SECONDS = 10.0
 
 
 class Peers:
-    """The launchers of the other machines. This one has none: the normal case, a job on one machine."""
+    """The launchers of the other machines. This one has none: the normal case, a job on one machine.
+
+    Attributes:
+        early: a rank of any machine ended before it joined the process group.
+        all_ended: the ranks of all machines have ended with exit code 0.
+        is_final: another machine reported a failure after which the job does not restart.
+        store_lost: the machine that held the store is gone: requests to it are not answered.
+    """
 
     early = False
     all_ended = True
-    gave_up = False
+    is_final = False
     store_lost = False
 
     def note_early(self) -> None:
-        """A rank of this machine ended before it joined the process group."""
+        """Report that a rank of this machine ended before it joined the process group."""
 
     def note_ended(self) -> None:
-        """All ranks of this machine have ended well."""
+        """Report that all ranks of this machine have ended with exit code 0."""
 
-    def tell(self, incident: Incident, *, final: bool) -> None:
-        """Let the others know what happened here; `final` if the job is not started again."""
+    def report(self, incident: Incident, *, final: bool) -> None:
+        """Send an incident of this machine; `final` if the job is not restarted."""
 
     def incidents(self) -> dict[int, Incident]:
-        """What the others have told, by machine."""
+        """Return what the others reported, by machine."""
         return {}
 
     def lost(self, limit: float | None = None) -> list[LostMachine]:
-        """Machines that gave no sign for longer than `limit` seconds, by default as configured."""
+        """Return the machines that have been silent for longer than `limit` seconds, by default as configured."""
         return []
 
     def leave(self) -> None:
-        """Say good-bye, after all machines have ended; machine 0, which holds the store, waits for all the others."""
+        """Sign off after all machines have ended; machine 0, which holds the store, waits for all the others."""
 
     def stop(self) -> None:
-        """The attempt is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which machine this is, and how long the others may be silent.
-
-    Attributes:
-        machine, machines: rank and number of machines; machine 0 holds the store.
-        limit: seconds without a sign after which a machine is lost.
-    """
-
-    machine: int
-    machines: int
-    limit: float
+        """End the thread: the attempt is over."""
 
 
 class OtherMachines(Peers):
-    """The launchers of the other machines, over a store in which nothing of earlier attempts lies.
+    """The launchers of the other machines, over an empty store.
 
     Args:
         store: the store of this attempt, over a connection of its own.
-        count_waiting: how many machines wait to join; asked by the thread.
+        machine, machines: rank of this machine and number of machines; machine 0 holds the store.
+        limit: seconds of silence after which a machine is lost.
+        count_waiting: how many machines wait to join; called by the thread.
     """
 
-    def __init__(self, store: Any, place: Place, count_waiting: Callable[[], int]) -> None:
-        self._store, self._place, self._count_waiting = store, place, count_waiting
+    def __init__(
+        self, store: Any, machine: int, machines: int, limit: float, count_waiting: Callable[[], int]
+    ) -> None:
+        self._store, self._me, self._limit, self._count_waiting = store, machine, limit, count_waiting
         self.waiting = 0
-        self._signs: dict[str, Any] = {"name": socket.gethostname(), "state": "runs"}
+        self._message: dict[str, Any] = {"name": socket.gethostname(), "state": "runs"}
         self._incident: str | None = None
         self._beat = 0
         now = time.monotonic()
-        # Of each machine: its last sign, and when it came.
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {
-            machine: ({}, now) for machine in range(place.machines)
-        }
-        self._told: dict[int, Incident] = {}
+        # Of each machine: its last message, and when it arrived.
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {rank: ({}, now) for rank in range(machines)}
+        self._reported: dict[int, Incident] = {}
         self._answered = now
         self._broken = self._stopped = False
         self._sent = threading.Condition()
@@ -103,53 +98,53 @@ class OtherMachines(Peers):
 
     @property
     def early(self) -> bool:  # type: ignore[override]
-        return any(sign.get("early") for sign, _ in self._seen.values())
+        return any(message.get("early") for message, _ in self._seen.values())
 
     @property
     def all_ended(self) -> bool:  # type: ignore[override]
-        return all(sign.get("state") in ("ended", "leaves") for sign, _ in self._seen.values())
+        return all(message.get("state") in ("ended", "leaves") for message, _ in self._seen.values())
 
     @property
-    def gave_up(self) -> bool:  # type: ignore[override]
-        return any(sign.get("final") for machine, (sign, _) in self._seen.items() if machine != self._me)
+    def is_final(self) -> bool:  # type: ignore[override]
+        return any(message.get("final") for rank, (message, _) in self._seen.items() if rank != self._me)
 
     @property
     def store_lost(self) -> bool:  # type: ignore[override]
-        return self._broken or time.monotonic() - self._answered > self._place.limit
+        return self._broken or time.monotonic() - self._answered > self._limit
 
     def note_early(self) -> None:
-        self._signs["early"] = True
+        self._message["early"] = True
 
     def note_ended(self) -> None:
-        self._signs["state"] = "ended"
+        self._message["state"] = "ended"
 
-    def tell(self, incident: Incident, *, final: bool) -> None:
+    def report(self, incident: Incident, *, final: bool) -> None:
         self._incident = json.dumps(incident.to_json())
-        self._send(told=True, final=final)
+        self._send(reported=True, final=final)
 
     def incidents(self) -> dict[int, Incident]:
-        return dict(self._told)
+        return dict(self._reported)
 
     def lost(self, limit: float | None = None) -> list[LostMachine]:
-        limit, now = self._place.limit if limit is None else limit, time.monotonic()
+        limit, now = self._limit if limit is None else limit, time.monotonic()
         if self.all_ended:
             return []
         silence = now - self._answered
         if self._broken or silence > limit:
-            return [] if self._me == 0 or 0 in self._told else [self._lost(0, silence)]
+            return [] if self._me == 0 or 0 in self._reported else [self._lost(0, silence)]
         if self._me != 0 and now - self._seen[0][1] > limit:
             return [self._lost(0, now - self._seen[0][1])]
         return [
-            self._lost(machine, now - at)
-            for machine, (sign, at) in self._seen.items()
-            if machine != self._me and now - at > limit and not sign.get("told")
+            self._lost(rank, now - at)
+            for rank, (message, at) in self._seen.items()
+            if rank != self._me and now - at > limit and not message.get("reported")
         ]
 
     def leave(self) -> None:
         self._send(state="leaves")
         end = time.monotonic() + _LEAVE_SECONDS
         while self._me == 0 and not self._broken and time.monotonic() < end:
-            if all(sign.get("state") == "leaves" for sign, _ in self._seen.values()):
+            if all(message.get("state") == "leaves" for message, _ in self._seen.values()):
                 break
             time.sleep(0.1)
 
@@ -159,17 +154,13 @@ class OtherMachines(Peers):
             self._sent.notify_all()
         self._thread.join(_SEND_SECONDS)
 
-    @property
-    def _me(self) -> int:
-        return self._place.machine
+    def _lost(self, rank: int, seconds: float) -> LostMachine:
+        return LostMachine(rank, self._seen[rank][0].get("name", ""), seconds)
 
-    def _lost(self, machine: int, seconds: float) -> LostMachine:
-        return LostMachine(machine, self._seen[machine][0].get("name", ""), seconds)
-
-    def _send(self, **signs: Any) -> None:
-        """Add to the sign, and wait until the thread has written it."""
+    def _send(self, **values: Any) -> None:
+        """Add to the message, and wait until the thread has written it."""
         with self._sent:
-            self._signs.update(signs)
+            self._message.update(values)
             beat = self._beat
             self._sent.notify_all()
             # The beat after the one that may be on its way now.
@@ -180,11 +171,11 @@ class OtherMachines(Peers):
     def _run(self) -> None:
         try:
             if self._me == 0:
-                names = [_sign_of(machine) for machine in range(self._place.machines)]
-                self._store.multi_set(["summary", *names], ["{}"] * (len(names) + 1))
+                keys = ["summary", *map(_key, self._seen)]
+                self._store.multi_set(keys, ["{}"] * len(keys))
             self._store.wait(["summary"])
             while not self._stopped:
-                with contextlib.suppress(ForgedValueError):  # of a stranger, who is not heard
+                with contextlib.suppress(ForgedValueError):  # not of this job: ignored
                     self._exchange()
                 with self._sent:
                     self._beat += 1
@@ -196,38 +187,33 @@ class OtherMachines(Peers):
                 self._sent.notify_all()
 
     def _exchange(self) -> None:
-        store, machines = self._store, range(self._place.machines)
+        store = self._store
         if self._incident is not None:
             store.set(f"incident/{self._me}", self._incident)
-        own = {**self._signs, "beat": self._beat}
-        store.set(_sign_of(self._me), json.dumps(own))
+        store.set(_key(self._me), json.dumps({**self._message, "beat": self._beat}))
         if self._me == 0:
-            for machine, text in zip(machines, store.multi_get([_sign_of(m) for m in machines]), strict=True):
-                self._note(machine, json.loads(text))
-            silent = {machine: time.monotonic() - at for machine, (_, at) in self._seen.items()}
-            signs = {machine: sign for machine, (sign, _) in self._seen.items()}
-            store.set("summary", json.dumps({"beat": self._beat, "signs": signs, "silent": silent}))
+            for rank, text in zip(self._seen, store.multi_get([*map(_key, self._seen)]), strict=True):
+                message = json.loads(text)
+                if message and message != self._seen[rank][0]:
+                    self._seen[rank] = (message, time.monotonic())
+            silent = {rank: time.monotonic() - at for rank, (_, at) in self._seen.items()}
+            messages = {rank: message for rank, (message, _) in self._seen.items()}
+            store.set("summary", json.dumps({"beat": self._beat, "messages": messages, "silent": silent}))
         else:
             self._read_summary(json.loads(store.get("summary")))
-        for machine in machines:
-            if self._seen[machine][0].get("told") and machine not in self._told and machine != self._me:
-                self._told[machine] = Incident.from_json(json.loads(store.get(f"incident/{machine}")))
+        for rank, (message, _) in self._seen.items():
+            if message.get("reported") and rank not in self._reported and rank != self._me:
+                self._reported[rank] = Incident.from_json(json.loads(store.get(f"incident/{rank}")))
         self.waiting = self._count_waiting()
         self._answered = time.monotonic()
 
     def _read_summary(self, summary: dict[str, Any]) -> None:
-        now, signs, silent = time.monotonic(), summary.get("signs", {}), summary.get("silent", {})
-        fresh = signs.get("0") != self._seen[0][0]
-        for machine in range(self._place.machines):
-            before, at = self._seen[machine]
-            if fresh:
-                at = now - silent.get(str(machine), 0.0)
-            self._seen[machine] = (signs.get(str(machine), before), at)
-
-    def _note(self, machine: int, sign: dict[str, Any]) -> None:
-        if sign and sign != self._seen[machine][0]:
-            self._seen[machine] = (sign, time.monotonic())
+        now, messages, silent = time.monotonic(), summary.get("messages", {}), summary.get("silent", {})
+        is_new = messages.get("0") != self._seen[0][0]
+        for rank, (before, at) in self._seen.items():
+            arrived = now - silent.get(str(rank), 0.0) if is_new else at
+            self._seen[rank] = (messages.get(str(rank), before), arrived)
 
 
-def _sign_of(machine: int) -> str:
-    return f"sign/{machine}"
+def _key(rank: int) -> str:
+    return f"message/{rank}"

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.failure_report import Incident, describe, exit_code, say
 from windlass.cli.launching.local import command
-from windlass.cli.launching.portable import from_text, to_text
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.core.errors import ConfigError, Problem
@@ -24,17 +24,17 @@ from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
 
-# Options of the engine: where the cluster is (none: the one in RAY_ADDRESS, else one on this machine), where Ray keeps
-# its results, and what a worker takes.
+# The address of the cluster (by default that in RAY_ADDRESS, else a cluster on this machine), the folder of Ray's
+# results, and the resources of a worker.
 _OPTIONS = ("address", "storage_path", "resources_per_worker", "name")
-# Ray ends the job with the first error that it sees: ranks that only lost another let that one speak before them.
+# Ray ends the job with the first error that it receives: ranks that only lost their peers delay theirs.
 _AFTER_THE_CAUSE = 5.0
-# Between the words that Ray puts around an error, the account of a rank stands behind this.
+# Precedes the incident of a rank in the text of Ray's error.
 _MARKER = "windlass incident: "
 
 
-def run_ray(plan: LaunchPlan) -> int:
-    """Run the job on a Ray cluster and stay until it has ended."""
+def run(plan: LaunchPlan) -> int:
+    """Run the job on a Ray cluster, and return its exit code when it has ended."""
     job = describe_ray(plan)
     ray, train = require("ray", "launch on Ray"), require("ray.train", "launch on Ray")
     started = not ray.is_initialized()
@@ -59,7 +59,7 @@ def run_ray(plan: LaunchPlan) -> int:
 
 
 def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
-    """The job as Ray Train gets it, as plain values."""
+    """Return the job as passed to Ray Train, as plain values."""
     unknown = [key for key in plan.engine_options if key not in _OPTIONS]
     if unknown:
         fix = f"is not an option of the Ray engine; it has {', '.join(_OPTIONS)}"
@@ -81,42 +81,40 @@ def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
     }
 
 
-def print_ray(plan: LaunchPlan) -> str:
-    """The job as text."""
+def show(plan: LaunchPlan) -> str:
+    """Return the job as JSON."""
     return json.dumps(describe_ray(plan), indent=2)
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended badly; the message carries its account."""
+    """A rank failed; the message carries its incident."""
 
 
 def run_rank(config: dict[str, Any]) -> None:
-    """What a Ray worker runs: the script, in a process that finds what any launcher would have set."""
+    """Run the script in a process of its own, with the variables that any launcher sets; called by a Ray worker."""
     plan = from_text(config["plan"])
     context = require("ray.train", "run under Ray").get_context()
     folder = Path(tempfile.mkdtemp(prefix="windlass-ray-"))
     environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
-    where = (
-        config["folder"] if os.path.isdir(config["folder"]) else None
-    )  # Ray starts its workers in a folder of its own
+    # Ray starts its workers in a folder of its own.
+    where = config["folder"] if os.path.isdir(config["folder"]) else None
     process = subprocess.Popen(command(plan), env=environ, cwd=where)
     if process.wait() == 0:
         return
     rank, machine = context.get_world_rank(), context.get_node_rank()
-    watched = Watched(
-        rank, process.pid, process.poll, environ["TORCHELASTIC_ERROR_FILE"], Lookout(folder, rank)
-    )
-    account = Watch(machine, [watched]).incident("failed")
-    if account.ranks[0].lost_its_peers:
+    error_file = environ["TORCHELASTIC_ERROR_FILE"]
+    watched = Watched(rank, process.pid, process.poll, error_file, Lookout(folder, rank))
+    incident = Watch(machine, [watched]).incident("failed")
+    if incident.ranks[0].lost_its_peers:
         time.sleep(_AFTER_THE_CAUSE)
-    raise RankFailedError(_MARKER + json.dumps(account.to_json()))
+    raise RankFailedError(_MARKER + json.dumps(incident.to_json()))
 
 
 def _place(context: Any, folder: Path) -> dict[str, str]:
-    """Where this worker stands, in the variables of torch's launcher. Rank 0 chooses where all meet."""
+    """Return the variables of torch's launcher for this worker. Rank 0 chooses the address of the rendezvous."""
     rank = context.get_world_rank()
     collective = require("ray.train.collective", "run under Ray")
-    address, port = collective.broadcast_from_rank_zero(_own_place() if rank == 0 else None)
+    address, port = collective.broadcast_from_rank_zero(_free_address() if rank == 0 else None)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(context.get_world_size()),
@@ -130,7 +128,7 @@ def _place(context: Any, folder: Path) -> dict[str, str]:
     }
 
 
-def _own_place() -> tuple[str, int]:
+def _free_address() -> tuple[str, int]:
     address = require("ray.util", "run under Ray").get_node_ip_address()
     with socket.socket() as probe:
         probe.bind((address, 0))
@@ -138,20 +136,15 @@ def _own_place() -> tuple[str, int]:
 
 
 def _report(error: Exception, world: int) -> int:
-    """Say what failed, from the accounts of the ranks."""
-    failures = getattr(error, "worker_failures", {})
-    accounts = [_account(str(failure)) for failure in failures.values()]
-    incident = Incident("failed", [rank for account in accounts if account for rank in account.ranks])
+    """Report the incidents of the ranks, and return the exit code."""
+    incident = Incident("failed")
+    for failure in getattr(error, "worker_failures", {}).values():
+        _, found, rest = str(failure).partition(_MARKER)
+        if found:
+            content, _ = json.JSONDecoder().raw_decode(rest)
+            incident = incident.joined_with(Incident.from_json(content))
     if not incident.ranks:
         say(f"Ray could not run the job: {error}")
         return 1
     say(describe(incident, world, "on the machines of the cluster"))
     return exit_code(incident)
-
-
-def _account(text: str) -> Incident | None:
-    _, found, rest = text.partition(_MARKER)
-    if not found:
-        return None
-    content, _ = json.JSONDecoder().raw_decode(rest)
-    return Incident.from_json(content)

@@ -1,4 +1,4 @@
-"""Starting a job again that left because a scheduler wanted the machine back."""
+"""Restart a job that saved and exited because a scheduler preempted it."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from collections.abc import Mapping
 from windlass.cli.launching.failure_report import say
 from windlass.config.launch_checks import SLURM_JOB_VARIABLE
 
-# How often Slurm has started this job again; absent at first.
+# How often Slurm has restarted this job; not set in the first run.
 _COUNT_VARIABLE = "SLURM_RESTART_COUNT"
-_PATIENCE_SECONDS = 60
+_TIMEOUT_SECONDS = 60
 
 
 class Requeue:
-    """Starts a job again: through Slurm's queue where the job came from one, else in place.
+    """Restarts a job: through Slurm's queue if the job came from one, else in place.
 
     Args:
-        limit: how often; None without a limit.
+        limit: the maximum number of restarts; None for no limit.
         environ: of this process.
     """
 
     def __init__(self, limit: int | None, environ: Mapping[str, str] | None = None) -> None:
-        self._limit = limit
         environ = os.environ if environ is None else environ
+        self._limit = limit
         self._job = environ.get(SLURM_JOB_VARIABLE)
-        said = environ.get(_COUNT_VARIABLE, "")
-        self._done = int(said) if self._job is not None and said.isdecimal() else 0
+        count = environ.get(_COUNT_VARIABLE, "")
+        self._done = int(count) if self._job is not None and count.isdecimal() else 0
 
-    def starts_here(self, told: bool, machine_rank: int = 0) -> bool:
-        """Whether the launcher is to start the job anew itself, now; a line says what happens.
+    def restarts_here(self, signalled: bool, machine_rank: int = 0) -> bool:
+        """Return True if the launcher is to restart the job itself, now.
 
-        Under Slurm it is not: machine 0 puts the job back into the queue. Nor where the launcher was told to stop:
-        whoever did that wants it gone, and finds the exit code.
+        False under Slurm, where machine 0 puts the job back into the queue, and if the launcher itself was signalled:
+        the sender wants it gone, and receives the exit code.
         """
-        if machine_rank != 0 or (self._job is None and told):
+        if machine_rank != 0 or (self._job is None and signalled):
             return False
         if self._limit is not None and self._done >= self._limit:
-            say(f"the job has been started again {self._done} time(s), as often as --max_requeues allows")
+            say(f"the job has been restarted {self._done} time(s), the maximum of --max_requeues")
             return False
         if self._job is not None:
             _put_back(self._job)
             return False
         self._done += 1
-        say(f"starting the job again ({self._done}{'' if self._limit is None else f' of {self._limit}'})")
+        say(f"restarting the job ({self._done}{'' if self._limit is None else f' of {self._limit}'})")
         return True
 
 
 def _put_back(job: str) -> None:
-    """Ask for the job to be queued again; a refusal is said, and changes nothing else."""
+    """Ask Slurm to queue the job again; a refusal is reported and nothing else."""
     command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
         problem = done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else None
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)

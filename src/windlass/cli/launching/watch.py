@@ -1,4 +1,4 @@
-"""Which processes of this machine live, which have ended and how, and which stand still."""
+"""The processes of this machine: which run, how the others ended, and which make no progress."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _JOINING_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One process: its global rank, its id, how to ask for its exit code, the file of its exception, and its marks."""
+    """One process: its global rank, its id, how to poll its exit code, the file of its exception, and its marks."""
 
     rank: int
     pid: int
@@ -42,40 +42,44 @@ class Watch:
         self._alone_since: float | None = None
 
     def codes(self) -> list[int | None]:
-        """Exit codes, None of those that run."""
+        """Return the exit code of each process; None if it runs."""
         return [process.poll() for process in self._processes]
 
-    def leaving(self) -> bool:
-        """Whether processes end because a scheduler asked the job to leave, and none for another reason."""
+    def _marks(self) -> Iterator[Mark]:
+        return (mark for process in self._processes if (mark := process.lookout.mark()) is not None)
+
+    def preempted(self) -> bool:
+        """Return True if processes ended because a scheduler asked the job to, and none for another reason."""
         codes = self.codes()
         return EXIT_PREEMPTED in codes and all(code in (None, 0, EXIT_PREEMPTED) for code in codes)
 
-    def left_at(self) -> int | None:
-        """The step at which processes left in an orderly way; None where none of them said so."""
-        marks = [process.lookout.mark() for process in self._processes]
-        return next((mark.step for mark in marks if mark is not None and mark.call == LEFT), None)
+    def preempted_at(self) -> int | None:
+        """Return the step at which processes saved and exited on request; None if none recorded it."""
+        return next((mark.step for mark in self._marks() if mark.call == LEFT), None)
 
     def failed(self) -> bool:
-        """Whether a process has ended badly."""
-        return any(process.poll() not in (None, 0) for process in self._processes)
+        """Return True if a process ended with a code other than 0."""
+        return any(code not in (None, 0) for code in self.codes())
 
     def ended_early(self) -> bool:
-        """Whether a process has ended well without having joined a process group."""
+        """Return True if a process ended with 0 and never joined a process group."""
         marks = [process.lookout.mark() for process in self._processes if process.poll() == 0]
         return any(mark is not None and mark.never_joined for mark in marks)
 
     def deserted(self, now: float, elsewhere: bool = False) -> bool:
-        """Whether a process waits for all ranks to join the process group, and one has ended well without joining.
+        """Return True if a process waits for all ranks to join the process group, and one ended without joining.
 
-        One that did not get to say how far it was may have joined: then the others must be seen to wait for a while.
+        A process that ended without its last mark may have joined: then the others must wait for a while first.
 
         Args:
-            elsewhere: one of another machine has.
+            elsewhere: a process of another machine ended without joining.
         """
-        marks = {p.rank: p.lookout.mark() for p in self._processes}
-        gone = [mark for p in self._processes if p.poll() == 0 and (mark := marks[p.rank])]
-        left = [mark for p in self._processes if p.poll() is None and (mark := marks[p.rank])]
-        if not (gone or elsewhere) or not any(mark.call == MEETING for mark in left):
+        marks = [
+            (process, mark) for process in self._processes if (mark := process.lookout.mark()) is not None
+        ]
+        done = any(process.poll() == 0 for process, _ in marks)
+        waiting = any(process.poll() is None and mark.call == MEETING for process, mark in marks)
+        if not (done or elsewhere) or not waiting:
             self._alone_since = None
             return False
         if self._alone_since is None:
@@ -83,28 +87,27 @@ class Watch:
         return elsewhere or self.ended_early() or now - self._alone_since > _JOINING_SECONDS
 
     def stalled(self, limit: float, now: float) -> bool:
-        """Whether some process that runs has left no mark for `limit` seconds.
+        """Return True if a running process has written no mark for `limit` seconds.
 
-        Nobody is watched before the first of them has said anything: the script may be one that leaves no marks. Nor
-        while one waits for all ranks to join the process group, which has a limit of its own.
+        False as long as no process has reported anything, since the script may be one that writes no marks, and while
+        one waits for all ranks to join the process group, which has a limit of its own.
         """
         idle = self._idle(now)
-        marks = [process.lookout.mark() for process in self._processes]
-        if all(mark is None or mark.is_opening for mark in marks):
-            return False
-        if any(mark is not None and mark.call == MEETING for mark in marks):
+        marks = list(self._marks())
+        if all(mark.is_opening for mark in marks) or any(mark.call == MEETING for mark in marks):
             return False
         return any(idle[p.rank] >= limit for p in self._processes if p.poll() is None)
 
     def incident(self, kind: Kind) -> Incident:
-        """What every process does right now; those that run are asked for their stacks."""
-        running = [process for process in self._processes if process.poll() is None]
-        self._ask_for_stacks(running)
+        """Return the state of every process now, with the stacks of those that run."""
+        self._ask_for_stacks()
         idle = self._idle(time.monotonic())
-        return Incident(kind, [self._facts(process, idle[process.rank]) for process in self._processes])
+        # Subtracted from the wall clock once, so that ranks are ordered by the monotonic clock that they share.
+        boot = time.time() - time.monotonic()
+        return Incident(kind, [self._facts(process, idle[process.rank], boot) for process in self._processes])
 
     def _idle(self, now: float) -> dict[int, float]:
-        """Seconds since the mark of each rank changed, as far as this watch has seen it."""
+        """Return the seconds since the mark of each rank last changed, as far as this watch has seen it."""
         for process in self._processes:
             mark = process.lookout.mark()
             count = mark.count if mark else 0
@@ -112,8 +115,9 @@ class Watch:
                 self._seen[process.rank] = (count, now)
         return {process.rank: now - self._seen[process.rank][1] for process in self._processes}
 
-    def _ask_for_stacks(self, running: list[Watched]) -> None:
-        # Only a process that left a mark is known to handle the signal; it would end any other.
+    def _ask_for_stacks(self) -> None:
+        running = [process for process in self._processes if process.poll() is None]
+        # Only a process that wrote a mark is known to handle the signal; it would end any other.
         asked = [process for process in running if process.lookout.mark() is not None]
         for process in asked:
             with contextlib.suppress(ProcessLookupError):
@@ -126,32 +130,31 @@ class Watch:
                 return
             time.sleep(0.05)
 
-    def _facts(self, process: Watched, idle: float) -> RankFacts:
+    def _facts(self, process: Watched, idle: float, boot: float) -> RankFacts:
         code = process.poll()
         mark = process.lookout.mark() or Mark(0, None, "")
-        said = _said(process.error_file) if code != 0 else {}
-        extra = said.get("extraInfo") or {}
+        error = _read_error(process.error_file) if code != 0 else {}
+        extra = error.get("extraInfo") or {}
+        running = code is None and not error
+        stacks = process.lookout.stacks() if running else ""
         return RankFacts(
             rank=process.rank,
             machine=self._machine,
-            # One that has written its exception is on its way out: what its threads do now tells nothing.
-            ending="done" if code == 0 else "failed" if code or said else "running",
+            # A process that has recorded its exception is about to exit: what its threads do now is irrelevant.
+            ending="done" if code == 0 else "running" if running else "failed",
             exit_code=code,
-            step=extra.get("step", mark.step),
-            call=extra.get("call") or mark.call or None,
-            message=said.get("message", ""),
+            mark=replace(mark, step=extra.get("step", mark.step), call=extra.get("call") or mark.call),
+            message=error.get("message", ""),
             traceback=extra.get("py_callstack", ""),
-            time=float(extra.get("time") or extra.get("timestamp") or 0),
-            stacks=process.lookout.stacks() if code is None and not said else "",
+            time=boot + extra["monotonic"] if "monotonic" in extra else float(extra.get("timestamp") or 0),
+            stacks=stacks,
             idle=idle,
-            marks=mark.count,
-            collectives=mark.collectives,
-            silent=code is None and not said and mark.count > 0 and not process.lookout.stacks(),
+            silent=running and mark.count > 0 and not stacks,
         )
 
 
-def _said(error_file: str) -> dict[str, Any]:
-    """The exception that a process wrote before it ended; empty where it wrote none, or not all of it."""
+def _read_error(error_file: str) -> dict[str, Any]:
+    """Return the exception that a process recorded; empty if it recorded none, or not all of it."""
     try:
         message = json.loads(Path(error_file).read_text("utf-8"))["message"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,11 +1,11 @@
-"""What the launcher starts in place of `python script.py`: it runs the script, and says why it failed.
+"""The process that the launcher starts instead of `python script.py`: it runs the script, and records why it failed.
 
     python -m windlass.cli.launching.worker [-m | --exec] SCRIPT [ARGUMENT ...]
 
-The script finds itself as Python would have started it: as `__main__`, with its own folder first on the path. Before
-that the process binds itself to its cores and lights its beacon; after an exception it writes the traceback, with the
-step and the call, into the file where torch's launcher looks for it. With `--exec` SCRIPT is a program of any kind,
-which takes the place of this process. Nothing heavy is imported here.
+The script runs as if Python had started it: as `__main__`, with its own folder first on the path. Before that the
+process binds itself to its cores; after an exception it writes the traceback, with the step and the call, into the file
+that torch's launcher reads. With `--exec` SCRIPT is any program, which replaces this process. Nothing heavy
+is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from windlass.core.parent import end_with_parent
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 from windlass.dist.watchdog import watch
 
-# Set by the launcher: "1" asks each process to keep to its own share of the machine's cores.
+# Set by the launcher: "1" binds each process to its share of the machine's cores.
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
 # Set by the launcher: its process id.
 LAUNCHER_VARIABLE = "WINDLASS_LAUNCHER"
@@ -36,11 +36,11 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the script named in `words`, with the words behind it as its arguments."""
+    """Run the script of a command line."""
     if os.environ.get(BIND_VARIABLE) == "1":
         bind_cores(os.environ)
     if LAUNCHER_VARIABLE in os.environ:
-        # Taken out, for programs that the script starts have another parent.
+        # Removed, since programs that the script starts have another parent.
         end_with_parent(int(os.environ.pop(LAUNCHER_VARIABLE)))
     if words[0] == "--exec":
         execute(words[1:])
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> None:
     except Exception as error:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)
-        # The hook prints, as after any uncaught exception; torch puts the rank before each line.
+        # As after any uncaught exception; torch puts the rank before each line.
         if sys.excepthook is sys.__excepthook__:
             say("".join(traceback.format_exception(error)), error=True, end="")
         else:
@@ -75,20 +75,15 @@ def main(words: Sequence[str]) -> None:
 
 
 def mark_end() -> None:
-    """Leave the last mark of a script that ended well."""
-    alone = os.environ.get("WORLD_SIZE", "1") != "1" and not ever_joined()
-    beacon().call(END_ALONE if alone else END)
-
-
-def ever_joined() -> bool:
-    """Whether this process has joined a process group, which may be closed by now."""
+    """Write the last mark of a script that ended without an error."""
     groups = sys.modules.get("torch.distributed.distributed_c10d")
-    # The number of groups that were made gives them their names: it is never set back.
-    return groups is not None and groups._world.group_count > 0
+    # Never reset, since it names the groups: above 0 even if the group is closed by now.
+    joined = groups is not None and groups._world.group_count > 0
+    beacon().call(END if joined or os.environ.get("WORLD_SIZE", "1") == "1" else END_ALONE)
 
 
 def of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the script, without the calls that brought it to run."""
+    """Return the traceback from the script on, without the frames that start it."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         rest = rest.tb_next
@@ -96,13 +91,13 @@ def of_the_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def cores_of(local_rank: int, local_size: int, cores: Sequence[int]) -> list[int]:
-    """The share of one process in the cores of its machine, neighbours together; all of them when there are too few."""
+    """Return the share of one process, a run of neighbours; all cores if there are too few."""
     each = len(cores) // local_size
     return list(cores[local_rank * each : (local_rank + 1) * each]) if each else list(cores)
 
 
 def bind_cores(environ: Mapping[str, str]) -> None:
-    """Keep this process, and those that it will start, to its share of the cores. Only Linux can."""
+    """Bind this process, and those that it will start, to its share of the cores (Linux only)."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         mine = cores_of(int(environ["LOCAL_RANK"]), int(environ["LOCAL_WORLD_SIZE"]), cores)
@@ -110,7 +105,7 @@ def bind_cores(environ: Mapping[str, str]) -> None:
 
 
 def execute(command: Sequence[str]) -> NoReturn:
-    """Become another program; it, too, ends with the launcher."""
+    """Replace this process by another program, which ends with the launcher too."""
     try:
         os.execvp(command[0], list(command))
     except OSError as error:
@@ -118,9 +113,9 @@ def execute(command: Sequence[str]) -> NoReturn:
 
 
 def record(error: Exception, environ: Mapping[str, str]) -> None:
-    """Write what happened where the launcher looks for it, in the form that torch's own error files have.
+    """Write the exception to the file that the launcher reads, in the format of torch's own error files.
 
-    What cannot be written is left out: the traceback is printed in any case.
+    A failure to write is ignored: the traceback is printed in any case.
     """
     path = environ.get(_ERROR_FILE_VARIABLE)
     if not path:
@@ -129,13 +124,13 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
     extra = {
         "py_callstack": shown("".join(traceback.format_exception(error))),
         "timestamp": str(int(time.time())),  # torch reads whole seconds
-        "time": time.time(),
+        "monotonic": time.monotonic(),  # the same clock in all processes of a machine
         "step": mark.step,
         "call": mark.call,
     }
     message = shown(f"{type(error).__name__}: {_text_of(error)}")
     with contextlib.suppress(OSError):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the temporary folder
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # the temporary folder may have been cleared
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), "utf-8")
 
 

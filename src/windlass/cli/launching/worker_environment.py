@@ -1,4 +1,4 @@
-"""The variables that the processes of a job find, beside those of torch's launcher."""
+"""Environment variables of the processes of a job, besides those of torch's launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 
 
 def worker_environment(plan: LaunchPlan) -> dict[str, str]:
-    """Variables for the processes of this machine. What the user set in the environment stays as it is."""
+    """Return variables for the processes of this machine; those that the user set are kept."""
     local = plan.processes // plan.machines
     cores = usable_cores()
     bind = 1 < local <= cores if plan.bind_cores is None else plan.bind_cores
@@ -33,21 +33,21 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _interface(plan: LaunchPlan) -> dict[str, str]:
-    """The network interface that gloo takes: left alone it goes by the machine's name, which often leads nowhere."""
+    """Return the interface for gloo, whose default follows the machine's name, which often does not resolve."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     address = "127.0.0.1"
     if plan.machines > 1 and plan.main_address:
         try:
             address = address_towards(plan.main_address, 0)
-        except OSError:  # no such name, no way there: whoever waits for the main machine tells it
+        except OSError:  # does not resolve or is not reachable: reported by the wait for the main machine
             return {}
     name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
 def _carries(interface: str, address: str) -> bool:
-    """Whether `interface` has this IPv4 address. All that begin with 127 lie on the loopback interface."""
+    """Return True if `interface` has this IPv4 address. All of 127.0.0.0/8 belong to the loopback interface."""
     if interface in _LOOPBACK:
         return address.startswith("127.")
     try:
@@ -57,6 +57,6 @@ def _carries(interface: str, address: str) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # it has none
+        except OSError:  # it has no address
             return False
     return socket.inet_ntoa(found[20:24]) == address

@@ -79,7 +79,7 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
     if word == "compute_environment":
         if value not in ("LOCAL_MACHINE", 0, None):
             settings.problems.append(Problem(origin, value, _NO_SAGEMAKER))
-    elif word == "fp16":  # how files said it before `mixed_precision`
+    elif word == "fp16":  # before there was `mixed_precision`
         settings.record(KEYS["precision"], "fp16" if value is True else None, origin, "file")
     elif word == "parallel":
         _nested(settings, value, origin)

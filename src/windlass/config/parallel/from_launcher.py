@@ -16,12 +16,12 @@ OWN_VARIABLE = "WINDLASS_PARALLEL"
 
 
 def _alone(name: str, reason: str, written: str | None = None) -> Key:
-    """A variable that only the environment can say."""
+    """A setting that only a variable can set."""
     return Key(name, anything, None, "Not built.", "file", (name,), written=written, refused=reason)
 
 
-# Engines that are not built (refusing the switch refuses the variables that mean nothing without it), and variables
-# that have no setting.
+# Engines that are not built (refusing the switch refuses the variables that depend on it), and variables without a
+# setting.
 REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": KEYS["launch.use_deepspeed"],
     "ACCELERATE_USE_MEGATRON_LM": KEYS["launch.use_megatron_lm"],
@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "ACCELERATE_TORCH_DEVICE": _alone(
         "torch_device",
-        "is not read: a process takes the accelerator of its own rank; say --cpu to leave them alone",
+        "is not read: a process uses the accelerator of its own rank; use --cpu to disable accelerators",
     ),
 }
 
@@ -63,18 +63,15 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
 
 def to_environment(settings: Settings) -> str:
     """The text of `WINDLASS_PARALLEL` that `from_environment` reads back: {key: [value, origin, implicit]} as JSON."""
-    told = {
-        s.key: [s.value, s.origin, s.implicit] for s in settings.values() if not s.key.startswith("launch.")
-    }
-    return json.dumps(told)
+    shared = [s for s in settings.values() if not s.key.startswith("launch.")]
+    return json.dumps({s.key: [s.value, s.origin, s.implicit] for s in shared})
 
 
 def _own(text: str) -> Settings:
     try:
-        told = json.loads(text)
         settings = [
-            Setting(name, KEYS[name].read(said[0]), str(said[1]), "variable", bool(said[2:] and said[2]))
-            for name, said in told.items()
+            Setting(name, KEYS[name].read(value), str(origin), "variable", any(implicit))
+            for name, (value, origin, *implicit) in json.loads(text).items()
         ]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         fix = f"is set by `windlass launch` and cannot be read ({error!r}); unset it"
@@ -88,7 +85,7 @@ def _foreign(environ: Mapping[str, str]) -> Settings:
         settings.record(key, environ.get(name), name, "variable")
     for name, key in VARIABLES.items():
         raw = environ.get(name, "")
-        # Empty and "None" are how launchers export what nobody said.
+        # Launchers export "" or "None" for what is not set.
         if raw not in ("", "None") and _is_on(key, environ):
             settings.record(key, raw, name, "variable")
     return settings

@@ -11,12 +11,13 @@ from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import SECTIONS, TRAINING
-from windlass.config.plugin_base import stated
-from windlass.config.support_accelerate import ARGUMENTS_REFUSED
+from windlass.config.support_rows import ACCELERATOR_REFUSED
+from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
 
 _OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
 _XLA = "needs PyTorch/XLA, which is not built yet"
+
 # The fields of `TrainingArguments` that are read here.
 FIELDS = (
     "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing",
@@ -32,7 +33,7 @@ def from_arguments(args: Any) -> Settings:
     settings = Settings()
     _precision(settings, args)
     _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
-    # The loop counts by the arguments alone, so a launcher that sets another number must be an error.
+    # The loop reads only the arguments, so a launcher that sets another number must be an error.
     _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
     for key in rows.DDP:
         for field in key.fields:
@@ -55,14 +56,14 @@ def _precision(settings: Settings, args: Any) -> None:
     for field in ("fp16", "bf16"):
         if getattr(args, field):
             _say(settings, rows.PRECISION, field, field)
-            return  # both at once is refused with the arguments themselves
+            return  # both at once is refused when the arguments are checked
 
 
 def _sharding(settings: Settings, args: Any) -> None:
     options = shard_options(args.fsdp)
     if options is not None:
         _say(settings, rows.STRATEGY, "fsdp", "fsdp")
-        # Without options of wrapping, the model's own layers are used.
+        # By default the model's own layers are wrapped.
         default = "the default of TrainingArguments.fsdp"
         settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", implicit=True))
         for option in options:
@@ -90,10 +91,10 @@ def _option(settings: Settings, option: str) -> None:
     if option == "offload":
         _say(settings, rows.FSDP_OFFLOAD, True, "fsdp")
     elif option in _OPTIONS:
-        if option != "auto_wrap":  # what it asks for is the default
+        if option != "auto_wrap":  # it is the default
             _say(settings, rows.FSDP_SHARDING, option, "fsdp")
     else:
-        fix = f"{option!r} is no option; known: {', '.join(_OPTIONS)}{did_you_mean(option, _OPTIONS)}"
+        fix = f"{option!r} is not an option; known: {', '.join(_OPTIONS)}{did_you_mean(option, _OPTIONS)}"
         settings.problems.append(Problem("TrainingArguments.fsdp", option, fix))
 
 
@@ -114,7 +115,7 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
     if given is None or given == "":
         return
     given = _with_dtypes(given)
-    # A mapping was written by hand; an object also holds defaults.
+    # A mapping has only what was set; an object also has defaults.
     implicit = False if isinstance(given, Mapping) else None
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
@@ -131,7 +132,7 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
 
 
 def _with_dtypes(given: Any) -> Any:
-    """`mixed_precision_policy`, which holds a dtype for each role or one word for all, as fields of its own."""
+    """Replace `mixed_precision_policy`, a dtype for each role or one word for all, by a field for each role."""
     policy = given.get("mixed_precision_policy") if isinstance(given, Mapping) else None
     if not isinstance(policy, str | Mapping) or not policy:
         return given
@@ -172,8 +173,8 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
         origin = f"{where}({name}=)"
         if value is None:
             continue
-        if name in ARGUMENTS_REFUSED:
-            settings.problems.append(Problem(origin, type(value).__name__, ARGUMENTS_REFUSED[name]))
+        if name in ACCELERATOR_REFUSED:
+            settings.problems.append(Problem(origin, type(value).__name__, ACCELERATOR_REFUSED[name]))
         elif name in _PLAIN:
             implicit = name in _UNMEANT and value == _UNMEANT[name]
             settings.record(_PLAIN[name], value, origin, "script", implicit)
@@ -191,6 +192,6 @@ def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
         settings.problems += error.problems
         return
     if dataclasses.is_dataclass(said) and not isinstance(said, type):
-        # Its other fields are checked by its `objections`.
+        # Its `objections` check the other fields.
         said = {word: value for word, value in stated(said).items() if word in SECTIONS[_SECTIONS[name]]}
     read_section(settings, said, _SECTIONS[name], origin)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config.parallel.kinds import Reader, flag
+from windlass.config.sections.setting import setting
 
-_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
+_REQUESTS_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ FAMILIES = {
     "run": Family("training", "", "", "ACCELERATE_"),
     "launch": Family("processes and machines", "", "", None),
     "file": Family("", "", None, None),
+    "loop": Family("", "", None, None),
     "ddp": Family("replicated models (DDP)", "ddp_config", "ddp_", None),
     "fsdp": Family("sharded models (FSDP2)", "fsdp_config", "fsdp_", "FSDP_", "ACCELERATE_USE_FSDP"),
     "dynamo": Family("compilation", "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
@@ -100,19 +102,19 @@ class Key:
         """Its key in a launch file that Windlass writes: "num_processes", "fsdp_config.fsdp_offload_params"."""
         section = FAMILIES[self.family].section
         word = self.words[0]
-        # The guides' files repeat the prefix in this one section.
+        # In this section, files repeat the prefix by convention.
         inside = f"fsdp_{word}" if self.family == "fsdp" else word
         return f"{section}.{inside}" if section else word
 
     def is_implicit(self, value: Any) -> bool:
-        """Return True if tools write `value` by default, so that it need not be anybody's choice."""
+        """Return True if tools write `value` by default, so that it may not be a user's choice."""
         return value == self.default or (self.written is not None and value == self.written)
 
     def would_change(self, raw: Any) -> bool:
         """Return True if a refused key is set to a value that would have an effect."""
         if raw in ([], {}) or str(raw).lower() == str(self.written).lower():
             return False
-        return raw not in _ASKS_FOR_NOTHING and str(raw).lower() not in _ASKS_FOR_NOTHING
+        return raw not in _REQUESTS_NOTHING and str(raw).lower() not in _REQUESTS_NOTHING
 
 
 def rows_of(family: str, name: str = "") -> Callable[..., Key]:
@@ -130,3 +132,15 @@ def rows_of(family: str, name: str = "") -> Callable[..., Key]:
 
 def index(keys: Iterable[Key]) -> dict[str, Key]:
     return {key.name: key for key in keys}
+
+
+_DEFAULT_OF_KEY: Any = object()
+
+
+def setting_of(key: Key, default: Any = _DEFAULT_OF_KEY, **others: Any) -> Any:
+    """A field that sets `key`: with its help, its reader, and its default unless the field has another.
+
+    Args:
+        others: as for `setting`.
+    """
+    return setting(key.default if default is _DEFAULT_OF_KEY else default, key.doc, read=key.read, **others)

@@ -1,7 +1,7 @@
 """Readers of values: each converts the value in a file, flag, variable or script to its canonical form.
 
-A reader raises `ValueError` with the end of a sentence ("must be ...") when it cannot, gives None for what leaves the
-setting unsaid, and accepts its own results.
+A reader raises `ValueError` with the end of a sentence ("must be ...") if it cannot, returns None if the value leaves
+the setting unset, and accepts its own results.
 """
 
 from __future__ import annotations
@@ -34,27 +34,6 @@ def whole(raw: Any) -> int:
     raise ValueError("must be a whole number")
 
 
-def positive(raw: Any) -> int:
-    number = whole(raw)
-    if number < 1:
-        raise ValueError("must be at least 1")
-    return number
-
-
-def natural(raw: Any) -> int:
-    number = whole(raw)
-    if number < 0:
-        raise ValueError("must not be negative")
-    return number
-
-
-def port(raw: Any) -> int:
-    number = whole(raw)
-    if not 0 <= number <= 65535:
-        raise ValueError("must be a port between 0 (choose a free one) and 65535")
-    return number
-
-
 def number(raw: Any) -> float:
     if not isinstance(raw, bool) and isinstance(raw, int | float | str):
         try:
@@ -64,12 +43,22 @@ def number(raw: Any) -> float:
     raise ValueError("must be a number")
 
 
-def seconds(raw: Any) -> float:
-    """A time in seconds: above 0, and finite."""
-    time = number(raw)
-    if not 0 < time < float("inf"):
-        raise ValueError("must be a number of seconds above 0")
-    return time
+def _bounded(read: Reader, holds: Callable[[Any], bool], fix: str) -> Reader:
+    """Return a reader of the numbers for which `holds` is true."""
+
+    def read_bounded(raw: Any) -> Any:
+        value = read(raw)
+        if not holds(value):
+            raise ValueError(fix)
+        return value
+
+    return read_bounded
+
+
+positive = _bounded(whole, lambda n: n >= 1, "must be at least 1")
+natural = _bounded(whole, lambda n: n >= 0, "must not be negative")
+port = _bounded(whole, lambda n: 0 <= n <= 65535, "must be a port between 0 (choose a free one) and 65535")
+seconds = _bounded(number, lambda n: 0 < n < float("inf"), "must be a number of seconds above 0")
 
 
 def text(raw: Any) -> str:
@@ -100,7 +89,7 @@ def options(raw: Any) -> dict[str, Any]:
     """A mapping, text such as `timeout=60,join_timeout=30`, or a list of such pairs."""
     if isinstance(raw, Mapping):
         return {str(key): value for key, value in raw.items()}
-    # A pair out of a list may hold commas itself, as `CUDA_VISIBLE_DEVICES=0,1`.
+    # A pair in a list may contain commas, as `CUDA_VISIBLE_DEVICES=0,1`.
     pairs = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
         raise ValueError("must be a mapping, or text such as name=value,name=value")
@@ -108,14 +97,15 @@ def options(raw: Any) -> dict[str, Any]:
     for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is none")
+            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is not a pair")
         found[key.strip()] = value.strip()
     return found
 
 
 def _spellings(raw: Any) -> tuple[Any, ...]:
-    """What may name a choice: torch's enums carry the word as their name and a number as their value, those of
-    arguments the reverse; a function, or one with some arguments filled in, has a name too."""
+    """The names by which `raw` may select a choice: name and value of an enum, because torch's enums have the word as
+    their name and a number as their value, or the name of a function or of a partial of one.
+    """
     if isinstance(raw, Enum):
         return raw.name, raw.value
     function = raw.func if isinstance(raw, functools.partial) else raw
@@ -130,11 +120,11 @@ def numbered(words: Iterable[str]) -> dict[str, str]:
 def choice(
     *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
 ) -> Reader:
-    """One word out of `allowed`, whatever its case.
+    """Return a reader of one of the words `allowed`, in any case.
 
     Args:
         also: other spellings (in lower case), and the canonical value of each.
-        refused: words that are known and cannot be had, with the end of a sentence that says why.
+        refused: known words that are not built, with the reason as the end of a sentence.
     """
     table: dict[str, Any] = {word.lower(): word for word in allowed} | dict(also or {})
 
@@ -150,7 +140,7 @@ def choice(
 
 
 def either(*readers: Reader, says: str) -> Reader:
-    """Return a reader that tries `readers` in order and gives the first result."""
+    """Return a reader that tries `readers` in order and returns the first result."""
 
     def read(raw: Any) -> Any:
         for reader in readers:

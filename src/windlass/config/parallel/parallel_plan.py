@@ -1,4 +1,4 @@
-"""Make the plans that lower floors read from settings, after checking all of them."""
+"""Make the plans that other modules read from settings, after checking all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.settings import Settings, contradiction, explicit_among
+from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, Problem
@@ -22,8 +22,8 @@ class Parallel:
     """The plans that settings make.
 
     Attributes:
-        accumulation: micro-batches of an update; None when nobody said.
-        use_cpu: leave accelerators alone.
+        accumulation: micro-batches of an update; None if not set.
+        use_cpu: do not use accelerators.
         compile_backend: a backend of torch.compile; None does not compile.
         debug: check shapes before collective operations.
         settings: where each value came from.
@@ -40,7 +40,7 @@ class Parallel:
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
-    """Make the plans for `world`. Log once what is accepted without an effect.
+    """Make the plans for `world`. Log once which settings have no effect.
 
     Raises:
         ConfigError: every problem met while reading, merging and planning.
@@ -78,72 +78,61 @@ def is_sharded(settings: Settings) -> bool:
 
 
 def _objections(settings: Settings, world: World) -> Iterator[Problem]:
-    if not is_sharded(settings):
-        yield from _sharding_that_is_off(settings)
-        yield from _mesh_fits(settings, world, shards=1)
+    sharded = is_sharded(settings)
+    yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
+    if not sharded:
+        fix = "has no effect, for sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
+        for found in settings.explicit(*rows.FSDP):
+            if found.source in ("script", "flag"):
+                yield Problem(found.origin, found.value, fix)
         return
-    strategy, shards = settings.get(rows.STRATEGY.name), settings.get(rows.MESH_SHARDS.name)
-    if strategy is not None and shards is not None and strategy.value == "ddp":
-        yield contradiction(shards, strategy)
-    yield from _one_sharding(settings)
-    yield from _mesh_fits(settings, world, shards=settings.value(rows.MESH_SHARDS))
-    wrap, layers = settings.get(rows.FSDP_WRAP.name), settings.get(rows.FSDP_LAYERS.name)
+    for one, other in _contradictions(settings):
+        yield contradiction(one, other)
+    # Without an accelerator all gradients are in host memory, where the loss scaler reaches them.
     if (
-        wrap is not None
-        and layers is not None
-        and not wrap.implicit
-        and wrap.value == "size"
-        and layers.value
+        settings.value(rows.PRECISION) == "fp16"
+        and not settings.value(rows.CPU)
+        and settings.value(rows.FSDP_OFFLOAD)
     ):
-        yield contradiction(layers, wrap)
-    yield from _scale_reaches_gradients(settings)
+        found = settings[rows.FSDP_OFFLOAD.name]
+        fix = "keeps gradients in host memory, which the fp16 loss scaler of an accelerator cannot read; use bf16"
+        yield Problem(found.origin, found.value, fix)
     if settings.value(rows.DDP_HOOK) != "no":
-        said = settings[rows.DDP_HOOK.name]
-        yield Problem(
-            said.origin, said.value, "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
-        )
+        found = settings[rows.DDP_HOOK.name]
+        fix = "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
+        yield Problem(found.origin, found.value, fix)
 
 
-def _scale_reaches_gradients(settings: Settings) -> Iterator[Problem]:
-    """Without an accelerator everything is on the host anyway."""
-    offloads = settings.value(rows.FSDP_OFFLOAD) and not settings.value(rows.CPU)
-    if offloads and settings.value(rows.PRECISION) == "fp16":
-        said = settings[rows.FSDP_OFFLOAD.name]
-        fix = "keeps gradients on the host, where an accelerator's fp16 loss scale does not reach; use bf16"
-        yield Problem(said.origin, said.value, fix)
-
-
-def _sharding_that_is_off(settings: Settings) -> Iterator[Problem]:
-    fix = "means nothing while sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
-    for said in explicit_among(settings, [key.name for key in rows.FSDP]):
-        if said.source in ("script", "flag"):
-            yield Problem(said.origin, said.value, fix)
-
-
-def _one_sharding(settings: Settings) -> Iterator[Problem]:
-    named, reshard = settings.get(rows.FSDP_SHARDING.name), settings.get(rows.FSDP_RESHARD.name)
-    if named is None or reshard is None or named.implicit or reshard.implicit or named.value == "no_shard":
-        return
-    agree = (
-        named.value == reshard.value
-        if isinstance(reshard.value, str)
-        else _frees(named.value) == bool(reshard.value)
-    )
-    if not agree:
-        yield contradiction(reshard, named)
+def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
+    """Pairs of settings of a sharded model that cannot both hold."""
+    strategy, shards = settings.get(rows.STRATEGY.name), settings.get(rows.MESH_SHARDS.name)
+    if strategy and shards and strategy.value == "ddp":
+        yield shards, strategy
+    match settings.explicit(rows.FSDP_SHARDING, rows.FSDP_RESHARD):
+        case [named, reshard] if named.value != "no_shard":
+            is_name = isinstance(reshard.value, str)
+            if (reshard.value if is_name else bool(reshard.value)) != (
+                named.value if is_name else _frees(named.value)
+            ):
+                yield reshard, named
+    wrap, layers = settings.explicit(rows.FSDP_WRAP), settings.get(rows.FSDP_LAYERS.name)
+    if wrap and layers and wrap[0].value == "size" and layers.value:
+        yield layers, wrap[0]
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
-    said = explicit_among(settings, [rows.MESH_REPLICAS.name, rows.MESH_SHARDS.name])
+    sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas = settings.value(rows.MESH_REPLICAS)
-    if not said:
+    if not sizes:
         return
-    if settings.is_explicit(rows.MESH_SHARDS.name) or not is_sharded(settings):
+    if settings.explicit(rows.MESH_SHARDS) or not is_sharded(settings):
         if replicas * shards != world.size:
-            fix = f"{replicas} copies of {shards} shards make {replicas * shards} processes, and there are {world.size}"
-            yield Problem(said[0].origin, said[0].value, fix)
+            made = f"{replicas} replicas of {shards} shards make {replicas * shards} processes"
+            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and there are {world.size}")
     elif world.size % replicas:
-        yield Problem(said[0].origin, replicas, f"must divide the number of processes, which is {world.size}")
+        yield Problem(
+            sizes[0].origin, replicas, f"must divide the number of processes, which is {world.size}"
+        )
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -151,21 +140,20 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
 
 def _remarks(settings: Settings, world: World) -> Iterator[str]:
     if not is_sharded(settings):
-        unused = explicit_among(settings, [key.name for key in rows.FSDP])
-        if unused:
-            yield f"not used, for sharding is off: {', '.join(said.origin for said in unused)}"
+        if unused := settings.explicit(*rows.FSDP):
+            yield f"not used, because sharding is off: {', '.join(found.origin for found in unused)}"
         return
     version = settings.get(rows.FSDP_VERSION.name)
     if version is not None and version.value == "1" and version.source == "script":
-        yield f"{version.origin}=1: its spellings are understood, and what runs is FSDP2"
-    one_machine = 1 < world.size == world.local_size and not settings.is_explicit(rows.MESH_REPLICAS.name)
+        yield f"{version.origin}=1: its spellings are accepted, and FSDP2 is used"
+    one_machine = 1 < world.size == world.local_size and not settings.explicit(rows.MESH_REPLICAS)
     if one_machine and _sharding(settings).startswith("hybrid"):
-        yield "hybrid sharding keeps a copy on each machine; there is one machine, so all processes share one copy"
+        yield "hybrid sharding keeps a replica on each machine; on one machine all processes share one replica"
     prefetch = settings.get(rows.FSDP_BACKWARD_PREFETCH.name)
     if prefetch is not None and prefetch.value in ("backward_post", "no_prefetch"):
         yield (
-            f"{prefetch.origin}={prefetch.value} has no meaning in FSDP2, which always gathers the next layer while "
-            "this one's gradients are computed"
+            f"{prefetch.origin}={prefetch.value} has no effect in FSDP2, which always gathers the next layer while the "
+            "gradients of the current one are computed"
         )
 
 
@@ -208,7 +196,7 @@ def _shard(settings: Settings, world: World) -> ShardPlan:
 
 
 def _sharding(settings: Settings) -> str:
-    """FSDP1's name of what is sharded; files of its time may say it as `reshard_after_forward`."""
+    """FSDP1's name of what is sharded, which old files may have as `reshard_after_forward`."""
     reshard = settings.value(rows.FSDP_RESHARD)
     return reshard if isinstance(reshard, str) else str(settings.value(rows.FSDP_SHARDING))
 
@@ -219,9 +207,7 @@ def _frees(sharding: str) -> bool:
 
 def _reshard(settings: Settings) -> bool | int:
     reshard = settings.value(rows.FSDP_RESHARD)
-    by_name = settings.is_explicit(rows.FSDP_SHARDING.name) and not settings.is_explicit(
-        rows.FSDP_RESHARD.name
-    )
+    by_name = settings.explicit(rows.FSDP_SHARDING) and not settings.explicit(rows.FSDP_RESHARD)
     if isinstance(reshard, str) or by_name:
         return _frees(_sharding(settings))
     return reshard  # type: ignore[no-any-return]
@@ -230,21 +216,18 @@ def _reshard(settings: Settings) -> bool | int:
 def _replicas(settings: Settings, world: World) -> int:
     if _sharding(settings) == "no_shard":
         return world.size
-    if settings.is_explicit(rows.MESH_REPLICAS.name):
+    if settings.explicit(rows.MESH_REPLICAS):
         return int(settings.value(rows.MESH_REPLICAS))
     machines = max(world.size // world.local_size, 1)
     return machines if _sharding(settings).startswith("hybrid") else 1
 
 
 def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:
-    """The wrapping that was set; else what follows from names of layers, or from a minimum size."""
-    if not settings.is_explicit(rows.FSDP_WRAP.name):
+    """The wrapping that was set; else by the names of layers, or by a minimum size, if set."""
+    if not settings.explicit(rows.FSDP_WRAP):
         if settings.value(rows.FSDP_LAYERS):
             return "transformer"
-        if (
-            settings.is_explicit(rows.FSDP_MIN_PARAMETERS.name)
-            and settings.value(rows.FSDP_MIN_PARAMETERS) > 0
-        ):
+        if settings.explicit(rows.FSDP_MIN_PARAMETERS) and settings.value(rows.FSDP_MIN_PARAMETERS) > 0:
             return "size"
     wrap: Literal["none", "transformer", "size"] = settings.value(rows.FSDP_WRAP)
     return wrap

@@ -1,4 +1,4 @@
-"""The settings that a launcher alone needs: processes, machines, their meeting point, logs and restarts."""
+"""The settings of launchers: processes, machines, rendezvous, logs and restarts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _MPI = "is not built; start `windlass launch` with --machine_rank on every machi
 
 
 _row = rows_of("launch")
-PROCESSES = _row("processes", kinds.whole, None, "Processes on all machines together.", "num_processes")
-MACHINES = _row("machines", kinds.positive, 1, "Machines that take part.", "num_machines")
-MACHINE_RANK = _row("machine_rank", kinds.natural, 0, "Which of them this machine is, from 0.")
+PROCESSES = _row("processes", kinds.whole, None, "Processes on all machines.", "num_processes")
+MACHINES = _row("machines", kinds.positive, 1, "Number of machines.", "num_machines")
+MACHINE_RANK = _row("machine_rank", kinds.natural, 0, "Index of this machine, from 0.")
 MAIN_ADDRESS = _row(
     "main_address", kinds.text, None, "Address of the machine of rank 0.", "main_process_ip", "main_address"
 )
 MAIN_PORT = _row(
-    "main_port", kinds.port, None, "Port on it; 0 chooses a free one on one machine.", "main_process_port", "main_port"
+    "main_port", kinds.port, None, "Port on it; 0 selects a free one on one machine.", "main_process_port", "main_port"
 )  # fmt: skip
 _MEETINGS = kinds.choice(
     "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
 )
 RENDEZVOUS = _row(
     "rendezvous", _MEETINGS, "static",
-    "How machines find each other: by their ranks (static), or whoever comes (c10d).",
+    "How machines find each other: by their ranks (static), or dynamically (c10d).",
     "rdzv_backend", written="static",
 )  # fmt: skip
 RENDEZVOUS_OPTIONS = _row(
@@ -37,67 +37,70 @@ RENDEZVOUS_OPTIONS = _row(
 )
 TOKEN_FILE = _row(
     "token_file", kinds.text, None,
-    "File with the secret that the machines of a job have in common; else WINDLASS_RDZV_TOKEN.", "rdzv_token_file",
+    "File with the shared secret of the machines of a job; by default WINDLASS_RDZV_TOKEN.", "rdzv_token_file",
 )  # fmt: skip
-MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a job that failed starts again.", written=0)
+MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a failed job is restarted.", written=0)
 MONITOR_INTERVAL = _row(
-    "monitor_interval", kinds.seconds, 0.1, "Seconds between two looks at the processes.", written=0.1
+    "monitor_interval", kinds.seconds, 0.1, "Seconds between checks of the processes.", written=0.1
 )
-LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the processes' output.")
-TEE = _row("tee", kinds.text, "0", "Which streams go to the console and to the folder (0-3, or RANK:N,...).")
+LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the output of the processes.")
+TEE = _row("tee", kinds.text, "0", "Streams that go to both the console and the folder (0-3, or RANK:N,...).")
 THREADS = _row(
     "threads", kinds.positive, None, "Threads of each process.", "num_cpu_threads_per_process", "threads"
 )
 DEVICES = _row(
-    "devices", kinds.text, "all", "Numbers of the accelerators to use, with commas.", "gpu_ids", "devices"
+    "devices",
+    kinds.text,
+    "all",
+    "Numbers of the accelerators to use, separated by commas.",
+    "gpu_ids",
+    "devices",
 )
 AFFINITY = _row(
-    "affinity", kinds.flag, False, "Bind each process to cores of its own.", "enable_cpu_affinity", written=False
+    "affinity", kinds.flag, False, "Bind each process to its own CPU cores.", "enable_cpu_affinity", written=False
 )  # fmt: skip
 ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
-ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "What the engine is asked for.")
+ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "Options of the engine.")
 STALL_TIMEOUT = _row(
     "stall_timeout",
     kinds.seconds,
     None,
-    "Seconds without progress after which the job is ended and reported.",
+    "Seconds without progress after which the job is stopped and reported.",
 )
 MACHINE_TIMEOUT = _row(
     "machine_timeout",
     kinds.seconds,
     30.0,
-    "Seconds without a sign of another machine after which it is lost.",
+    "Seconds without a message from another machine after which it is considered lost.",
 )
 PREEMPTION_GRACE = _row(
     "preemption_grace",
     kinds.positive,
     120,
-    "Seconds that processes have to save when they are told to leave.",
+    "Seconds that processes have to save after a request to exit.",
 )
 REQUEUE = _row(
     "requeue", kinds.flag, False,
-    "After exit code 75 put the job back into Slurm's queue, or start it again where there is none.",
+    "After exit code 75 requeue the job in Slurm, or restart it if there is no Slurm.",
 )  # fmt: skip
-MAX_REQUEUES = _row(
-    "max_requeues", kinds.natural, None, "How often, at most; without a limit where nothing is said."
-)
+MAX_REQUEUES = _row("max_requeues", kinds.natural, None, "How often at most; by default without a limit.")
 ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", written="default")
 ENVIRONMENT = _row(
     "environment", kinds.options, {}, "Environment variables for every process, as NAME=value.", "environment", "env"
 )  # fmt: skip
 MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.",
-                 idle="needs no saying: num_processes decides, and all of them are used")  # fmt: skip
+                 idle="is not needed: num_processes decides, and all accelerators are used")  # fmt: skip
 
 _IDLE_LAUNCH = (
-    _row("same_network", kinds.flag, False, "Whether the machines share a network.", written=True,
-         idle="changes nothing: the machines meet at main_process_ip either way"),
+    _row("same_network", kinds.flag, False, "The machines share a network.", written=True,
+         idle="has no effect: the machines connect to main_process_ip in any case"),
     MULTI_GPU,
     _row("quiet", kinds.flag, False, "Short reports of failures.",
-         idle="changes nothing: reports of failures are short already"),
+         idle="has no effect: reports of failures are always short"),
     _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
-         idle="needs no saying: there are no TPUs here"),
+         idle="is not needed: TPUs are not supported"),
     _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.",
-         idle="has no meaning here: scripts are started as a whole"),
+         idle="has no effect: scripts are started as a whole"),
 )  # fmt: skip
 
 
@@ -109,7 +112,7 @@ _SWITCHES = (
 
 
 def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
-    """Keys that are known and refused; `written` gives the values that accelerate exports by default."""
+    """Make keys that are known and refused; `written` has the values that accelerate exports by default."""
     row = rows_of(family)
     return tuple(
         row(word, kinds.flag if word in _SWITCHES else kinds.anything, None, "Not built.",

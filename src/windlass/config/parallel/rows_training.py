@@ -1,4 +1,4 @@
-"""The settings that training itself depends on: precision, sharding, gradients' way over ranks, compilation."""
+"""The settings of training: precision, sharding, DDP, compilation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = kinds.choice(
 
 # --- the run --------------------------------------------------------------------------------------------------------
 
-# Values of `distributed_type` that mean plain data parallelism over the processes.
+# Values of `distributed_type` that mean plain data parallelism.
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
 _STRATEGIES = kinds.choice(
@@ -43,24 +43,24 @@ _ACCUMULATION = kinds.either(
 )
 STRATEGY = Key(
     "strategy", _STRATEGIES, "ddp",
-    "How the model is spread over processes: every one holds all of it (ddp), or its share (fsdp).",
+    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp).",
     "run", ("distributed_type", "use_fsdp", "strategy"),
 )  # fmt: skip
 PRECISION = Key(
     "precision", _PRECISIONS, "no",
-    "The dtype that forward and backward compute in; weights and optimizer state keep theirs.",
+    "The dtype of forward and backward; weights and optimizer state keep theirs.",
     "run", ("mixed_precision",), fields=("bf16", "fp16"), written="no",
 )  # fmt: skip
 CPU = Key(
-    "cpu", kinds.flag, False, "Train on the CPU although there is an accelerator.",
+    "cpu", kinds.flag, False, "Train on the CPU even if there is an accelerator.",
     "run", ("use_cpu", "cpu"), fields=("use_cpu",), written=False,
 )  # fmt: skip
 ACCUMULATION = Key(
-    "accumulation", _ACCUMULATION, None, "Micro-batches that make one update.",
+    "accumulation", _ACCUMULATION, None, "Micro-batches per update and process.",
     "run", ("gradient_accumulation_steps",), fields=("gradient_accumulation_steps",),
 )  # fmt: skip
 DEBUG = Key(
-    "debug", kinds.flag, False, "Check before each collective operation that all ranks bring tensors of one shape.",
+    "debug", kinds.flag, False, "Check before each collective operation that all ranks have tensors of the same shape.",
     "run", ("debug", "debug_mode"), written=False,
 )  # fmt: skip
 RUN = (STRATEGY, PRECISION, CPU, ACCUMULATION, DEBUG)
@@ -73,7 +73,7 @@ _NUMBER_OF_RANKS = kinds.either(kinds.positive, says="")
 
 
 def _resharding(raw: object) -> object:
-    """True or false, a number of ranks, or one of FSDP1's strategies, which version 1 of the files puts here."""
+    """True or false, a number of ranks, or one of FSDP1's strategies, which files of version 1 have here."""
     if isinstance(raw, bool):
         return raw
     if isinstance(raw, int) and raw > 1:
@@ -122,7 +122,7 @@ _STATE = kinds.choice(
 
 
 def _offloading(raw: object) -> bool:
-    """A truth value, or one of PyTorch's objects that mean one."""
+    """A truth value, or an object of PyTorch that means one."""
     kind = type(raw).__name__
     if kind == "CPUOffload":
         return bool(raw.offload_params)  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ DTYPE_ROLES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
 
 def dtypes_of(policy: Any) -> dict[str, Any]:
-    """The dtype of each role: of one word or torch dtype for all, of a mapping, or of PyTorch's own object."""
+    """The dtype of each role, from one word or torch dtype for all, a mapping, or PyTorch's own object."""
     if isinstance(policy, str) or type(policy).__name__ == "dtype":
         return dict.fromkeys(DTYPE_ROLES[:3], policy)
     found = (
@@ -151,7 +151,7 @@ def _in_capitals(value: Any) -> Any:
 _fsdp = rows_of("fsdp")
 FSDP_VERSION = _fsdp(
     "version", kinds.choice("1", "2"), "2",
-    "The version of FSDP whose spellings a file uses; what runs is always FSDP2.", written="1", write=int,
+    "The version of FSDP whose spellings a file uses; FSDP2 is always what runs.", written="1", write=int,
 )  # fmt: skip
 FSDP_SHARDING = _fsdp(
     "sharding", SHARDING, "full_shard",
@@ -160,22 +160,22 @@ FSDP_SHARDING = _fsdp(
 )  # fmt: skip
 FSDP_RESHARD = _fsdp(
     "reshard_after_forward", _resharding, True,
-    "Free gathered parameters after each forward; a number reshards to so many ranks.", written=True,
+    "Free gathered parameters after each forward; a number reshards to that many ranks.", written=True,
 )  # fmt: skip
 FSDP_WRAP = _fsdp(
     "wrap", _WRAP, "none",
-    "Which submodules are gathered on their own: layers by class, those above a size, or only the whole model.",
+    "Which submodules are gathered separately: layers by class, modules above a size, or only the whole model.",
     "auto_wrap_policy", "wrap", write=WRAPPING.get,
 )  # fmt: skip
 FSDP_LAYERS = _fsdp(
     "layers", kinds.words, (),
-    "Class names of the layers that are gathered on their own; the model's own list when none is given.",
+    "Class names of the layers that are gathered separately; by default the model's own list.",
     "transformer_layer_cls_to_wrap", "transformer_cls_to_wrap", "transformer_cls_names_to_wrap", "layers",
     write=",".join,
 )  # fmt: skip
 FSDP_MIN_PARAMETERS = _fsdp(
     "min_parameters", kinds.natural, 100_000_000,
-    "The least number of parameters that a submodule is gathered on its own for, when wrapping goes by size.",
+    "The smallest number of parameters of a submodule that is gathered separately, if wrapping is by size.",
     "min_num_params", written=100_000_000,
 )  # fmt: skip
 FSDP_OFFLOAD = _fsdp(
@@ -184,54 +184,54 @@ FSDP_OFFLOAD = _fsdp(
     written=False,
 )  # fmt: skip
 FSDP_STATE = _fsdp(
-    "state", _STATE, "sharded", "How checkpoints hold the model: whole tensors, or every rank's shards.",
+    "state", _STATE, "sharded", "Format of the model in checkpoints: whole tensors, or the shards of each rank.",
     "state_dict_type", "state", write=STATES.get,
 )  # fmt: skip
 FSDP_BACKWARD_PREFETCH = _fsdp(
     "backward_prefetch", _PREFETCH, "backward_pre",
-    "How many layers ahead the backward gathers; FSDP2 by itself gathers the next one (backward_pre).",
+    "How many layers ahead the backward gathers; by default FSDP2 gathers the next one (backward_pre).",
     "backward_prefetch", "backward_prefetch_policy", write=_in_capitals,
 )  # fmt: skip
 FSDP_FORWARD_PREFETCH = _fsdp(
     "forward_prefetch",
     _ahead,
     False,
-    "How many layers ahead the forward gathers: true for one.",
+    "How many layers ahead the forward gathers; true is one.",
     written=False,
 )
 FSDP_RAM_EFFICIENT = _fsdp(
     "cpu_ram_efficient_loading", kinds.flag, False,
-    "Only the first rank holds the weights on the host before sharding, and sends them.", written=True,
+    "Only the first rank loads the weights into host memory, and sends them to the others.", written=True,
 )  # fmt: skip
 FSDP_RECOMPUTE = _fsdp(
     "activation_checkpointing", kinds.flag, False,
-    "Recompute each wrapped layer in the backward instead of keeping what it computed.", written=False,
+    "Recompute the activations of each wrapped layer in the backward instead of keeping them.", written=False,
 )  # fmt: skip
 FSDP_IGNORED = _fsdp(
     "ignored_modules", kinds.names_or_pattern, None,
-    "Modules that are not sharded: names, or a regular expression over them.",
+    "Modules that are not sharded: names, or a regular expression that matches names.",
 )  # fmt: skip
 FSDP_PARAM_DTYPE = _fsdp(
-    "param_dtype", _DTYPES, None, "Dtype of gathered parameters; that of the precision when not given."
+    "param_dtype", _DTYPES, None, "Dtype of gathered parameters; by default that of the precision."
 )
 FSDP_REDUCE_DTYPE = _fsdp(
     "reduce_dtype", _DTYPES, None,
-    "Dtype that gradients are averaged in; that of the parameters when not given.",
+    "Dtype in which gradients are averaged; by default that of the parameters.",
 )  # fmt: skip
-FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype that the outputs are cast to.")
+FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype to which outputs are cast.")
 FSDP = (
     FSDP_VERSION, FSDP_SHARDING, FSDP_RESHARD, FSDP_WRAP, FSDP_LAYERS, FSDP_MIN_PARAMETERS, FSDP_OFFLOAD, FSDP_STATE,
     FSDP_BACKWARD_PREFETCH, FSDP_FORWARD_PREFETCH, FSDP_RAM_EFFICIENT, FSDP_RECOMPUTE, FSDP_IGNORED,
     FSDP_PARAM_DTYPE, FSDP_REDUCE_DTYPE, FSDP_OUTPUT_DTYPE,
-    _fsdp("use_orig_params", kinds.flag, True, "FSDP1's way of showing parameters.", written=True,
-          idle="has no meaning in FSDP2, which always keeps the original parameters"),
-    _fsdp("sync_module_states", kinds.flag, True, "FSDP1's broadcast of the first weights.", written=True,
-          idle="has no meaning in FSDP2: ranks start from one state whatever it says"),
-    _fsdp("limit_all_gathers", kinds.flag, True, "FSDP1's bound on gathers under way.",
-          idle="has no meaning in FSDP2, which bounds its memory by itself"),
-    _fsdp("buffer_dtype", _DTYPES, None, "FSDP1's dtype of buffers.",
-          idle="has no meaning in FSDP2, which leaves buffers alone"),
-    _fsdp("activation_checkpointing_offload", kinds.flag, False, "Keep what recomputation starts from in host memory.",
+    _fsdp("use_orig_params", kinds.flag, True, "FSDP1: expose the original parameters.", written=True,
+          idle="has no effect in FSDP2, which always keeps the original parameters"),
+    _fsdp("sync_module_states", kinds.flag, True, "FSDP1: broadcast the initial weights.", written=True,
+          idle="has no effect in FSDP2: all ranks always start from the same state"),
+    _fsdp("limit_all_gathers", kinds.flag, True, "FSDP1: limit concurrent gathers.",
+          idle="has no effect in FSDP2, which limits its memory by itself"),
+    _fsdp("buffer_dtype", _DTYPES, None, "FSDP1: dtype of buffers.",
+          idle="has no effect in FSDP2, which does not cast buffers"),
+    _fsdp("activation_checkpointing_offload", kinds.flag, False, "Keep the inputs of recomputation in host memory.",
           written=False, refused="is not built yet; fsdp activation_checkpointing recomputes without offloading"),
 )  # fmt: skip
 
@@ -239,14 +239,14 @@ FSDP = (
 
 _mesh = rows_of("mesh")
 MESH_REPLICAS = _mesh(
-    "replicas", kinds.positive, 1, "Whole copies of the model over all processes.", "dp_replicate_size", "dp_replicate",
+    "replicas", kinds.positive, 1, "Replicas of the model over all processes.", "dp_replicate_size", "dp_replicate",
     written=1,
 )  # fmt: skip
 MESH_SHARDS = _mesh(
-    "shards", kinds.positive, 1, "Processes that share one copy of the model (FSDP).", "dp_shard_size", "dp_shard",
+    "shards", kinds.positive, 1, "Processes that share one replica of the model (FSDP).", "dp_shard_size", "dp_shard",
     written=1,
 )  # fmt: skip
-# Axes along which processes share a batch: how they are abbreviated, what they are, and what their options are.
+# Axes along which processes share a batch: abbreviation -> (name, options with their defaults).
 _UNBUILT_AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("tensor parallelism", {"tp_handler": None}),
     "cp": ("context parallelism", {"cp_backend": "torch", "cp_comm_strategy": "allgather", "cp_handler": None}),
@@ -263,43 +263,44 @@ UNBUILT_AXES = tuple(
 MESH = (
     MESH_REPLICAS, MESH_SHARDS, *UNBUILT_AXES,
     *(
-        _mesh(word, kinds.anything, None, "A detail of it.", written=usual, refused=f"{what} is not built yet")
+        _mesh(word, kinds.anything, None, "An option of it.", written=usual, refused=f"{what} is not built yet")
         for what, options in _UNBUILT_AXES.values() for word, usual in options.items()
     ),
-    Key("mesh.used", kinds.flag, False, "Says that the sizes above are meant.", "run", ("use_parallelism_config",)),
+    Key("mesh.used", kinds.flag, False, "Enables the sizes above.", "run", ("use_parallelism_config",)),
 )  # fmt: skip
 
 # --- DDP ------------------------------------------------------------------------------------------------------------
 
 _ddp = rows_of("ddp")
 DDP_FIND_UNUSED = _ddp(
-    "find_unused_parameters", kinds.flag, False, "Look in every step for parameters that the loss does not reach.",
+    "find_unused_parameters", kinds.flag, False, "Search in each step for parameters without a gradient.",
     fields=("ddp_find_unused_parameters",),
 )  # fmt: skip
 DDP_BUCKET = _ddp(
-    "bucket_cap_mb", kinds.positive, None, "Size of the pieces that gradients are averaged in, in MiB.",
+    "bucket_cap_mb", kinds.positive, None, "Size of the gradient buckets in MiB.",
     fields=("ddp_bucket_cap_mb",),
 )  # fmt: skip
 DDP_BUFFERS = _ddp(
-    "broadcast_buffers", kinds.flag, None, "Give every rank the first one's buffers before each forward.",
+    "broadcast_buffers", kinds.flag, None, "Broadcast the buffers of the first rank before each forward.",
     fields=("ddp_broadcast_buffers",),
 )  # fmt: skip
 DDP_STATIC = _ddp(
-    "static_graph", kinds.flag, False, "The same parameters are used in every step.", fields=("ddp_static_graph",)
+    "static_graph", kinds.flag, False, "Assert that each step uses the same parameters.", fields=("ddp_static_graph",),
 )  # fmt: skip
 DDP_TIMEOUT = _ddp(
-    "timeout", kinds.positive, 1800, "Seconds after which a rank that waits for another gives up.",
+    "timeout", kinds.positive, 1800,
+    "Seconds after which a collective operation, or a wait for data or for a background save, fails.",
     fields=("ddp_timeout",),
 )  # fmt: skip
 DDP_HOOK = _ddp(
     "comm_hook", kinds.choice("no", "fp16", "bf16", "power_sgd", "batched_power_sgd"), "no",
-    "How gradients are compressed on their way.",
+    "Compression of gradients during communication.",
 )  # fmt: skip
 DDP_WRAPPER = _ddp(
     "comm_wrapper",
     kinds.choice("no", "fp16", "bf16"),
     "no",
-    "The dtype that a compressed gradient travels in.",
+    "Dtype in which a compressed gradient is sent.",
 )
 DDP_OPTIONS = _ddp(
     "comm_options", kinds.options, {}, "Options of PowerSGD.", "comm_state_option", "comm_options"
@@ -310,14 +311,14 @@ DDP = (DDP_FIND_UNUSED, DDP_BUCKET, DDP_BUFFERS, DDP_STATIC, DDP_TIMEOUT, DDP_HO
 
 
 def _backend(raw: object) -> str:
-    """As the compiler spells it; accelerate writes it in capitals."""
+    """In the compiler's spelling; accelerate writes it in capitals."""
     word = str(getattr(raw, "value", raw))
     return word.lower() if word.isupper() else word
 
 
 _compile = rows_of("dynamo", "compile")
 COMPILE_BACKEND = _compile(
-    "backend", _backend, "no", "Compile the model with this backend of torch.compile.",
+    "backend", _backend, "no", "Backend of torch.compile; setting it enables compilation.",
     fields=("torch_compile_backend", "torch_compile"), written="no", write=str.upper,
 )  # fmt: skip
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -333,10 +334,10 @@ COMPILE = (
         _compile(words[0], read, None, what, *words, written="False", refused=_NOT_COMPILED)
         for words, read, what in (
             (("use_fullgraph", "fullgraph"), kinds.flag, "Refuse graph breaks."),
-            (("use_dynamic", "dynamic"), kinds.flag, "Compile for shapes that change."),
+            (("use_dynamic", "dynamic"), kinds.flag, "Compile for dynamic shapes."),
             (("use_regional_compilation",), kinds.flag, "Compile repeated layers once."),
             (("options",), kinds.anything, "Options of the backend."),
-            (("disable",), kinds.flag, "Switch compilation off."),
+            (("disable",), kinds.flag, "Disable compilation."),
         )
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from windlass.config.parallel.keys import Key
 from windlass.core.errors import Problem
 
 Source = Literal["script", "flag", "variable", "file", "default"]
-# Of two values that differ, the one further left is used; a script that contradicts its launcher is an error.
+# If two values differ, the one further left is used; a script that contradicts its launcher is an error.
 _PRECEDENCE: tuple[Source, ...] = ("script", "flag", "variable", "file", "default")
 
 
@@ -48,7 +48,7 @@ class Settings(dict[str, Setting]):
         """Read `raw` and record it, or the problem with it; None leaves the key unset.
 
         Args:
-            implicit: whether a tool may have written it; None decides by the value, for places that tools fill in.
+            implicit: True if a tool may have written it; None decides by the value, for places that tools write.
         """
         if raw is None:
             return
@@ -75,19 +75,19 @@ class Settings(dict[str, Setting]):
         if old is None:
             self[new.key] = new
             return
-        if not old.implicit and not new.implicit and old.value != new.value and _quarrel(old, new):
+        if not old.implicit and not new.implicit and old.value != new.value and _must_agree(old, new):
             self.problems.append(contradiction(old, new))
         first, second = (old, new) if _goes_before(old, new) else (new, old)
         self[new.key] = replace(first, overridden=(*first.overridden, second))
 
     def value(self, key: Key) -> Any:
-        said = self.get(key.name)
-        return key.default if said is None else said.value
+        found = self.get(key.name)
+        return key.default if found is None else found.value
 
-    def is_explicit(self, name: str) -> bool:
-        """Return True if a user, and not only a tool, set it."""
-        said = self.get(name)
-        return said is not None and not said.implicit
+    def explicit(self, *keys: Key) -> list[Setting]:
+        """The settings among `keys` that a user, and not only a tool, set; in order."""
+        found = [self[key.name] for key in keys if key.name in self]
+        return [setting for setting in found if not setting.implicit]
 
 
 def merge(*layers: Settings) -> Settings:
@@ -105,11 +105,11 @@ def merge(*layers: Settings) -> Settings:
 
 
 def contradiction(one: Setting, other: Setting) -> Problem:
-    fix = f"contradicts {other.origin}={other.value!r}; say it in one of the two places, or the same in both"
+    fix = f"contradicts {other.origin}={other.value!r}; set it in one of the two places, or to the same value in both"
     return Problem(one.origin, one.value, fix)
 
 
-def _quarrel(one: Setting, other: Setting) -> bool:
+def _must_agree(one: Setting, other: Setting) -> bool:
     sources = {one.source, other.source}
     return len(sources) == 1 or ("script" in sources and "default" not in sources)
 
@@ -118,8 +118,3 @@ def _goes_before(old: Setting, new: Setting) -> bool:
     if old.implicit != new.implicit:
         return new.implicit
     return _PRECEDENCE.index(old.source) <= _PRECEDENCE.index(new.source)
-
-
-def explicit_among(settings: Settings, names: Iterable[str]) -> list[Setting]:
-    """The explicit settings among `names`, in order."""
-    return [settings[name] for name in names if settings.is_explicit(name)]

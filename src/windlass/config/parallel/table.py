@@ -51,13 +51,3 @@ def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     found = {key.name.partition(".")[2]: key for key in KEYS.values() if key.name.startswith(f"{start}.")}
     return {name: settings.value(key) for name, key in found.items() if name in names}
-
-
-def described(options: type, section: str) -> None:
-    """Add the documentation of its settings to the docstring of a class of options."""
-    keys = SECTIONS[section]
-    known = {field.name: keys[field.name] for field in dataclasses.fields(options) if field.name in keys}
-    notes = {name: f" It {why}." if (why := key.refused or key.idle) else "" for name, key in known.items()}
-    lines = [f"        {name}: {key.doc}{notes[name]}" for name, key in known.items()]
-    if options.__doc__ is not None:
-        options.__doc__ = "\n".join([options.__doc__.rstrip(), *lines, "    "])

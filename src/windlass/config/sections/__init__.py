@@ -1,1 +1,1 @@
-"""The arguments by topic. Each section is a dataclass mixin; `TrainingArguments` is all of them."""
+"""The arguments of a run by topic; `TrainingArguments` inherits from all sections."""

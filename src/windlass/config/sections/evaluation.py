@@ -14,31 +14,25 @@ class EvaluationSection:
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate during training.")
     eval_steps: float | None = setting(
         None,
-        "Updates between evaluations; below 1 a share of all updates; not said: logging_steps.",
+        "Updates between evaluations; below 1 a share of all updates; by default logging_steps.",
         bounds=STRIDE,
     )
-    eval_delay: float = setting(
-        0, "Epochs (or updates, by eval_strategy) before the first evaluation.", bounds=at_least(0)
-    )
+    eval_delay: float = setting(0, "Epochs or updates before the first evaluation.", bounds=at_least(0))
     per_device_eval_batch_size: int = setting(
-        8, "Samples per process in one evaluation batch.", bounds=at_least(1)
+        8, "Samples per process and evaluation batch.", bounds=at_least(1)
     )
-    prediction_loss_only: bool = setting(False, "Evaluate the loss alone; keep no predictions.")
+    prediction_loss_only: bool = setting(False, "Evaluate the loss only; keep no predictions.")
     eval_on_start: bool = setting(False, "Evaluate once before the first update.")
-    eval_do_concat_batches: bool = setting(
-        True, "Concatenate batches into one array; otherwise keep a list of batches."
-    )
+    eval_do_concat_batches: bool = setting(True, "Concatenate batches; otherwise keep a list of them.")
     eval_use_gather_object: bool = setting(
         False,
         "Gather nested Python objects from all processes.",
         refused="is not built yet; tensors in nested tuples, lists and dicts are gathered",
     )
     eval_accumulation_steps: int | None = setting(
-        None, "Move predictions to host memory every so many batches.", bounds=at_least(1)
+        None, "Batches after which predictions are moved to host memory.", bounds=at_least(1)
     )
     include_for_metrics: list[str] = setting(
-        [], "What compute_metrics also receives: inputs, loss.", words=("inputs", "loss")
+        [], "Additional inputs of compute_metrics: inputs, loss.", words=("inputs", "loss")
     )
-    batch_eval_metrics: bool = setting(
-        False, "Call compute_metrics for each batch, so that no predictions are kept."
-    )
+    batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch and keep no predictions.")

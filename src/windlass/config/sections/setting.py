@@ -1,4 +1,4 @@
-"""The declaration of one argument in a section: default, help and all rules that concern it alone."""
+"""The declaration of one argument: its default, its help, and the rules that concern it alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers that an argument may be, and how a message says so."""
+    """A condition on a number, and the end of the sentence "NAME ..." if it does not hold."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -26,32 +26,35 @@ def between(low: float, high: float) -> Range:
     return Range(lambda v: low <= v < high, f"must be at least {low} and below {high}")
 
 
+def above(low: float) -> Range:
+    return Range(lambda v: low < v < math.inf, f"must be above {low}")
+
+
 STRIDE = Range(
     lambda v: v == 0 or 0 < v < 1 or (v >= 1 and v < math.inf and v == int(v)),
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
 FINITE = Range(math.isfinite, "must be a finite number")
-POSITIVE = Range(lambda v: 0 < v < math.inf, "must be above 0")
 
-# Why arguments may differ between ranks.
-OWN_DISK = "a path on a disk that may be this machine's own; the stores check what they need"
+# Reasons why an argument may differ between ranks.
+OWN_DISK = "a path on a disk that may be local to this machine; the stores check what they need"
 OWN_OUTPUT = "what this process prints or reports; no other process reads it"
 READING = "how fast this machine reads; samples and their order do not depend on it"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds for an argument besides its type.
+    """The rules of an argument, besides its type.
 
     Attributes:
-        bounds: the numbers that it may be.
-        words: what it, or each of its items, may be.
-        read: gives what a text means, and raises ValueError with the end of a sentence if it means nothing.
+        bounds: the condition on a number.
+        words: the values that it, or each of its items, may have.
+        read: parses a text; raises ValueError with the end of the sentence "NAME ..." if it cannot.
         document: it holds a dict, and may be given as JSON text or as the path of a JSON file.
         per_rank: why it may differ between the ranks of a job; empty if it must be the same on all.
-        mapped: what it is taken as, if it does not do what its name says.
-        noted_at: the value at which a user is told so; None tells nobody.
-        refused: why it cannot be set to other than its default; empty if it can.
+        mapped: its effect, if it is accepted but does not do what its name says.
+        noted_at: the value at which `mapped` is logged; None never logs it.
+        refused: why it can only have its default; empty if it is honoured.
     """
 
     bounds: Range | None = None
@@ -72,7 +75,7 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
     """A dataclass field with its help text.
 
     Args:
-        default: a list is copied for each instance.
+        default: a list or dict is copied for each instance.
         secret: its value is never printed.
         others: attributes of its `Rules`, and options of its command-line flag (as `choices`, which are checked too).
     """
@@ -84,18 +87,23 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
     return dataclasses.field(default=default, metadata=info, repr=not secret)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field, made by its factory if it has one; `dataclasses.MISSING` if it must be given."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def flag_options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """The options of a field's command-line flag."""
     return {name: value for name, value in field.metadata.items() if name != _RULES}
 
 
 def rules_in(field: dataclasses.Field[Any]) -> Rules:
-    """The rules of a field that `setting` declared; another has none."""
+    """The rules of a field; one that `setting` did not declare has none."""
     rules: Rules = field.metadata.get(_RULES, Rules())
     return rules
 
 
 def rules_of(cls: Any) -> dict[str, Rules]:
-    """The rules of the arguments that Windlass declares, in order. They hold for a subclass that redeclares a field."""
+    """The rules of the fields that Windlass declares, in order, also if a subclass declares them again."""
     own = next(base for base in cls.__mro__ if base.__module__.startswith("windlass."))
     return {field.name: field.metadata[_RULES] for field in dataclasses.fields(own)}

@@ -1,7 +1,7 @@
 """Adafactor (Shazeer & Stern, arXiv:1804.04235): second moments kept as one row and one column per matrix.
 
-Not torch's own, which always scales by the parameter's size and decays by its own clock: under a learning-rate schedule
-the form without both is what scripts expect (`scale_parameter=False, relative_step=False`).
+Torch's own always scales by the parameter's size and decays by its own step; scripts with a learning-rate schedule need
+the form without either (`scale_parameter=False, relative_step=False`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.options import read_options
+from windlass.optim.optimizers.options import read_options
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -82,7 +82,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. `closure`, where given, recomputes the loss, which is returned."""
+        """One update. `closure`, if given, recomputes and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,6 +92,11 @@ class Adafactor(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
         return loss
+
+    def rate_of(self, group: dict[str, Any]) -> float | Tensor:
+        """The rate of a group's first parameter in its last update; its size, if that counts, is the one after it."""
+        first = group["params"][0]
+        return _learning_rate(first.detach(), group, self.state[first]["step"])
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         grad = parameter.grad
@@ -128,7 +133,7 @@ def _start(state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> None:
 
 
 def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | Tensor:
-    """A number, or with `scale_parameter` a scalar tensor on the device: nothing is read back."""
+    """A number, or with `scale_parameter` a scalar tensor on the device. No host sync."""
     lr = group["lr"]
     if group["relative_step"]:
         lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.options import read_options
+from windlass.optim.optimizers.options import read_options
 
 
 def adamw(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -1,24 +1,26 @@
-"""What every schedule shape is given, and what it gives back."""
+"""Inputs and parts of the schedule functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from windlass.core.errors import ConfigError, Problem
 
 # Update index (0 is the first update) -> factor on the peak learning rate. Pure: the same step, the same factor.
+# Each is a `partial` of a module's function and not a closure, so that schedules can be pickled and copied.
 Factor = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The run that a shape is stretched over.
+    """The run that a schedule covers.
 
     Attributes:
         warmup: updates over which the learning rate rises.
-        total: updates of the whole run, warm-up included; None where the caller does not know.
-        peak: the learning rate that factors multiply; for shapes whose floor is given as a learning rate.
+        total: updates of the whole run, warm-up included; None if it is not known.
+        peak: the learning rate that factors multiply; for schedules whose floor is a learning rate.
     """
 
     warmup: float
@@ -26,7 +28,7 @@ class Span:
     peak: float
 
     def known_total(self, name: str) -> float:
-        """`total`, for the shapes that cannot do without it.
+        """`total`, for schedules that need it.
 
         Raises:
             ConfigError: it is None.
@@ -36,16 +38,35 @@ class Span:
         return self.total
 
 
-def rising(step: int, warmup: float) -> float:
-    """The linear warm-up from 0: `step / warmup`."""
-    return step / max(1, warmup)
+def warming_up(span: Span, after: Factor) -> Factor:
+    """Linear warm-up from 0 to the peak, then `after`, which receives the step of the run."""
+    return partial(_warm_up, span.warmup, after)
+
+
+def decaying(span: Span, name: str, curve: Callable[[float], float]) -> Factor:
+    """Linear warm-up, then `curve` of the progress from the peak (0) to the end of the run (1).
+
+    Raises:
+        ConfigError: the length of the run is not known; `name` is the schedule's.
+    """
+    warmup = span.warmup
+    decay = max(1, span.known_total(name) - warmup)
+    return warming_up(span, partial(_along, curve, warmup, decay))
+
+
+def _warm_up(warmup: float, after: Factor, step: int) -> float:
+    return step / max(1, warmup) if step < warmup else after(step)
+
+
+def _along(curve: Callable[[float], float], start: float, length: float, step: int) -> float:
+    return curve((step - start) / length)
 
 
 def floor_rate(span: Span, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The floor of a schedule as a share of the peak, from exactly one of its two spellings.
+    """The floor of a schedule as a share of the peak, from exactly one of `min_lr` and `min_lr_rate`.
 
     Raises:
-        ConfigError: none or both are given.
+        ConfigError: neither or both are set.
     """
     if (min_lr is None) == (min_lr_rate is None):
         fix = "give exactly one of min_lr (a learning rate) and min_lr_rate (a share of the peak)"

@@ -14,7 +14,7 @@ from windlass.core.types import State
 
 _log = get_logger(__name__)
 
-# What changes while it runs; everything else is an option and comes from the configuration.
+# The state; all else is options of the configuration.
 _COUNTERS = (
     "best",
     "num_bad_epochs",
@@ -33,14 +33,14 @@ class GreedyLR:
         optimizer: whose `lr` it changes.
         mode: "min" or "max": which way the metric gets better.
         factor: below 1; the learning rate is multiplied by it to fall and divided by it to rise.
-        patience: so many evaluations in a row are let pass; the next one of the same kind changes the learning rate.
+        patience: number of evaluations of one kind in a row without a change; the next one changes the learning rate.
         threshold, threshold_mode: what counts as better: by an absolute amount ("abs") or a share of the best ("rel").
-        cooldown, warmup: evaluations that are not judged after a fall and after a rise.
+        cooldown, warmup: evaluations that are ignored after a fall and after a rise.
         min_lr, max_lr: bounds, one for all groups or one per group.
-        eps: smaller changes are not made.
-        verbose: log each change as a warning, which the default verbosity shows; else at INFO.
+        eps: smaller changes are ignored.
+        verbose: log each change as a warning instead of at INFO.
         smooth, window_size: judge the mean of the last `window_size` metrics instead of the last one.
-        reset_start: after so many falls at the lower bound everything starts over from the first learning rate.
+        reset_start: after this many falls at the lower bound, start again from the first learning rate.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GreedyLR:
         self._last_lr = list(self.base_lrs)
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
-        """Judge `metrics` (a number on the host) and change the learning rate where its time has come."""
+        """Compare `metrics` (a number on the host) with the best, and change the learning rate if it is due."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
         if self.cooldown_counter > 0 or self.warmup_counter > 0:
@@ -95,7 +95,7 @@ class GreedyLR:
         return list(self._last_lr)
 
     def is_better(self, current: float, best: float) -> bool:
-        """Whether `current` beats `best` by more than the threshold."""
+        """Return True if `current` is better than `best` by more than the threshold."""
         relative = self.threshold_mode == "rel"
         if self.mode == "min":
             return current < (best * (1.0 - self.threshold) if relative else best - self.threshold)
@@ -122,7 +122,7 @@ class GreedyLR:
         return self._window_sum / len(self._window)
 
     def _wait(self) -> None:
-        """One evaluation that is not judged; the pause after a fall is served before the one after a rise."""
+        """Skip one evaluation; the pause after a fall comes before the one after a rise."""
         if self.cooldown_counter > 0:
             self.cooldown_counter -= 1
         else:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from windlass.optim.schedules.base import Factor, Span, rising
+from functools import partial
+
+from windlass.optim.schedules.base import Factor, Span, warming_up
 
 
 def linear(span: Span) -> Factor:
-    warmup, total = span.warmup, span.known_total("linear")
-    decay = max(1, total - warmup)
+    total = span.known_total("linear")
+    return warming_up(span, partial(_fall, total, max(1, total - span.warmup)))
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return rising(step, warmup)
-        return max(0.0, (total - step) / decay)
 
-    return factor
+def _fall(total: float, decay: float, step: int) -> float:
+    return max(0.0, (total - step) / decay)

@@ -8,12 +8,13 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from windlass.optim.schedules.base import Factor
-from windlass.optim.schedules.constant import constant
-from windlass.optim.schedules.constant_with_warmup import constant_with_warmup
-from windlass.optim.schedules.cosine import cosine
-from windlass.optim.schedules.cosine_warmup_with_min_lr import cosine_warmup_with_min_lr
-from windlass.optim.schedules.cosine_with_min_lr import cosine_with_min_lr
-from windlass.optim.schedules.cosine_with_restarts import cosine_with_restarts
+from windlass.optim.schedules.constant import constant, constant_with_warmup
+from windlass.optim.schedules.cosine import (
+    cosine,
+    cosine_warmup_with_min_lr,
+    cosine_with_min_lr,
+    cosine_with_restarts,
+)
 from windlass.optim.schedules.greedy import GreedyLR
 from windlass.optim.schedules.inverse_sqrt import inverse_sqrt
 from windlass.optim.schedules.linear import linear
@@ -41,5 +42,5 @@ METRIC_DRIVEN: dict[str, Callable[..., Any]] = {
 }
 
 SCHEDULE_NAMES = (*SHAPES, *METRIC_DRIVEN)
-# These have no warm-up of their own; asking for one is answered with a warning.
+# Schedules without a warm-up: `warmup_steps` has no effect, with a warning.
 WITHOUT_WARMUP = frozenset({"constant", *METRIC_DRIVEN})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
@@ -30,21 +33,28 @@ def warmup_stable_decay(
     """
     warmup = span.warmup
     stable = _stable_steps(span, num_stable_steps, num_decay_steps)
-    decay_start, decay_end = warmup + stable, warmup + stable + num_decay_steps
-    rise, fall = _rise(warmup_type), _fall(decay_type, num_cycles)
-    room = 1.0 - min_lr_ratio
+    phases = _Phases(warmup, stable, num_decay_steps)
+    return partial(_factor, phases, _rise(warmup_type), _fall(decay_type, num_cycles), min_lr_ratio)
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return max(0.0, rise(step / max(1, warmup)) * room + min_lr_ratio)
-        if step < decay_start:
-            return 1.0
-        if step < decay_end:
-            progress = (step - warmup - stable) / max(1, num_decay_steps)
-            return max(0.0, fall(progress) * room + min_lr_ratio)
-        return min_lr_ratio
 
-    return factor
+class _Phases(NamedTuple):
+    """The lengths of the three phases, in updates."""
+
+    warmup: float
+    stable: float
+    decay: float
+
+
+def _factor(phases: _Phases, rise: Curve, fall: Curve, floor: float, step: int) -> float:
+    warmup, stable, decay = phases
+    room = 1.0 - floor
+    if step < warmup:
+        return max(0.0, rise(step / max(1, warmup)) * room + floor)
+    if step < warmup + stable:
+        return 1.0
+    if step < warmup + stable + decay:
+        return max(0.0, fall((step - warmup - stable) / max(1, decay)) * room + floor)
+    return floor
 
 
 def _stable_steps(span: Span, given: float | None, decay: float) -> float:
@@ -65,19 +75,31 @@ def _stable_steps(span: Span, given: float | None, decay: float) -> float:
 def _rise(kind: str) -> Curve:
     _known("warmup_type", kind)
     if kind == "linear":
-        return lambda progress: progress
-    if kind == "cosine":
-        return lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress))
-    return lambda progress: 1.0 - math.sqrt(1.0 - progress)
+        return float
+    return _rise_along_cosine if kind == "cosine" else _rise_along_root
 
 
 def _fall(kind: str, cycles: float) -> Curve:
     _known("decay_type", kind)
     if kind == "linear":
-        return lambda progress: 1.0 - progress
-    if kind == "cosine":
-        return lambda progress: 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
-    return lambda progress: 1.0 - math.sqrt(progress)
+        return partial(operator.sub, 1.0)
+    return partial(_fall_along_cosine, cycles) if kind == "cosine" else _fall_along_root
+
+
+def _rise_along_cosine(progress: float) -> float:
+    return 0.5 * (1.0 - math.cos(math.pi * progress))
+
+
+def _rise_along_root(progress: float) -> float:
+    return 1.0 - math.sqrt(1.0 - progress)
+
+
+def _fall_along_cosine(cycles: float, progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
+
+
+def _fall_along_root(progress: float) -> float:
+    return 1.0 - math.sqrt(progress)
 
 
 def _known(option: str, kind: str) -> None:

@@ -1,0 +1,96 @@
+"""The state of a process and of its loop, and the process-wide record of the newest `Accelerator`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from windlass.accelerator.ranks import Ranks
+from windlass.config.plugin_words import DistributedType, distributed_type_of
+from windlass.core.device import backend_for, choose_device
+from windlass.dist.gang import Gang, leave
+
+# The attributes of the newest `Accelerator`'s state, which the singletons of `windlass.state` share.
+PROCESS: dict[str, Any] = {}
+LOOP: dict[str, Any] = {}
+GRADIENTS: dict[str, Any] = {}
+
+
+class ProcessState(Ranks):
+    """The rank and the device of this process.
+
+    Attributes:
+        device: the device of this process.
+        distributed_type: the kind of parallelism.
+        backend: backend of the process group; None with one process.
+        debug: compare shapes over processes before each collective.
+    """
+
+    def __init__(self, gang: Gang, device: torch.device, debug: bool = False, sharded: bool = False) -> None:
+        self._gang, self.device, self.debug = gang, device, debug
+        self.backend = backend_for(device) if gang.size > 1 else None
+        self.distributed_type = (
+            DistributedType.FSDP if sharded else distributed_type_of(device.type, gang.size)
+        )
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this process uses by default."""
+        return choose_device(local_rank=self.local_process_index)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group of the job, or destroy `group`."""
+        if group is None:
+            leave()
+        else:
+            torch.distributed.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class LoopState(ProcessState):
+    """`ProcessState`, and the settings of an `Accelerator`.
+
+    Attributes:
+        mixed_precision: "no", "bf16" or "fp16".
+        fsdp_plugin: how models are sharded, or None.
+        dynamo_plugin, parallelism_config: as given to the `Accelerator`, or None.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
+    """
+
+    deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = None
+
+    def __init__(
+        self,
+        gang: Gang,
+        device: torch.device,
+        debug: bool = False,
+        sharded: bool = False,
+        mixed_precision: str = "no",
+        fsdp_plugin: Any = None,
+        dynamo_plugin: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        super().__init__(gang, device, debug, sharded)
+        self.mixed_precision = mixed_precision
+        self.fsdp_plugin, self.dynamo_plugin, self.deepspeed_plugin = fsdp_plugin, dynamo_plugin, None
+        self.parallelism_config = parallelism_config
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Return True if models are sharded. Windlass shards with FSDP2 only."""
+        return self.distributed_type == DistributedType.FSDP
+
+
+def publish(state: LoopState, accumulation: Any) -> None:
+    """Make these the state and the `AccumulationState` that the singletons show."""
+    PROCESS.update(vars(state))
+    LOOP.update(vars(state))
+    GRADIENTS["_accumulation"] = accumulation

@@ -1,0 +1,51 @@
+"""The largest batch that memory holds, for loops that are not the Trainer's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from windlass.compat import batch_size
+from windlass.core.errors import ModelError
+
+
+class NoBatchFitsError(ModelError, RuntimeError):
+    """Not even a batch of one sample fits into memory; also a RuntimeError, as scripts expect."""
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    auto_find_batch_size: bool = False,
+) -> Any:
+    """Decorator: calls `function(batch_size, ...)`.
+
+    Args:
+        function: takes the batch size as its first argument, which callers leave out.
+        starting_batch_size: the batch size, or the first one to try.
+        auto_find_batch_size: after running out of memory, try again with nine tenths of the size.
+
+    Raises:
+        NoBatchFitsError: not even a batch of one fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            auto_find_batch_size=auto_find_batch_size,
+        )
+    if not auto_find_batch_size:
+        return functools.partial(function, batch_size=starting_batch_size)
+    size = starting_batch_size
+
+    def smaller() -> int:
+        nonlocal size
+        size = int(size * 0.9)
+        if size == 0:
+            raise NoBatchFitsError("no batch fits into memory, not even one of a single sample")
+        return size
+
+    return batch_size.find_executable_batch_size(
+        function, starting_batch_size=starting_batch_size, reduce_batch_size_fn=smaller
+    )

@@ -1,0 +1,207 @@
+"""Answer imports of transformers' trainer and of accelerate by Windlass, for scripts that are run as they are.
+
+`windlass run SCRIPT` starts Python with `startup/` on its path, where Python itself looks for code to run before any
+script; data workers and launched ranks start the same way. That code calls `install`. Afterwards the modules below are
+two in one: a script, or a library that trains for it, gets the name of Windlass if it has one, else that of the library
+itself; the libraries' own modules get what they always get. Nothing is written to where packages are installed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+VARIABLE = "WINDLASS_COMPAT"
+STARTUP = Path(__file__).with_name("startup")
+
+# Modules of the libraries, and the module of Windlass that has the same names.
+MODULES = {
+    "transformers.trainer": "windlass.trainer",
+    **{
+        f"transformers.{name}": f"windlass.{name}"
+        for name in ("trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization")
+    },
+    "transformers.hf_argparser": "windlass",
+    "accelerate": "windlass",
+    "accelerate.accelerator": "windlass",
+    **{
+        f"accelerate.{name}": f"windlass.{name}"
+        for name in (
+            "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging", "optimizer",
+            "parallelism_config", "scheduler", "state", "tracking", "utils",
+        )
+    },
+}  # fmt: skip
+# Libraries whose own modules use each other's names, or a model's hooks: they get the real ones.
+_MACHINERY = ("importlib._bootstrap", "importlib._bootstrap_external")
+_REAL = frozenset({"transformers", "accelerate", "peft", "diffusers", "importlib", "windlass"})
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make a new Python process answer imports, given those of this one."""
+    paths = [str(STARTUP), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {VARIABLE: "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def install() -> None:
+    """Answer imports from now on. Modules that were imported before stay as they are."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        answers = Answers()
+        sys.meta_path.insert(0, _Finder(answers))
+        atexit.register(answers.report)
+
+
+class Answers:
+    """Chooses between Windlass and a library, and keeps what was chosen, for one line at the end."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, None] = {}
+        self._left: dict[str, None] = {}
+
+    def find(self, module: str, name: str, caller: FrameType) -> Any:
+        """The object that Windlass has for `name` of `module`; None if the caller gets the library's own.
+
+        Raises:
+            ImportError: a script asks for a name that Windlass knows and does not support.
+        """
+        asking = str(caller.f_globals.get("__name__", ""))
+        if name.startswith("__") or module not in MODULES or asking.partition(".")[0] in _REAL:
+            return None
+        try:
+            found = getattr(importlib.import_module(MODULES[module]), name)
+        except AttributeError:
+            self._left[f"{module}.{name}"] = None
+            return None
+        except ImportError:
+            if _is_script(caller):
+                raise
+            self._left[f"{module}.{name}"] = None
+            return None
+        self._mapped[f"{module.partition('.')[0]}.{name}"] = None
+        return found
+
+    def report(self) -> None:
+        """Print what was answered, on the main process of a job."""
+        if not self._mapped or os.environ.get("RANK", "0") != "0" or _is_worker():
+            return
+        left = f"; left to the libraries: {', '.join(self._left)}" if self._left else ""
+        print(f"windlass answered the imports of {', '.join(self._mapped)}{left}", file=sys.stderr)
+
+
+class _Answered(ModuleType):
+    """A module of a library, with the names of Windlass in front of its own."""
+
+    def __init__(self, name: str, answers: Answers, real: ModuleSpec | None) -> None:
+        super().__init__(name)
+        self.__dict__.update(_answers=answers, _spec_of_library=real, _library=None)
+
+    def __getattr__(self, name: str) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__") in _MACHINERY:
+            raise AttributeError(name)  # asked while this module is being made
+        found = self._answers.find(self.__name__, name, caller)
+        return getattr(self.library(), name) if found is None else found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.library())})
+
+    def library(self) -> ModuleType:
+        """The library's own module, executed when it is first needed."""
+        module, spec = self._library, self._spec_of_library
+        if module is None:
+            if spec is None or spec.loader is None:
+                raise AttributeError(f"{self.__name__} is not installed, and Windlass has no such name")
+            module = importlib.util.module_from_spec(spec)
+            self.__dict__["_library"] = module
+            spec.loader.exec_module(module)
+        return module  # type: ignore[no-any-return]
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES and fullname != "transformers":
+            return None
+        real = PathFinder.find_spec(fullname, path)
+        if fullname == "transformers":
+            return None if real is None else _with_loader(real, _TransformersLoader(self._answers, real))
+        loader = _AnsweringLoader(self._answers, real)
+        return ModuleSpec(fullname, loader) if real is None else _with_loader(real, loader)
+
+
+def _with_loader(spec: ModuleSpec, loader: Loader) -> ModuleSpec:
+    changed = ModuleSpec(spec.name, loader, origin=spec.origin)
+    changed.submodule_search_locations, changed.has_location = (
+        spec.submodule_search_locations,
+        spec.has_location,
+    )
+    return changed
+
+
+class _AnsweringLoader(Loader):
+    def __init__(self, answers: Answers, real: ModuleSpec | None) -> None:
+        self._answers, self._real = answers, real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Answered(spec.name, self._answers, self._real)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Now, in the order of the library itself; but not the trainer, which is slow and which no other module imports.
+        if self._real is not None and module.__name__ != "transformers.trainer":
+            assert isinstance(module, _Answered)
+            module.library()
+
+
+class _TransformersLoader(Loader):
+    """Loads transformers itself, whose main module looks names up in the modules that define them."""
+
+    def __init__(self, answers: Answers, real: ModuleSpec) -> None:
+        self._answers, self._real = answers, real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._real.loader is not None
+        self._real.loader.exec_module(module)
+        # The class and not the module, which transformers makes again when it looks at its own parts.
+        _answer_lookups(type(sys.modules["transformers"]), self._answers)
+
+
+def _answer_lookups(lazy: type, answers: Answers) -> None:
+    """Let modules of this class, transformers' own, ask `answers` first for the names of its main module."""
+    plain: Any = lazy.__getattribute__
+
+    def look_up(self: Any, name: str) -> Any:
+        if not name.startswith("_") and plain(self, "__name__") == "transformers":
+            home = plain(self, "_class_to_module").get(name)
+            found = None if home is None else answers.find(f"transformers.{home}", name, sys._getframe(1))
+            if found is not None:
+                return found
+        return plain(self, name)
+
+    lazy.__getattribute__ = look_up  # type: ignore[method-assign, assignment]
+
+
+def _is_script(caller: FrameType) -> bool:
+    """Return True for a file of the user's, not of an installed package."""
+    file = str(caller.f_globals.get("__file__", ""))
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _is_worker() -> bool:
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None

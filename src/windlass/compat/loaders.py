@@ -1,0 +1,213 @@
+"""The loader classes of accelerate, for scripts that construct them or derive from them.
+
+What `Accelerator.prepare` returns is a `PreparedLoader`, which replaces all of them: `isinstance` returns True for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from windlass.compat.seeds import synchronize_rng_states
+from windlass.compat.state import GradientState, PartialState
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
+from windlass.data.choice import ReaderChoice
+from windlass.data.passthrough_reader import PassthroughReader
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.seeding import set_epochs
+from windlass.data.shards import BatchSamplerShard
+from windlass.dist.gang import current
+
+
+class _ReplacedByPrepared(type(PreparedLoader)):  # type: ignore[misc]
+    """Makes every prepared loader an instance of the class."""
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return super().__instancecheck__(item) or type(item) is PreparedLoader
+
+
+class DataLoaderShard(PreparedLoader, metaclass=_ReplacedByPrepared):
+    """A loader whose batches are this process's own: those that `DataLoader(dataset, **options)` returns.
+
+    Nothing is dealt to ranks here: `options` may have a `BatchSamplerShard`, which does that. Rows that it repeats to
+    complete the last batch are not counted (`samples_here`). `Accelerator.prepare` deals a loader that has none.
+
+    Args:
+        device: of the returned batches; None leaves them unchanged.
+        rng_types: generators to make equal on all processes at the start of a pass, and `synchronized_generator`.
+        skip_batches: batches to leave out at the start of each pass.
+        use_stateful_dataloader: `load_state_dict` restores the position within a pass; otherwise its start.
+        torch_device_mesh: no effect.
+        iteration: number of the first pass.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | int | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> None:
+        loader = DataLoader(dataset, **options)
+        sampler = loader.batch_sampler
+        self.is_dealt = isinstance(sampler, BatchSamplerShard)
+        rank, world = (sampler.process_index, sampler.num_processes) if self.is_dealt else (0, 1)  # type: ignore[union-attr]
+        self._construct(
+            loader,
+            ShardReader(loader, world),
+            rank=rank,
+            world=world,
+            device=None if device is None else torch.device(device),
+            non_blocking=_non_blocking,
+            restores_position=use_stateful_dataloader,
+        )
+        self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
+        self._take(skip_batches, iteration, _drop_last)
+
+    def _construct(self, loader: DataLoader[Any], reader: BatchReader, seed: int = 0, **options: Any) -> None:
+        super().__init__(loader, reader, seed=seed, **options)
+        self.gradient_state: Any = GradientState()
+        self.follower = self.gradient_state
+
+    def _take(self, skip_batches: int, iteration: int, drop_last: bool) -> None:
+        self.skip_batches = self._skip = skip_batches
+        self._drops_last |= drop_last
+        self.set_epoch(iteration)
+        self._enter()
+
+    def __iter__(self) -> Any:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        return super().__iter__()
+
+
+class SkipDataLoader(DataLoaderShard):
+    """`DataLoader(dataset, **options)` whose passes begin after their first `skip_batches` batches."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **options: Any
+    ) -> None:
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            **options,
+        )
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """`DataLoader(dataset, **options)` that only the main process reads; each process gets its share. Collective.
+
+    Args:
+        split_batches: the batch size is that of all processes together.
+        slice_fn: cuts batches: `slice_fn(batch, slice, process_index=, num_processes=)`.
+
+    Other arguments are those of `DataLoaderShard`.
+    """
+
+    is_dealt = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Any = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> None:
+        loader, state, gang = DataLoader(dataset, **options), PartialState(), current()
+        seed = int(gang.broadcast_object(int(torch.empty((), dtype=torch.int64).random_())))
+        choice = ReaderChoice(loader, seed=seed, split=split_batches, seedable=False, gang=gang)
+        self._construct(
+            loader,
+            choice.reader(gang.size, gang.rank, dispatch=True, slice_fn=slice_fn),
+            seed=seed,
+            rank=gang.rank,
+            world=gang.size,
+            device=state.device,
+            non_blocking=_non_blocking,
+            restores_position=use_stateful_dataloader,
+        )
+        self.split_batches, self.rng_types, self.synchronized_generator = split_batches, None, None
+        self._take(skip_batches, iteration, _drop_last)
+
+
+class ShardReader(PassthroughReader):
+    """The batches of a loader that deals samples to processes itself, with the share of each process."""
+
+    def __init__(self, loader: DataLoader[Any], world: int) -> None:
+        super().__init__(loader)
+        self._dataset, self._batches, self._world = loader.dataset, loader.batch_sampler, world
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a whole batch over all processes."""
+        size: int | None = getattr(self._batches, "batch_size", None)
+        return size if size is None or getattr(self._batches, "split_batches", False) else size * self._world
+
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        inner = getattr(self._batches, "batch_sampler", None)
+        samplers = (getattr(part, "sampler", None) for part in (self._batches, inner))
+        set_epochs(wanted.epoch, self._batches, inner, *samplers, self._dataset)
+        for dealt in super().read(wanted):
+            yield dealt if self._world == 1 else replace(dealt, shares=self._shares(dealt))
+
+    def _shares(self, dealt: DealtBatch) -> tuple[int, ...]:
+        total = self.total_batch_size
+        if total is None:  # batches of several sizes, of which only this process's is known
+            return dealt.shares * self._world
+        own = total // self._world
+        left = len(self._dataset) % total if dealt.last else 0  # type: ignore[arg-type]
+        return tuple(min(max((left or total) - rank * own, 0), own) for rank in range(self._world))
+
+
+class DataLoaderStateMixin:
+    """Base of a script's own loader: `begin` and `end` of a pass, so that an accelerator accumulates up to its end.
+
+    A subclass sets `self.gradient_state = GradientState()`, and `end_of_dataloader` at the last batch.
+
+    Attributes:
+        end_of_dataloader: the current batch is the last one of its pass.
+        remainder: samples over all ranks of the last, short batch; -1 if unknown.
+        samples_here, samples_everywhere: None: how many samples each rank has is unknown.
+        is_filler: False: every batch has samples.
+    """
+
+    gradient_state: Any
+    _drop_last = True  # as in accelerate, a subclass says so if it does not
+    total_batch_size: int | None = None
+    samples_here = samples_everywhere = None
+    is_filler = False
+    end_of_dataloader, remainder = False, -1
+
+    def reset(self) -> None:
+        """Return to the state before a pass."""
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def begin(self) -> None:
+        """Call it before the first batch."""
+        self.reset()
+        dataset: Any = getattr(self, "dataset", None)
+        if not self._drop_last and hasattr(dataset, "__len__") and self.total_batch_size:
+            self.remainder = getattr(dataset, "total_dataset_length", len(dataset)) % self.total_batch_size
+        self.gradient_state.begin(self)
+
+    def end(self) -> None:
+        """Call it after the last batch."""
+        self.gradient_state.end(self)

@@ -1,0 +1,67 @@
+"""Weights in several files with an index, as scripts load them into a model by hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.names import shorten
+from windlass.checkpoint.stored import open_folder, open_weights
+from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import local, part
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+class MisfitError(CheckpointError, RuntimeError):
+    """Weights that do not fit a model; also a RuntimeError, as `Module.load_state_dict` raises."""
+
+
+class UnmatchedNames(NamedTuple):
+    """Names of the model without weights, and of weights that the model does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_sharded_checkpoint(
+    model: nn.Module, folder: str | os.PathLike[str], strict: bool = True, prefer_safe: bool = True
+) -> UnmatchedNames:
+    """Copy weights that lie in several files with an index into `model`, one tensor after another.
+
+    Args:
+        strict: names must be those of the model's state dict.
+        prefer_safe: kept for scripts that set it: safetensors are always preferred. Files of `torch.save` are read
+            without unpickling them.
+
+    Raises:
+        CheckpointError: there is no index, or a file is damaged.
+        MisfitError: with `strict`, names are missing or unexpected; a shape differs.
+    """
+    path = Path(folder)
+    if not any((path / name).is_file() for name in _INDEXES):
+        raise CheckpointError(f"{path} holds no index of weights: there is no {' or '.join(_INDEXES)}")
+    state = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
+    }
+    with open_weights(open_folder(path)) as tensors, torch.no_grad():
+        sources = {name: tensors.aliases.get(name, name) for name in state}
+        found = {name: source for name, source in sources.items() if source in tensors}
+        missing = [name for name in state if name not in found]
+        unexpected = [name for name in tensors.names if name not in found.values()]
+        if strict and (missing or unexpected):
+            parts = {"missing in the files": missing, "unknown to the model": unexpected}
+            said = "; ".join(
+                f"{len(names)} {what}: {shorten(names)}" for what, names in parts.items() if names
+            )
+            raise MisfitError(f"{path} does not fit this {type(model).__name__}: {said}")
+        wrong = [name for name, source in found.items() if tensors.shape(source) != tuple(state[name].shape)]
+        if wrong:
+            raise MisfitError(f"{path} has {len(wrong)} tensors of another shape: {shorten(wrong)}")
+        for name, source in found.items():
+            local(state[name]).copy_(tensors.read(source, part(state[name])))
+    return UnmatchedNames(missing, unexpected)

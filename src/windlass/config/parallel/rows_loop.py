@@ -1,0 +1,54 @@
+"""The settings of a user-owned loop: how its batches are distributed, and what completes an update.
+
+Only objects of a script set them: no flag, variable or file has them, so they are not in the index of all settings.
+"""
+
+from __future__ import annotations
+
+from windlass.config.parallel import kinds
+from windlass.config.parallel.keys import rows_of
+
+_loop = rows_of("loop")
+SPLIT_BATCHES = _loop(
+    "split_batches", kinds.flag, False, "Batch sizes of loaders are those of all processes together, not of each one."
+)  # fmt: skip
+DISPATCH_BATCHES = _loop(
+    "dispatch_batches",
+    kinds.flag,
+    None,
+    "The main process reads all batches and sends the others their share.",
+)
+EVEN_BATCHES = _loop(
+    "even_batches", kinds.flag, True,
+    "Pad the last batch by repeating samples. Both values distribute it as it is, so no sample counts twice.",
+)  # fmt: skip
+SEEDABLE_SAMPLER = _loop(
+    "use_seedable_sampler", kinds.flag, False,
+    "Shuffle in the order of accelerate's SeedableRandomSampler. The order follows from a seed in any case.",
+)  # fmt: skip
+DATA_SEED = _loop(
+    "data_seed",
+    kinds.natural,
+    None,
+    "Seed of that order; by default drawn from torch's generator at prepare().",
+)
+NON_BLOCKING = _loop(
+    "non_blocking", kinds.flag, False, "Copy batches to the device without waiting; always done from pinned memory."
+)  # fmt: skip
+STATEFUL = _loop(
+    "use_stateful_dataloader", kinds.flag, False, "Save the position of a loader in its `state_dict`."
+)
+ADJUST_SCHEDULER = _loop(
+    "adjust_scheduler",
+    kinds.flag,
+    True,
+    "Prepared schedules count micro-batches, as those of a plain loop do.",
+)
+SYNC_AT_END = _loop("sync_with_dataloader", kinds.flag, True, "The end of a loader completes an update.")
+SYNC_EACH_BATCH = _loop(
+    "sync_each_batch", kinds.flag, False, "Reduce gradients after each micro-batch: less memory, more time."
+)
+LOOP = (
+    SPLIT_BATCHES, DISPATCH_BATCHES, EVEN_BATCHES, SEEDABLE_SAMPLER, DATA_SEED, NON_BLOCKING, STATEFUL,
+    ADJUST_SCHEDULER, SYNC_AT_END, SYNC_EACH_BATCH,
+)  # fmt: skip

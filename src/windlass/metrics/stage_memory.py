@@ -1,0 +1,98 @@
+"""Memory of the stages of a Trainer: how much more is in use after each, and how much more was in use within it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+import torch
+
+from windlass.metrics.memory import device_peak_bytes, memory_metrics, process_peak_bytes, reset_device_peak
+
+INIT = "init"
+
+
+class StageMemory:
+    """Measures stages one after the other, without cost between their ends.
+
+    Memory of the process is counted on Linux only. If the system cannot reset its peak, one that stays below an earlier
+    peak is reported as the larger of the memory at both ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stage: str | None = None
+        self._begin: dict[str, int] = {}
+        self._earlier_peaks: dict[str, int] = {}
+        self._stale_peak = 0
+        self._of_init: dict[str, float] = {}
+
+    def begin(self, stage: str, *, within: bool = False) -> None:
+        """Begin a stage. One that is `within` another is not measured by itself."""
+        if within:
+            # The peak of the device is counted afresh, for the evaluation's own report.
+            self._earlier_peaks["gpu"] = max(self._peaks().get("gpu", 0), self._earlier_peaks.get("gpu", 0))
+            reset_device_peak(self._device)
+            return
+        gc.collect()
+        reset_device_peak(self._device)
+        _reset_process_peak()
+        self._stage, self._begin = stage, self._in_use()
+        self._earlier_peaks = {}
+        self._stale_peak = process_peak_bytes() or 0
+
+    def end(self, stage: str) -> dict[str, float]:
+        """End a stage.
+
+        Returns:
+            `{stage}_mem_{cpu|gpu}_alloc_delta` and `..._peaked_delta` (above the end) in bytes, if this stage was
+            measured; with the first one those of the construction and `before_init_mem_{cpu|gpu}`.
+        """
+        if stage != self._stage:
+            return {}
+        peaks = self._peaks()
+        gc.collect()
+        self._stage, metrics = None, dict[str, float]()
+        for kind, now in self._in_use().items():
+            peak = max(peaks.get(kind, 0), self._earlier_peaks.get(kind, 0), self._begin[kind])
+            metrics[f"{stage}_mem_{kind}_alloc_delta"] = now - self._begin[kind]
+            metrics[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - now)
+        if stage == INIT:
+            self._of_init = {**metrics, **{f"before_init_mem_{k}": v for k, v in self._begin.items()}}
+            return {}
+        reported, self._of_init = {**self._of_init, **metrics}, {}
+        return reported
+
+    def report(self, stage: str, prefix: str) -> dict[str, float]:
+        """End a stage: its figures, and the peaks of `memory_metrics` under `prefix`."""
+        return {**memory_metrics(prefix, self._device), **self.end(stage)}
+
+    def _in_use(self) -> dict[str, int]:
+        """Bytes in use by the process and by tensors on its device, as far as they are counted."""
+        found = {} if (resident := _resident_bytes()) is None else {"cpu": resident}
+        if device_peak_bytes(self._device) is not None:
+            found["gpu"] = int(torch.get_device_module(self._device).memory_allocated(self._device))
+        return found
+
+    def _peaks(self) -> dict[str, int]:
+        """The peaks since the stage began."""
+        process = process_peak_bytes() or 0
+        found = {"cpu": process if process > self._stale_peak else 0}
+        return {**found, "gpu": device_peak_bytes(self._device) or 0}
+
+
+def _resident_bytes() -> int | None:
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _reset_process_peak() -> None:
+    """Let the peak of this process start at its present memory, if the system can do that."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return

@@ -1,0 +1,48 @@
+"""Parser of the free-form options of an optimizer (`optim_args`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.core.errors import ConfigError, Problem
+
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+# Options that have an argument of their own; setting both would leave one without effect.
+_ELSEWHERE = {
+    "weight_decay": "set the weight_decay argument instead: it reaches the groups that decay",
+    "lr": "set the learning_rate argument instead",
+    "betas": "set the adam_beta1 and adam_beta2 arguments instead",
+}
+
+
+def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
+    """`options` as values of the types in `known` (float, int, bool); strings are parsed.
+
+    Raises:
+        ConfigError: options that `optimizer` does not have, and values that do not parse; all are named.
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in options.items():
+        field = f"optim_args.{name}"
+        if name not in known:
+            names = ", ".join(known) or "no options"
+            problems.append(Problem(field, value, _ELSEWHERE.get(name, f"{optimizer} takes {names}")))
+            continue
+        try:
+            values[name] = _parse(value, known[name])
+        except (TypeError, ValueError):
+            problems.append(Problem(field, value, f"must be a {known[name].__name__}"))
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _parse(value: Any, kind: type) -> Any:
+    if kind is not bool:
+        return kind(value)
+    text = str(value).lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return text in _TRUE

@@ -1,0 +1,22 @@
+"""Names that scripts import from here: optimizers and schedules (`windlass.optim`), loaded when they are asked for."""
+
+from windlass.config.support_names import WHY
+from windlass.core.lazy import loader_of, reverse
+
+_HOMES = {
+    "windlass.compat.adafactor_schedule": ("AdafactorSchedule", "get_adafactor_schedule"),
+    "windlass.compat.schedule_table": ("StreamingAverage", "TYPE_TO_SCHEDULER_FUNCTION"),
+    "windlass.config.enums": ("SchedulerType",),
+    "windlass.optim.optimizers.adafactor": ("Adafactor",),
+    "windlass.optim.public": (
+        "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
+        "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",
+        "get_cosine_with_min_lr_schedule_with_warmup_lr_rate", "get_greedy_schedule", "get_inverse_sqrt_schedule",
+        "get_linear_schedule_with_warmup", "get_polynomial_decay_schedule_with_warmup",
+        "get_reduce_on_plateau_schedule", "get_scheduler", "get_wsd_schedule",
+    ),
+    "windlass.optim.schedules.greedy": ("GreedyLR",),
+}  # fmt: skip
+_NAMES = reverse(_HOMES)
+__getattr__ = loader_of(__name__, _NAMES, WHY)
+__all__ = sorted(_NAMES)

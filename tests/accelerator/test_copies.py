@@ -1,0 +1,124 @@
+"""Copies of what `prepare` returns (optimizer.py, prepared_schedule.py, data/prepared_loader.py) work by themselves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.data.cases import Numbers, Stream
+from tests.dist.launch import launch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from windlass import Accelerator
+from windlass.optim.public import get_linear_schedule_with_warmup
+
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda item: pickle.loads(pickle.dumps(item))}
+copied_in_each_way = pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
+
+
+def prepared(**options: Any) -> tuple[Any, ...]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 1, 8)
+    return Accelerator(cpu=True, **options).prepare(model, optimizer, schedule)
+
+
+def train(optimizer: Any, schedule: Any) -> list[float]:
+    rates = []
+    for step in range(3):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, step + 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(schedule.get_last_lr()[0])
+    return rates
+
+
+@copied_in_each_way
+def test_an_optimizer_and_its_schedule(copied: Any) -> None:
+    model, optimizer, schedule = prepared()
+    train(optimizer, schedule)
+    others, theirs = copied([optimizer, schedule]), model.weight.clone()
+    assert others[1].optimizers[0] is others[0]
+    assert others[1].scheduler.optimizer is others[0].optimizer is not optimizer.optimizer
+    rates = train(*others)
+    assert torch.equal(model.weight, theirs), "the copy has parameters of its own"
+    assert train(optimizer, schedule) == rates
+    assert torch.equal(others[0].param_groups[0]["params"][0], model.weight)
+    assert others[0].updates == optimizer.updates == 6
+
+
+@copied_in_each_way
+def test_a_copied_optimizer_follows_no_loop(copied: Any) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = copied(optimizer)
+    with accelerator.accumulate(model):
+        other.param_groups[0]["params"][1].grad = torch.ones(1)
+        other.step()
+        optimizer.step()
+    assert (other.updates, optimizer.updates) == (1, 0)
+    accelerator.free_memory()
+    other.step()
+
+
+def test_a_shallow_copy_of_an_optimizer_updates_the_same_parameters() -> None:
+    model, optimizer, schedule = prepared()
+    schedule.step()  # the rate of the first update is 0
+    before, other = model.bias.clone(), copy.copy(optimizer)
+    model.bias.grad = torch.ones(1)
+    other.step()
+    assert not torch.equal(model.bias, before)
+    optimizer.step()
+
+
+LOADERS: dict[str, Any] = {
+    "map": lambda: DataLoader(Numbers(11), batch_size=2, shuffle=True),
+    "workers": lambda: DataLoader(Numbers(11), batch_size=2, num_workers=1, persistent_workers=True),
+    "unbatched": lambda: DataLoader(Numbers(5), batch_size=None),
+    "sampled": lambda: DataLoader(
+        Numbers(11), batch_sampler=BatchSampler(RandomSampler(range(11)), 3, False)
+    ),
+    "stream": lambda: DataLoader(Stream(Numbers(11)), batch_size=2),
+}
+
+
+@copied_in_each_way
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_loader(make: Any, copied: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make())
+    list(loader)
+    other = copied(loader)
+    accelerator.free_memory()
+    passes = [[torch.as_tensor(batch).tolist() for batch in other] for _ in range(2)]
+    assert accelerator.gradient_state.active_dataloader is None
+    assert [[torch.as_tensor(batch).tolist() for batch in loader] for _ in range(2)] == passes
+    assert other.iteration == 3
+
+
+class Epochs(BatchSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_the_epoch_reaches_a_batch_sampler_at_once() -> None:
+    sampler = Epochs(range(8), 2, False)
+    loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(8), batch_sampler=sampler))
+    loader.set_epoch(3)
+    assert sampler.epoch == 3
+
+
+@pytest.mark.dist
+def test_copies_of_loaders_on_two_ranks() -> None:
+    ranks = Path(__file__).with_name("copies_ranks.py")
+    assert launch(2, ranks).count("the copies are right") == 2

@@ -1,0 +1,121 @@
+"""Imports answered for scripts that are run as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.compat.import_hook import STARTUP, VARIABLE, environment
+
+TRAINS = """
+import torch
+from torch import nn
+from transformers import AutoConfig, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+import transformers
+import transformers.modeling_utils as internal
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+rows = [{"x": torch.full((4,), float(i)), "labels": i % 2} for i in range(8)]
+args = TrainingArguments("out", max_steps=2, disable_tqdm=True, report_to="none", dataloader_num_workers=1)
+trainer = Trainer(Net(), args, train_dataset=rows)
+trainer.train()
+print("engine", Trainer.__module__, transformers.Trainer is Trainer)
+print("models", AutoConfig.__module__.partition(".")[0], internal.__name__)
+print("checkpoint", get_last_checkpoint("out"))
+"""
+LOOPS = """
+import sys
+import torch
+import accelerate
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model = accelerator.prepare(model)
+print("engine", type(accelerator).__module__, accelerate.Accelerator is Accelerator)
+print("version", accelerate.__version__ == __import__("importlib.metadata").metadata.version("accelerate"))
+print("internal", sys.modules["accelerate"].library().Accelerator.__module__)
+"""
+
+
+def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "windlass", "run", *(words or ("script.py",))]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:
+    ended = run(tmp_path, TRAINS)
+    assert ended.returncode == 0, ended.stderr
+    assert "engine windlass.trainer.trainer True" in ended.stdout
+    assert "models transformers transformers.modeling_utils" in ended.stdout
+    assert "checkpoint out/checkpoint-2" in ended.stdout
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("windlass answered")]
+    assert "transformers.Trainer" in line
+    assert "transformers.get_last_checkpoint" in line
+
+
+def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) -> None:
+    ended = run(tmp_path, LOOPS)
+    assert ended.returncode == 0, ended.stderr
+    assert "engine windlass.accelerator.accelerator True" in ended.stdout
+    assert "version True" in ended.stdout
+    assert "internal accelerate.accelerator" in ended.stdout
+
+
+def test_what_is_not_built_is_left_to_the_library_and_named(tmp_path: Path) -> None:
+    script = "from transformers.trainer_utils import TrainerMemoryTracker, RemoveColumnsCollator\n"
+    script += "from transformers.trainer_pt_utils import LayerWiseDummyOptimizer\n"
+    ended = run(tmp_path, script)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().splitlines()[-1].startswith("windlass answered")
+    assert "ImportError: windlass.trainer_pt_utils has no LayerWiseDummyOptimizer" in ended.stderr
+
+
+def test_the_error_of_a_script_has_its_own_frames_on_top(tmp_path: Path) -> None:
+    ended = run(tmp_path, "import accelerate\n\ndef fails():\n    raise KeyError('mine')\n\nfails()\n")
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].strip().startswith(f'File "{tmp_path / "script.py"}", line 6') or "script.py" in lines[1]
+    assert "KeyError: 'mine'" in lines
+
+
+@pytest.mark.parametrize("words", [("absent.py",), ("",)])
+def test_a_script_that_does_not_exist(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ended = run(tmp_path, "", *words)
+    assert ended.returncode == 2
+    assert "there is no such file" in ended.stderr
+
+
+def test_arguments_and_modules_reach_the_script(tmp_path: Path) -> None:
+    script = "import sys\nprint(__name__, sys.argv[1:])\n"
+    assert "__main__ ['--x', '-m']" in run(tmp_path, script, "script.py", "--x", "-m").stdout
+    assert "__main__ ['3']" in run(tmp_path, script, "-m", "script", "3").stdout
+
+
+def test_the_sitecustomize_of_the_installation_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
+    (tmp_path / "script.py").write_text("print('script')\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environ |= environment(environ)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split() == ["theirs", "script"], ended.stderr
+
+
+def test_the_environment_is_extended_once() -> None:
+    first = environment({"PYTHONPATH": f"mine{os.pathsep}yours"})
+    assert first == {VARIABLE: "1", "PYTHONPATH": os.pathsep.join([str(STARTUP), "mine", "yours"])}
+    assert environment(first) == first

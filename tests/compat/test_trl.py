@@ -1,0 +1,48 @@
+"""trl's trainers, unmodified, on this engine: `windlass run` and `windlass launch --compat`."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="trl is not installed")
+SCRIPT = Path(__file__).parent / "trl_trainers.py"
+
+
+def results(*command: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "windlass", *command], capture_output=True, text=True, timeout=280
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-6000:]
+    rows = [
+        json.loads(line.removeprefix("RESULT ")) for line in ended.stdout.splitlines() if "RESULT" in line
+    ]
+    return {row["name"]: row for row in rows}
+
+
+def check(found: dict[str, Any], names: tuple[str, ...], processes: int) -> None:
+    assert tuple(found) == names
+    for row in found.values():
+        assert row["engine"][:1] + row["engine"][2:3] == ["trl", "windlass"], row["engine"]
+        assert (row["steps"], row["processes"]) == (4, processes)
+        assert len(row["losses"]) == 2
+        assert all(map(math.isfinite, row["losses"]))
+
+
+def test_every_trainer_trains_and_saves() -> None:
+    names = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+    found = results("run", str(SCRIPT), *names)
+    check(found, names, processes=1)
+    assert found["reward"]["losses"][1] < found["reward"]["losses"][0]
+
+
+@pytest.mark.dist
+def test_they_train_in_two_processes() -> None:
+    names = ("sft", "dpo", "grpo")
+    check(results("launch", "--compat", "--use_cpu", "--num_processes", "2", str(SCRIPT), *names), names, 2)

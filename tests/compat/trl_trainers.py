@@ -1,0 +1,144 @@
+"""Run by `test_trl.py` in a process of its own: trl's trainers, as a script uses them, on tiny models and data."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+WORDS = ["<pad>", "<eos>", "<unk>", "a", "b", "c", "d", "e", "f", "g"]
+PREFERENCES = {
+    "prompt": ["a b", "c d", "e f"] * 8, "chosen": [" c d", " e", " g a"] * 8, "rejected": [" a", " f g", " b"] * 8
+}  # fmt: skip
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
+
+
+def saved(cls: Any, **changes: Any) -> str:
+    """The folder of a tiny model, from which trl loads a reference model too."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    folder = tempfile.mkdtemp()
+    config = LlamaConfig(
+        vocab_size=len(WORDS), pad_token_id=0, eos_token_id=1, bos_token_id=1, **sizes, **changes
+    )
+    cls(config).save_pretrained(folder)
+    return folder
+
+
+# Written before there is a process group, in which the main process alone would write.
+FOLDERS = {
+    LlamaForCausalLM: saved(LlamaForCausalLM),
+    LlamaForSequenceClassification: saved(LlamaForSequenceClassification, num_labels=1),
+}
+
+
+def model(cls: Any = LlamaForCausalLM) -> Any:
+    return cls.from_pretrained(FOLDERS[cls])
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    common = {
+        "output_dir": tempfile.mkdtemp(), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 2,
+        "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_steps": 2,
+        "learning_rate": 1e-2,
+    }  # fmt: skip
+    return {**common, **changes}
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def sft() -> Any:
+    texts = Dataset.from_dict({"text": ["a b c d e", "b c d", "c d e f g a b"] * 8})
+    return SFTTrainer(model(), SFTConfig(**options()), train_dataset=texts, processing_class=tokenizer())
+
+
+def dpo() -> Any:
+    pairs = Dataset.from_dict(PREFERENCES)
+    return DPOTrainer(model(), args=DPOConfig(**options()), train_dataset=pairs, processing_class=tokenizer())
+
+
+def reward() -> Any:
+    pairs = Dataset.from_dict({name: PREFERENCES[name] for name in ("chosen", "rejected")})
+    judge = model(LlamaForSequenceClassification)
+    return RewardTrainer(judge, RewardConfig(**options()), train_dataset=pairs, processing_class=tokenizer())
+
+
+def kto() -> Any:
+    rows = {"prompt": ["a b", "c d"] * 8, "completion": [" c d", " f"] * 8, "label": [True, False] * 8}
+    data = Dataset.from_dict(rows)
+    return KTOTrainer(model(), args=KTOConfig(**options()), train_dataset=data, processing_class=tokenizer())
+
+
+def _sampling(trainer: Any, config: Any) -> Any:
+    args = config(**options(num_generations=2, max_completion_length=6))
+    prompts = Dataset.from_dict({"prompt": PREFERENCES["prompt"]})
+    return trainer(
+        model(), reward_funcs=lengths, args=args, train_dataset=prompts, processing_class=tokenizer()
+    )
+
+
+def grpo() -> Any:
+    return _sampling(GRPOTrainer, GRPOConfig)
+
+
+def rloo() -> Any:
+    return _sampling(RLOOTrainer, RLOOConfig)
+
+
+TRAINERS: dict[str, Callable[[], Any]] = {
+    function.__name__: function for function in (sft, dpo, reward, kto, grpo, rloo)
+}
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        trainer = TRAINERS[name]()
+        result = trainer.train()
+        found = {
+            "name": name,
+            "engine": [cls.__module__.split(".")[0] for cls in type(trainer).__mro__],
+            "steps": result.global_step,
+            "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+            "processes": trainer.accelerator.num_processes,
+        }
+        if trainer.is_world_process_zero():
+            print("RESULT", json.dumps(found), flush=True)
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

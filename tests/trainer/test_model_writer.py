@@ -1,0 +1,132 @@
+"""What a Trainer saves of a model of transformers, in checkpoints too, is what its `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoint.test_pretrained import FAMILIES, assert_same_files
+from tests.dist.launch import launch
+from tests.trainer.small import arguments, llama, text_rows, tokenizer
+
+from windlass import Trainer
+from windlass.checkpoint.weights import WEIGHTS_NAME
+from windlass.core.errors import CheckpointError
+
+transformers = pytest.importorskip("transformers")
+
+
+def saving(folder: Path, **changes: Any) -> Any:
+    return arguments(folder, **{"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **changes})
+
+
+def family(name: str) -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[name]()
+
+
+def models_files(folder: Path, like: Path, into: Path) -> Path:
+    """Copy those files of a checkpoint that a model's folder has, and check that all are there."""
+    into.mkdir()
+    for path in like.iterdir():
+        (into / path.name).write_bytes((folder / path.name).read_bytes())
+    return into
+
+
+@pytest.mark.parametrize("name", ["mixture of experts", "vision and language", "tied", "encoder-decoder"])
+def test_checkpoints_equal_save_pretrained_and_resume_to_the_bit(name: str, tmp_path: Path) -> None:
+    whole = Trainer(family(name), saving(tmp_path / "whole"), train_dataset=text_rows(16))
+    whole.train()
+    whole.model.save_pretrained(tmp_path / "theirs")
+    last = tmp_path / "whole" / "checkpoint-4"
+    assert_same_files(models_files(last, tmp_path / "theirs", tmp_path / "copied"), tmp_path / "theirs")
+    whole.save_model(str(tmp_path / "final"))
+    (tmp_path / "final" / "training_args.json").unlink()
+    assert_same_files(tmp_path / "final", tmp_path / "theirs")
+    resumed = Trainer(family(name), saving(tmp_path / "resumed"), train_dataset=text_rows(16))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for (name, got), wanted in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, wanted), name
+    assert (tmp_path / "resumed" / "checkpoint-4" / WEIGHTS_NAME).read_bytes() == (
+        last / WEIGHTS_NAME
+    ).read_bytes()
+
+
+@pytest.mark.dist
+def test_a_sharded_model_is_saved_alike(tmp_path: Path) -> None:
+    launch(2, Path(__file__).parent / "model_files_ranks.py", tmp_path)
+
+
+class OwnWay(transformers.LlamaForCausalLM):
+    """Writes its weights in several files, and a note."""
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        super().save_pretrained(save_directory, **{**options, "max_shard_size": "5KB"})
+        Path(save_directory, "note.txt").write_text("mine")
+
+
+class OnlyHead(transformers.LlamaForCausalLM):
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        head = {name: value for name, value in self.state_dict().items() if "lm_head" in name}
+        super().save_pretrained(save_directory, **{**options, "state_dict": head})
+
+
+def test_an_overridden_save_pretrained_is_called(tmp_path: Path) -> None:
+    def run(folder: str) -> Trainer:
+        model = OwnWay(llama().config)
+        model.load_state_dict(llama().state_dict())
+        return Trainer(
+            model, saving(tmp_path / folder), train_dataset=text_rows(16), processing_class=tokenizer()
+        )
+
+    whole = run("whole")
+    whole.train()
+    last = tmp_path / "whole" / "checkpoint-4"
+    assert (last / "note.txt").read_text() == "mine"
+    assert (last / "tokenizer_config.json").exists()
+    assert (last / "training_args.json").exists()
+    assert not (last / WEIGHTS_NAME).exists()
+    listed = json.loads((last / "manifest.json").read_text())["files"]
+    assert {path.name for path in last.iterdir()} == {*listed, "manifest.json"}
+    resumed = run("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for got, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(got, wanted)
+    whole.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "note.txt").exists()
+
+
+def test_a_save_pretrained_that_leaves_out_weights_is_named_on_resume(tmp_path: Path) -> None:
+    Trainer(OnlyHead(llama().config), saving(tmp_path), train_dataset=text_rows(16)).train()
+    trainer = Trainer(OnlyHead(llama().config), saving(tmp_path), train_dataset=text_rows(16))
+    with pytest.raises(CheckpointError, match="missing in the file"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    """What transformers logs."""
+    stream, theirs = io.StringIO(), logging.getLogger("transformers")
+    handler, before = logging.StreamHandler(stream), theirs.level
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    yield stream
+    theirs.removeHandler(handler)
+    theirs.setLevel(before)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_transformers_logs_names_the_checkpoint(own: bool, tmp_path: Path, said: io.StringIO) -> None:
+    model = (OwnWay if own else transformers.LlamaForCausalLM)(llama().config)
+    Trainer(model, saving(tmp_path), train_dataset=text_rows(16), processing_class=tokenizer()).train()
+    text = said.getvalue()
+    for step in (2, 4):
+        assert f"Configuration saved in {tmp_path / f'checkpoint-{step}' / 'config.json'}\n" in text
+    assert "/windlass-" not in text
+    assert "tmp-checkpoint" not in text

@@ -1,0 +1,31 @@
+"""What belongs to a run: `train_runtime` is the time of training, not that of imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_SCRIPT = """
+import sys
+from windlass import Trainer, TrainerCallback
+from tests.trainer.small import Net, arguments, rows
+from pathlib import Path
+
+class Look(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        assert "torch._dynamo" in sys.modules
+
+trainer = Trainer(Net(), arguments(Path(sys.argv[1]), max_steps=1), train_dataset=rows(8), callbacks=[Look()])
+
+assert "torch._dynamo" not in sys.modules
+trainer.train()
+"""
+
+
+def test_the_compiler_is_imported_before_the_clock_starts(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path)], capture_output=True, text=True, cwd=root
+    )
+    assert found.returncode == 0, found.stderr
