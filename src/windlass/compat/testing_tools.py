@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from windlass.compat.memory_stages import device_bytes
 from windlass.compat.state import AcceleratorState
 from windlass.config.parallel.kinds import flag
 from windlass.core.device import visible_devices
@@ -28,8 +27,10 @@ device_count = visible_devices() or 1
 
 
 def memory_allocated_func() -> int:
-    """Memory that tensors take on the current device, in bytes; 0 on a CPU."""
-    return device_bytes(_accelerator)
+    """Memory that tensors take on the current device, in bytes; 0 on a CPU, or if it is not counted."""
+    if _accelerator is None or not hasattr(torch.get_device_module(_accelerator), "memory_allocated"):
+        return 0
+    return int(torch.get_device_module(_accelerator).memory_allocated(_accelerator))
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
