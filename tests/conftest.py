@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, settings
 from windlass.core import logs
 
 ROOT = Path(__file__).resolve().parent.parent
-pytest_plugins = ["tests.durations"]
+pytest_plugins = ["tests.durations", "tests.hub.fixtures"]
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -35,7 +35,7 @@ def test_names_order_and_defaults_are_those_that_scripts_know() -> None:
     assert {name: ours[name] for name in theirs} == theirs
     assert set(ours) - set(theirs) == {
         "nonfinite_policy", "global_batch_size", "save_every", "save_in_background", "save_host_memory",
-        "max_save_failures", "keep_last", "keep_best", "preemption_signals", "preemption_deadline",
+        "max_save_failures", "keep_last", "keep_best", "preemption_signals", "preemption_deadline", "hub_wait",
         "dataloader_start_timeout",
     }  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_the_two_names_of_recomputation_are_one(first: str) -> None:
 
 def test_secrets_never_show() -> None:
     with pytest.raises(ConfigError) as error:
-        TrainingArguments("out", hub_token="hf_secret", push_to_hub=True)
+        TrainingArguments("memory://out", hub_token="hf_secret", push_to_hub=True)
     assert "hf_secret" not in str(error.value)
     args = TrainingArguments("out")
     args.hub_token = "hf_secret"
@@ -202,15 +202,16 @@ def test_secrets_never_show() -> None:
     assert TrainingArguments(**args.to_dict()).hub_token is None
 
 
-def test_settings_of_the_hub_are_accepted_without_push_to_hub() -> None:
+def test_settings_of_the_hub_are_accepted() -> None:
     settings: dict[str, Any] = {
         "hub_model_id": "me/model", "hub_token": "hf_secret", "hub_strategy": "end", "hub_private_repo": True,
         "hub_always_push": True, "hub_revision": "main",
     }  # fmt: skip
-    args = TrainingArguments("out", **settings)
-    assert {name: getattr(args, name) for name in settings} == settings
+    for push in (False, True):
+        args = TrainingArguments("out", push_to_hub=push, **settings)
+        assert {name: getattr(args, name) for name in settings} == settings
     with pytest.raises(ConfigError) as error:
-        TrainingArguments("out", push_to_hub=True, **settings)
+        TrainingArguments("memory://out", push_to_hub=True, **settings)
     assert [p.field for p in error.value.problems] == ["push_to_hub"]
 
 

@@ -63,6 +63,20 @@ class ExportOptions:
     force: bool = False
 
 
+def model_files(source: Folder) -> list[str] | None:
+    """Names of the files in a folder that are the model, as `from_pretrained` reads them; None if its weights are in
+    another form, so that only an export has such files.
+    """
+    weights = find_weights(source)
+    if weights == SPLIT_INDEX_NAME:
+        found = [name for name in source.names if name == weights or SPLIT_FILE.fullmatch(name)]
+    elif weights in (WEIGHTS_NAME, ADAPTER_WEIGHTS):
+        found = [weights]
+    else:
+        return None
+    return sorted({*found, *filter(_is_companion, source.names)})
+
+
 def export_file(
     source: Folder, target: Path, options: ExportOptions, files: Files | None = None
 ) -> FileEntry:

@@ -1,4 +1,4 @@
-"""`windlass checkpoint`: list, verify, compare, export and remove checkpoints, without the training code."""
+"""`windlass checkpoint`: list, verify, compare, export, publish and remove checkpoints, without the training code."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _COMMANDS = {
     "verify": ("checkpoint_listing", "verify_command"),
     "diff": ("checkpoint_diff", "diff_command"),
     "export": ("checkpoint_export", "export_command"),
+    "push": ("checkpoint_push", "push_command"),
     "prune": ("checkpoint_prune", "prune_command"),
 }
 
@@ -35,10 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="windlass checkpoint",
         allow_abbrev=False,
-        description="List, verify, compare, export and remove checkpoints.",
+        description="List, verify, compare, export, publish and remove checkpoints.",
     )
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ls | verify | diff | export | prune"
+        dest="action", required=True, metavar="ls | verify | diff | export | push | prune"
     )
     listing = actions.add_parser("ls", help="list the checkpoints in a run's folder", allow_abbrev=False)
     listing.add_argument("folder", metavar="DIR", help="a run's output folder, or one checkpoint")
@@ -54,6 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("second", metavar="B", help="another")
     diff.add_argument("--json", action="store_true", help="as one JSON object")
     _add_export(actions)
+    push = actions.add_parser("push", help="publish a run's newest checkpoint on the Hub", allow_abbrev=False)
+    push.add_argument(
+        "folder", metavar="DIR", help="a run's output folder, one checkpoint, or a folder with a model"
+    )
+    push.add_argument("repository", metavar="REPO", help="OWNER/NAME, or NAME")
+    push.add_argument("--revision", metavar="BRANCH", help="branch of the repository (default: its main one)")
+    push.add_argument("--private", action="store_true", help="make a new repository private")
+    push.add_argument(
+        "--model-only", action="store_true", help="without last-checkpoint, which can be resumed"
+    )
     prune = actions.add_parser("prune", help="remove checkpoints", allow_abbrev=False)
     prune.add_argument("folder", metavar="DIR", help="a run's output folder")
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from windlass.config.plugin_words import LoggerType
-from windlass.config.sections.saving import HUB
 
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
@@ -67,8 +66,6 @@ METHODS_MAPPED = {
 }
 METHODS_REFUSED = {
     "hyperparameter_search": "is not built yet; call train() in a loop over TrainingArguments, with model_init",
-    "push_to_hub": HUB,
-    "init_hf_repo": HUB,
 }
 
 CALLBACKS = """

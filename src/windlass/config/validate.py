@@ -20,6 +20,7 @@ from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.locations import is_url
 from windlass.core.redact import is_secret_name
 
 Check = Callable[[Any], Iterator[Problem]]
@@ -178,6 +179,13 @@ def _rule(*reads: str) -> Callable[[Check], Check]:
         return check
 
     return register
+
+
+@_rule("push_to_hub", "output_dir")
+def _publishes_from_a_disk(args: Any) -> Iterator[Problem]:
+    if args.push_to_hub and is_url(str(args.output_dir)):
+        fix = "uploads from a folder of this machine: set output_dir to one, or use `windlass checkpoint push` later"
+        yield Problem("push_to_hub", True, fix)
 
 
 @_rule("num_train_epochs")

@@ -21,6 +21,7 @@ EXTRAS = {
     "ray": "ray",
     "fsspec": "remote",
     "peft": "peft",
+    "huggingface_hub": "hub",
 }
 
 

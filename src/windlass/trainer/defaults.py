@@ -28,6 +28,7 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
+from windlass.trainer.lazy_modules import publishing
 
 logger = get_logger(__name__)
 
@@ -94,7 +95,8 @@ def _remote_problems(output_dir: str) -> list[Problem]:
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     """The callbacks that are called before a script's own."""
     trackers = [TrackingCallback(args.report_to)] if args.report_to else []
-    return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers]
+    hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
+    return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers, *hub]
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:

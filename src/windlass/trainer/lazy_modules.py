@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         model_writer,
         optimization,
         preparation,
+        publishing,
         run_folder,
         services,
     )
@@ -37,11 +38,12 @@ else:
     model_writer = LazyModule("windlass.trainer.model_writer")
     optimization = LazyModule("windlass.trainer.optimization")
     preparation = LazyModule("windlass.trainer.preparation")
+    publishing = LazyModule("windlass.trainer.publishing")
     resolve = LazyModule("windlass.assemble.resolve")
     run_folder = LazyModule("windlass.trainer.run_folder")
     services = LazyModule("windlass.trainer.services")
 
 __all__ = [
     "binding", "card", "columns", "defaults", "evaluation", "evaluator", "interrupting", "loading", "model_writer",
-    "optimization", "preparation", "resolve", "run_folder", "services",
+    "optimization", "preparation", "publishing", "resolve", "run_folder", "services",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, overrides
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (
     CheckpointSource,
     resumed_progress,
@@ -92,6 +93,7 @@ def prepare_run(
     """
     session, events = services.session, services.events
     manager = folder.manager(Retention())
+    resume = fetched(resume, args, session.gang, folder)
     checkpoint = CheckpointSource(session, folder, manager).resume_point(resume, args.resolve_path)
     if checkpoint is None:
         folder.warn_of_earlier_run()

@@ -29,7 +29,21 @@ logger = get_job_logger(__name__)
 
 # Arguments that may differ from the checkpoint's without a warning.
 _FREE_TO_DIFFER = frozenset(
-    {"output_dir", "resume_from_checkpoint", "disable_tqdm", "log_level", "log_level_replica"}
+    {
+        "output_dir",
+        "resume_from_checkpoint",
+        "disable_tqdm",
+        "log_level",
+        "log_level_replica",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_token",
+        "hub_private_repo",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "hub_wait",
+    }
 )
 
 

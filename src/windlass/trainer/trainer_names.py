@@ -17,7 +17,7 @@ from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
-from windlass.trainer.lazy_modules import card, defaults, loading, optimization, preparation
+from windlass.trainer.lazy_modules import card, defaults, loading, optimization, preparation, publishing
 from windlass.trainer.losses import LabelSmoother, as_count, on_device
 from windlass.trainer.reports import readable, show_metrics, write_metrics
 from windlass.trainer.session import Session
@@ -431,15 +431,51 @@ class TrainerNames:
         )
         card.write_card(self.output_folder / "README.md", found)
 
+    # --- the Hub ------------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository `args.hub_model_id` if it does not exist, on the main process.
+
+        Raises:
+            ConfigError: the Hub refuses the name or the token, or cannot be reached.
+        """
+        if self.is_world_process_zero():
+            publishing.publisher(self.args, self.callback_handler, self.output_folder, token).open()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model, write its card, and upload both; collective, the main process uploads.
+
+        Args:
+            blocking: wait for the upload. Otherwise a `concurrent.futures.Future` is returned at once.
+            token, revision: instead of `args.hub_token` and `args.hub_revision`.
+            kwargs: facts for `create_model_card`.
+
+        Returns:
+            The address of the commit, or its future; None on other processes.
+
+        Raises:
+            ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed.
+        """
+        self.save_model(_internal_call=True)
+        name = kwargs.pop("model_name", None) or publishing.repository(self.args).rpartition("/")[2]
+        self.create_model_card(model_name=name, **kwargs)
+        self._services.events.fire("on_push_begin")
+        if not self.is_world_process_zero():
+            return None
+        publisher = publishing.publisher(
+            self.args, self.callback_handler, self.output_folder, token, revision
+        )
+        commit = publishing.push(publisher, self.output_folder, commit_message or "End of training")
+        return commit.result() if blocking else commit
+
     # --- not built yet -----------------------------------------------------------------------------------------------
-
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not built yet: raises ConfigError with what to do instead."""
-        _refuse("init_hf_repo")
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not built yet: raises ConfigError with what to do instead."""
-        _refuse("push_to_hub")
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""

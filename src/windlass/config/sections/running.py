@@ -116,6 +116,9 @@ class RunningSection:
         "Time after such a signal, such as '60s', at which the process exits even if the save has not finished.",
         read=seconds,
     )
+    hub_wait: str | float = setting(
+        "10min", "How long a run that ends waits for its uploads to the Hub.", read=seconds
+    )
     dataloader_start_timeout: float = setting(
         30.0,
         "Seconds after which a forked worker process that has not started is replaced.",

@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from windlass.config.enums import HubStrategy, SaveStrategy
 from windlass.config.sections.setting import STRIDE, setting
 
-HUB = "needs publishing to the hub, which is not built yet; save_model() writes the files for an upload"
-_hub = partial(
-    setting,
-    per_rank="only the main process uploads",
-    mapped="has no effect: it belongs to push_to_hub, which is not built yet",
-)
+_MAIN_UPLOADS = "only the main process uploads"
 
 
 @dataclass(repr=False, eq=False)
@@ -36,20 +30,30 @@ class SavingSection:
     )
 
     # --- hub ---
-    push_to_hub: bool = setting(
-        False, "Publish the model on the hub.", per_rank="only the main process uploads", refused=HUB
-    )
-    hub_token: str | None = _hub(
+    push_to_hub: bool = setting(False, "Publish the model on the Hub.", per_rank=_MAIN_UPLOADS)
+    hub_token: str | None = setting(
         None,
-        "Token for the hub; never written to a file or log.",
+        "Token for the Hub; never written to a file or log.",
         secret=True,
         per_rank="a secret, which never leaves its process; only the main process uploads",
     )
-    hub_private_repo: bool | None = _hub(None, "Make the hub repository private.")
-    hub_model_id: str | None = _hub(None, "Repository on the hub.")
-    hub_strategy: HubStrategy | str = _hub("every_save", "What is published, and when.")
-    hub_always_push: bool = _hub(False, "Publish even if the previous upload has not finished.")
-    hub_revision: str | None = _hub(None, "Branch on the hub.")
+    hub_private_repo: bool | None = setting(
+        None, "Make a new repository private; None for the owner's default.", per_rank=_MAIN_UPLOADS
+    )
+    hub_model_id: str | None = setting(
+        None, "Repository on the Hub; the output folder's name by default.", per_rank=_MAIN_UPLOADS
+    )
+    hub_strategy: HubStrategy | str = setting(
+        "every_save", "What is published, and when.", per_rank=_MAIN_UPLOADS
+    )
+    hub_always_push: bool = setting(
+        False,
+        "Publish every save; otherwise one that still waits for an upload is replaced by the next.",
+        per_rank=_MAIN_UPLOADS,
+    )
+    hub_revision: str | None = setting(
+        None, "Branch on the Hub; it is created if it does not exist.", per_rank=_MAIN_UPLOADS
+    )
 
     # --- best checkpoint ---
     load_best_model_at_end: bool = setting(False, "Load the weights of the best evaluation after training.")

@@ -1,0 +1,47 @@
+"""`windlass checkpoint push`: publish a checkpoint, or a model, on the Hub."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from windlass.checkpoint.export import model_files
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.stored import open_folder
+from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
+from windlass.core.errors import CheckpointError
+from windlass.core.output import say
+from windlass.hub.publisher import HubSettings, Publisher
+
+
+def push_command(options: argparse.Namespace) -> int:
+    """Verify and publish, and return the exit code."""
+    folder = local_path(options.folder)
+    strategy = "every_save" if options.model_only else "checkpoint"
+    settings = HubSettings(
+        options.repository, private=options.private or None, strategy=strategy, revision=options.revision
+    )
+    checkpoint = _checkpoint(folder)
+    if checkpoint is None:
+        publisher = Publisher(settings, folder)
+        names = model_files(open_folder(folder)) or []
+        publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
+    else:
+        publisher = Publisher(settings, checkpoint.parent)
+        publisher.saved(checkpoint)
+    if not publisher.finish():
+        return 1
+    say(f"{checkpoint or folder} is published in {publisher.repository}")
+    return 0
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `folder` is, or the newest one in it, verified; None for a folder with a model alone."""
+    if is_one_checkpoint(folder):
+        return Store(folder.resolve().parent).verify(folder.resolve()).path
+    store = Store(folder)
+    if store.folders():
+        return store.resume_point(True).path
+    if not any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is empty")
+    return None

@@ -1,0 +1,1 @@
+"""Publishing on the Hub: what a run saves, uploaded beside training."""

@@ -1,0 +1,32 @@
+"""`push_to_hub`: publish each save of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.hub.publisher import Publisher
+
+
+class HubCallback(TrainerCallback):
+    """Opens the repository before training, uploads what is saved, and waits for the uploads at the end.
+
+    Args:
+        publisher: used on the main process; other processes do nothing.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.publisher.open()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.publisher.saved(Path(args.output_path) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.publisher.finish()

@@ -1,0 +1,134 @@
+"""One repository on the Hub, through the package `huggingface_hub`, which is imported here alone.
+
+Every failure is a `HubError`, whose text has no token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.remote import quiet
+from windlass.core.errors import WindlassError
+from windlass.core.optional import require
+from windlass.core.redact import redact_text
+
+# Answers after which the same request may succeed later: too many requests, a conflicting commit, a server in trouble.
+_PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
+
+
+class HubError(WindlassError, ConnectionError):
+    """A request to the Hub failed.
+
+    Attributes:
+        passing: the same request may succeed later.
+        status: the Hub's answer; None if there was none.
+    """
+
+    def __init__(self, text: str, *, passing: bool, status: int | None = None) -> None:
+        super().__init__(text)
+        self.passing, self.status = passing, status
+
+
+class HubClient:
+    """A model repository.
+
+    Args:
+        repository: `owner/name`, or a name, whose owner is that of the token.
+        token: None for the one of `hf auth login` or `HF_TOKEN`.
+        revision: branch; None for the main one.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+
+    def __init__(self, repository: str, token: str | None = None, revision: str | None = None) -> None:
+        self._library: Any = require("huggingface_hub", "publish on the Hub")
+        self._api: Any = self._library.HfApi(token=token)
+        self._token, self._revision = token, revision
+        self.repository = repository
+
+    @property
+    def address(self) -> str:
+        """The page of the repository."""
+        return f"{self._api.endpoint}/{self.repository}"
+
+    def open(self, private: bool | None = None) -> None:
+        """Create the repository and the branch if they do not exist, and check that the token may write there.
+
+        Args:
+            private: of a new repository; None for the owner's default.
+        """
+        with self._doing("open"):
+            created = self._api.create_repo(self.repository, private=private, exist_ok=True)
+            self.repository = created.repo_id
+            self._api.auth_check(self.repository, write=True)
+            if self._revision is not None:
+                self._api.create_branch(self.repository, branch=self._revision, exist_ok=True)
+
+    def commit(self, files: Mapping[str, Path], message: str, *, removed: Iterable[str] = ()) -> str:
+        """Upload files, and remove others, in one commit. Return its address.
+
+        Args:
+            files: path in the repository -> file to upload.
+            removed: paths of files to remove.
+        """
+        add, delete = self._library.CommitOperationAdd, self._library.CommitOperationDelete
+        with self._doing("upload to"):
+            operations = [add(name, str(path)) for name, path in files.items()]
+            operations += [delete(name, is_folder=False) for name in removed]
+            done = self._api.create_commit(
+                self.repository, operations, commit_message=message, revision=self._revision
+            )
+            left_out = [one.path_in_repo for one in operations if getattr(one, "_should_ignore", False)]
+        if left_out:
+            raise HubError(
+                f"{self.address} left out {', '.join(left_out)}: its .gitignore lists them. Remove these lines there",
+                passing=False,
+            )
+        return str(done.commit_url)
+
+    def names(self, folder: str = "", revision: str | None = None) -> list[str]:
+        """Paths of the files in a folder and its folders; none if it does not exist."""
+        absent: Any = require("huggingface_hub.errors", "publish on the Hub").EntryNotFoundError
+        with self._doing("list"), contextlib.suppress(absent):
+            found = self._api.list_repo_tree(
+                self.repository, folder or None, recursive=True, revision=revision or self._revision
+            )
+            return [entry.path for entry in found if hasattr(entry, "blob_id")]
+        return []
+
+    def commit_of(self, revision: str | None = None) -> str:
+        """The id of the commit that a branch or tag points to now."""
+        with self._doing("read"):
+            return str(self._api.repo_info(self.repository, revision=revision or self._revision).sha)
+
+    def fetch(self, name: str, revision: str, folder: Path) -> Path:
+        """Download a file into `folder`, under its path in the repository."""
+        with self._doing("download from"):
+            path = self._library.hf_hub_download(
+                self.repository, name, revision=revision, token=self._token, local_dir=folder
+            )
+            return Path(path)
+
+    @contextlib.contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except HubError:
+            raise
+        except Exception as error:  # of the package, of its HTTP library, or of the disk
+            raise self._described(what, error) from quiet(error)
+
+    def _described(self, what: str, error: Exception) -> HubError:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = str(error).strip().splitlines()
+        text = redact_text(
+            f"cannot {what} {self.address}: {type(error).__name__}: {reason[-1] if reason else ''}"
+        )
+        if self._token:
+            text = text.replace(self._token, "***")
+        never = isinstance(error, ValueError | TypeError) and status is None
+        return HubError(text, passing=status in _PASSING or (status is None and not never), status=status)

@@ -1,0 +1,187 @@
+"""Uploads beside training: a thread commits them one after the other, and tries again after growing pauses."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.core.logs import get_logger
+from windlass.hub.client import HubClient, HubError
+
+logger = get_logger(__name__)
+
+# Seconds between the attempts of one upload; the last pause repeats until `_LIMIT` has passed.
+_PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_LIMIT = 600.0
+
+
+@dataclass(eq=False)
+class Upload:
+    """One commit on the Hub.
+
+    Attributes:
+        what: what is uploaded, for messages; a newer upload of the same takes the place of one that waits.
+        folder: the files, as they shall be in the repository; this upload alone owns it, and removes it at its end.
+        replaces: folder in the repository, of which other files are removed; "" to remove none.
+        prepare: called before the first attempt, on the uploading thread, to complete `folder`.
+        later: the command that uploads the same later.
+        error: why the last attempt failed.
+        commit: the address of the commit, once it is made, or the error that it was given up for.
+    """
+
+    what: str
+    message: str
+    folder: Path
+    replaces: str = ""
+    prepare: Callable[[], None] | None = None
+    later: str = ""
+    error: str = ""
+    commit: Future[str] = field(default_factory=Future)
+
+
+class Uploads:
+    """The uploads of one run, to one repository.
+
+    Args:
+        every: commit each upload; otherwise one that waits is replaced by a newer one of the same.
+    """
+
+    def __init__(self, client: HubClient, *, every: bool = False) -> None:
+        self._client, self._every = client, every
+        self._changed = threading.Condition()
+        self._waiting: list[Upload] = []
+        self._current: Upload | None = None
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failed: list[Upload] = []
+
+    def add(self, upload: Upload) -> None:
+        """Start an upload, or let it wait for those before it."""
+        with self._changed:
+            if not self._every:
+                for older in [one for one in self._waiting if one.what == upload.what]:
+                    self._waiting.remove(older)
+                    older.commit.cancel()
+                    shutil.rmtree(older.folder, ignore_errors=True)
+            self._waiting.append(upload)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="windlass-hub", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def pending(self) -> list[Upload]:
+        """Those that have not ended."""
+        with self._changed:
+            return [*([self._current] if self._current else []), *self._waiting]
+
+    def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
+        """Wait until all uploads have ended, at most `limit` seconds; then give up on the rest.
+
+        Returns:
+            Those that failed since the last call.
+
+        Args:
+            report: called with a line on what is waited for, at first and then every ten seconds.
+        """
+        until, told = time.monotonic() + limit, -math.inf
+        while pending := self.pending:
+            left = until - time.monotonic()
+            if left <= 0:
+                self._give_up(limit)
+                break
+            if time.monotonic() - told > 10.0:
+                told = time.monotonic()
+                report(
+                    f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
+                )
+            wait([pending[0].commit], min(left, 1.0))
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _give_up(self, limit: float) -> None:
+        self._given_up.set()
+        with self._changed:
+            rest = [*([self._current] if self._current else []), *self._waiting]
+            self._waiting = []
+        for upload in rest:
+            upload.error = upload.error or f"it did not end within {limit:.0f} s"
+            self._fail(upload)
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                self._current = upload = self._waiting.pop(0)
+            try:
+                self._try(upload)
+            finally:
+                with self._changed:
+                    self._current = None
+
+    def _try(self, upload: Upload) -> None:
+        until, attempt = time.monotonic() + _LIMIT, 0
+        while not self._given_up.is_set():
+            try:
+                if upload.prepare is not None:
+                    upload.prepare()
+                    upload.prepare = None
+                address = self._commit(upload)
+                shutil.rmtree(upload.folder, ignore_errors=True)
+                if not self._given_up.is_set():
+                    upload.commit.set_result(address)
+                return
+            except HubError as error:
+                upload.error = str(error)
+                again = error.passing
+            except Exception as error:  # of the disk
+                upload.error, again = f"{type(error).__name__}: {error}", False
+            pause = _PAUSES[min(attempt, len(_PAUSES) - 1)]
+            if not again or time.monotonic() + pause > until:
+                break
+            if attempt == 0:
+                logger.warning(
+                    "the upload of %s is tried again, and training continues: %s", upload.what, upload.error
+                )
+            attempt += 1
+            self._given_up.wait(pause)
+        if not self._given_up.is_set():
+            self._fail(upload)
+            logger.warning(
+                "%s was not uploaded, and training continues: %s. To upload it later: %s",
+                upload.what, upload.error, upload.later,
+            )  # fmt: skip
+
+    def _commit(self, upload: Upload) -> str:
+        found = sorted(path for path in upload.folder.rglob("*") if path.is_file())
+        files = {path.relative_to(upload.folder).as_posix(): path for path in found}
+        there = self._client.names(upload.replaces) if upload.replaces else []
+        return self._client.commit(
+            files, upload.message, removed=[name for name in there if name not in files]
+        )
+
+    def _fail(self, upload: Upload) -> None:
+        shutil.rmtree(upload.folder, ignore_errors=True)
+        self._failed.append(upload)
+        upload.commit.set_exception(HubError(upload.error, passing=False))
+
+
+def linked(files: Mapping[str, Path], folder: Path) -> None:
+    """Make `folder` with links to these files, or copies on a disk without links; their originals may be removed."""
+    for name, path in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(path, target)
+        except OSError:
+            shutil.copyfile(path, target)

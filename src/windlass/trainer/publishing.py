@@ -1,0 +1,83 @@
+"""The final model of a Trainer, and its saves, on the Hub."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.export import model_files
+from windlass.checkpoint.stored import open_folder
+from windlass.config.arguments import TrainingArguments
+from windlass.config.quantities import seconds
+from windlass.core.errors import CheckpointError, WindlassError
+from windlass.dist.gang import Gang
+from windlass.hub.callback import HubCallback
+from windlass.hub.fetching import SCHEME, fetch
+from windlass.hub.publisher import HubSettings, Publisher
+from windlass.trainer.run_folder import RunFolder
+
+
+def repository(args: TrainingArguments) -> str:
+    """The repository that the arguments name; by default the output folder's name."""
+    return args.hub_model_id or Path(args.output_path).name
+
+
+def hub_callback(args: TrainingArguments, folder: Path) -> HubCallback:
+    """The callback that publishes what a run saves in `folder`."""
+    return HubCallback(Publisher(_settings(args), folder))
+
+
+def publisher(
+    args: TrainingArguments, handler: Any, folder: Path, token: str | None = None, revision: str | None = None
+) -> Publisher:
+    """The publisher of this Trainer; another one for another token or branch."""
+    if token is not None or revision is not None:
+        return Publisher(_settings(args, token, revision), folder)
+    found = next((one for one in handler.callbacks if isinstance(one, HubCallback)), None)
+    if found is None:
+        found = hub_callback(args, folder)
+        handler.add_callback(found)
+    return found.publisher
+
+
+def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
+    """Start to upload the model in `folder`, with its card."""
+    names = model_files(open_folder(folder))
+    assert names is not None, "save_model() writes whole weights"
+    return publisher.push({name: folder / name for name in names}, message, folder)
+
+
+def push_in_background(args: TrainingArguments, handler: Any, folder: Path) -> None:
+    """Start to upload the model that a script saved."""
+    push(publisher(args, handler, folder), folder, "Model save")
+
+
+def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:
+    """Return `resume_from_checkpoint`; one on the Hub is downloaded once for each disk, and its path returned.
+    Collective.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be downloaded; the same on every rank.
+    """
+    if not (isinstance(resume, str) and resume.startswith(SCHEME)):
+        return resume
+    path, problem = None, None
+    if gang.rank == folder.disks.writer_rank:
+        try:
+            path = fetch(resume, args.hub_token, folder.path)
+        except WindlassError as error:
+            problem = str(error)
+    everywhere = gang.gather_objects((path, problem))
+    problems = [problem for _, problem in everywhere if problem is not None]
+    if problems:
+        raise CheckpointError(problems[0])
+    return next(path for path, _ in everywhere if path is not None)
+
+
+def _settings(args: TrainingArguments, token: str | None = None, revision: str | None = None) -> HubSettings:
+    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    return HubSettings(
+        repository(args), token or args.hub_token, args.hub_private_repo, strategy, args.hub_always_push,
+        revision or args.hub_revision, seconds(args.hub_wait),
+    )  # fmt: skip

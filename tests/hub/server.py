@@ -1,0 +1,337 @@
+"""A Hub over HTTP for tests: what `huggingface_hub` asks for, with real files and hashes, and faults on request.
+
+Repositories are folders of commits; a commit is a map from paths to contents by SHA-256.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN, READER = "hf_writerwriterwriter0", "hf_readerreaderreader0"
+_LARGE = 4096  # bytes from which a file is uploaded by itself
+
+
+@dataclass
+class Fault:
+    """What happens to the next requests whose "METHOD path" matches: an answer, a delay, a cut connection, or a lie."""
+
+    match: str
+    status: int | None = None
+    stall: float = 0.0
+    cut: bool = False
+    lie: bool = False
+    times: int = 1
+
+
+@dataclass
+class Repository:
+    private: bool
+    commits: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    branches: dict[str, int] = field(default_factory=dict)
+
+    def at(self, revision: str) -> tuple[str, dict[str, str]] | None:
+        if revision in self.branches:
+            return self.commits[self.branches[revision]]
+        return next((commit for commit in self.commits if commit[0] == revision), None)
+
+
+class Hub:
+    """The state of the server.
+
+    Attributes:
+        repositories: by full name.
+        blobs: contents by SHA-256.
+        faults: applied in order; each counts down `times`.
+        requests: "METHOD path" of all so far.
+    """
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.lock = threading.Lock()
+        self.url = ""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.repositories, self.blobs, self.faults, self.requests = {}, {}, [], []
+
+    def create(self, name: str, private: bool = False) -> Repository:
+        made = self.repositories[name] = Repository(private)
+        self._commit(made, "main", {}, "initial commit")
+        return made
+
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
+        """The files of a branch."""
+        found = self.repositories[name].at(revision)
+        assert found is not None
+        return {path: self.blobs[oid] for path, oid in found[1].items()}
+
+    def keep(self, content: bytes) -> str:
+        oid = hashlib.sha256(content).hexdigest()
+        self.blobs[oid] = content
+        return oid
+
+    def _commit(self, repository: Repository, branch: str, tree: dict[str, str], message: str) -> str:
+        oid = hashlib.sha1(f"{len(repository.commits)}{sorted(tree.items())}".encode()).hexdigest()
+        repository.commits.append((oid, tree))
+        repository.messages.append(message)
+        repository.branches[branch] = len(repository.commits) - 1
+        return oid
+
+    def commit(self, repository: Repository, branch: str, lines: list[dict[str, Any]]) -> str:
+        """Apply the operations of one commit. Raises KeyError for content that was never uploaded."""
+        found = repository.at(branch)
+        assert found is not None
+        tree, message = dict(found[1]), ""
+        for line in lines:
+            kind, value = line["key"], line["value"]
+            if kind == "header":
+                message = value["summary"]
+            elif kind == "file":
+                tree[value["path"]] = self.keep(base64.b64decode(value["content"]))
+            elif kind == "lfsFile":
+                assert value["oid"] in self.blobs
+                tree[value["path"]] = value["oid"]
+            elif kind == "deletedFile":
+                del tree[value["path"]]
+            else:
+                raise AssertionError(kind)
+        return self._commit(repository, branch, tree, message)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on stderr."""
+
+    def _answer(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _route(self) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        content = self.rfile.read(size)
+        path = urllib.parse.urlsplit(self.path).path
+        request = f"{self.command} {path}"
+        with self.hub.lock:
+            self.hub.requests.append(request)
+            fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.match, request)), None)
+            if fault is not None:
+                fault.times -= 1
+        if fault is not None:
+            time.sleep(fault.stall)
+            if fault.cut:
+                self.close_connection = True
+                self.connection.close()
+                return
+            if fault.status is not None:
+                self._answer(fault.status, {"error": f"told to answer {fault.status}"})
+                return
+        who = {f"Bearer {TOKEN}": "writer", f"Bearer {READER}": "reader"}.get(
+            self.headers.get("Authorization", "")
+        )
+        if who is None and not path.startswith("/lfs/"):
+            self._answer(401, {"error": "Invalid credentials"})
+            return
+        for pattern, method in ROUTES:
+            match = re.fullmatch(pattern, request)
+            if match is not None:
+                writes = (
+                    self.command in ("POST", "PUT") and "/validate-yaml" not in path and "/lfs/" not in path
+                )
+                if (writes or path.endswith("/write")) and who == "reader":
+                    self._answer(403, {"error": "You do not have write access"})
+                    return
+                parts = [None if part is None else urllib.parse.unquote(part) for part in match.groups()]
+                with self.hub.lock:
+                    method(self, *parts, content)
+                return
+        self._answer(404, {"error": f"no route for {request}"}, {"X-Error-Code": "EntryNotFound"})
+
+    do_GET = do_POST = do_PUT = do_HEAD = _route  # noqa: N815 (names of the base class)
+
+    # --- what is asked for
+
+    def whoami(self, content: bytes) -> None:
+        self._answer(200, {"name": "someone", "type": "user", "orgs": [], "auth": {}})
+
+    def create(self, content: bytes) -> None:
+        asked = json.loads(content)
+        name = f"{asked.get('organization') or 'someone'}/{asked['name']}"
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or "--" in name:
+            self._answer(400, {"error": f"Invalid repository name {name}"})
+            return
+        known = name in self.hub.repositories
+        if not known:
+            private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            self.hub.create(name, private)
+        body = {"url": f"{self.hub.url}/{name}", "name": name}
+        self._answer(409 if known else 200, {**body, "error": "exists"} if known else body)
+
+    def _repository(self, name: str) -> Repository | None:
+        found = self.hub.repositories.get(name)
+        if found is None:
+            self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        return found
+
+    def _tree(self, name: str, revision: str) -> tuple[str, dict[str, str]] | None:
+        repository = self._repository(name)
+        if repository is None:
+            return None
+        found = repository.at(revision)
+        if found is None:
+            self._answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        return found
+
+    def auth(self, name: str, content: bytes) -> None:
+        if self._repository(name) is not None:
+            self._answer(200)
+
+    def branch(self, name: str, branch: str, content: bytes) -> None:
+        repository = self._repository(name)
+        if repository is not None:
+            known = branch in repository.branches
+            repository.branches.setdefault(branch, repository.branches["main"])
+            self._answer(409 if known else 200, {"error": "exists"} if known else None)
+
+    def preupload(self, name: str, revision: str, content: bytes) -> None:
+        found = self._tree(name, revision)
+        if found is None:
+            return
+        ignored = self.hub.blobs.get(found[1].get(".gitignore", ""), b"").decode().split()
+        answer = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs"
+                if file["size"] >= _LARGE or file["path"].endswith(".safetensors")
+                else "regular",
+                "shouldIgnore": file["path"] in ignored,
+            }
+            for file in json.loads(content)["files"]
+        ]
+        self._answer(200, {"files": answer})
+
+    def batch(self, name: str, content: bytes) -> None:
+        objects = []
+        for one in json.loads(content)["objects"]:
+            entry: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in self.hub.blobs:
+                entry["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}"}}
+            objects.append(entry)
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def store(self, oid: str, content: bytes) -> None:
+        if hashlib.sha256(content).hexdigest() != oid:
+            self._answer(422, {"error": "the content has another hash"})
+            return
+        self.hub.keep(content)
+        self._answer(200)
+
+    def commit(self, name: str, revision: str, content: bytes) -> None:
+        repository = self._repository(name)
+        if repository is None:
+            return
+        if revision not in repository.branches:
+            self._answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+            return
+        oid = self.hub.commit(repository, revision, [json.loads(line) for line in content.splitlines()])
+        url = f"{self.hub.url}/{name}/commit/{oid}"
+        self._answer(200, {"success": True, "commitOid": oid, "commitUrl": url})
+
+    def validate(self, content: bytes) -> None:
+        self._answer(200, {"warnings": [], "errors": []})
+
+    def tree(self, name: str, revision: str, folder: str | None, content: bytes) -> None:
+        found = self._tree(name, revision)
+        if found is None:
+            return
+        inside = {p: oid for p, oid in found[1].items() if folder is None or p.startswith(f"{folder}/")}
+        if folder is not None and not inside:
+            self._answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        self._answer(
+            200,
+            [
+                {"type": "file", "path": path, "oid": oid[:40], "size": len(self.hub.blobs[oid])}
+                for path, oid in sorted(inside.items())
+            ],
+        )
+
+    def info(self, name: str, revision: str, content: bytes) -> None:
+        found = self._tree(name, revision)
+        if found is not None:
+            self._answer(200, {"id": name, "sha": found[0], "siblings": [{"rfilename": p} for p in found[1]]})
+
+    def main(self, name: str, content: bytes) -> None:
+        self.info(name, "main", content)
+
+    def resolve(self, name: str, revision: str, path: str, content: bytes) -> None:
+        found = self._tree(name, revision)
+        if found is None:
+            return
+        if path not in found[1]:
+            self._answer(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        data = self.hub.blobs[found[1][path]]
+        fault = next((f for f in self.hub.faults if f.lie and re.search(f.match, f"GET {path}")), None)
+        if fault is not None and data:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        headers = {"X-Repo-Commit": found[0], "ETag": f'"{found[1][path]}"', "Accept-Ranges": "bytes"}
+        self._answer(200, data, headers)
+
+
+_NAME = r"([\w.-]+/[\w.-]+)"
+ROUTES: list[tuple[str, Callable[..., None]]] = [
+    (r"GET /api/whoami-v2", _Handler.whoami),
+    (r"POST /api/repos/create", _Handler.create),
+    (r"POST /api/validate-yaml", _Handler.validate),
+    (rf"GET /api/models/{_NAME}/auth-check(?:/write)?", _Handler.auth),
+    (rf"POST /api/models/{_NAME}/branch/([^/]+)", _Handler.branch),
+    (rf"POST /api/models/{_NAME}/preupload/([^/]+)", _Handler.preupload),
+    (rf"POST /{_NAME}\.git/info/lfs/objects/batch", _Handler.batch),
+    (r"PUT /lfs/(\w+)", _Handler.store),
+    (rf"POST /api/models/{_NAME}/commit/([^/]+)", _Handler.commit),
+    (rf"GET /api/models/{_NAME}/tree/([^/]+)(?:/(.+))?", _Handler.tree),
+    (rf"GET /api/models/{_NAME}/revision/([^/]+)", _Handler.info),
+    (rf"GET /api/models/{_NAME}", _Handler.main),
+    (rf"(?:GET|HEAD) /{_NAME}/resolve/([^/]+)/(.+)", _Handler.resolve),
+]
+
+
+@contextmanager
+def running() -> Iterator[Hub]:
+    """A Hub on a free port of this machine."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,105 @@
+"""Runs that publish what they save, and are continued from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.hub.server import Fault, Hub
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.core.errors import ConfigError
+
+
+def trainer(folder: Path, token: str, steps: int = 4, **changes: object) -> Trainer:
+    settings = {"push_to_hub": True, "hub_token": token, "hub_model_id": "run", "save_strategy": "steps",
+                "save_steps": 2, "lr_scheduler_type": "constant", **changes}  # fmt: skip
+    return Trainer(Net(), arguments(folder, max_steps=steps, **settings), train_dataset=rows(64))
+
+
+def test_a_run_is_continued_from_the_hub_to_the_same_bits(hub: Hub, token: str, tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", token, 6, push_to_hub=False)
+    whole.train()
+    trainer(tmp_path / "first", token, hub_strategy="checkpoint").train()
+    assert hub.repositories["someone/run"].messages[-1] == "Training in progress, step 4"
+    second = trainer(tmp_path / "second", token, 6, hub_strategy="checkpoint")
+    second.train(resume_from_checkpoint="hub:someone/run")
+    assert second.state.global_step == 6
+    assert torch.equal(second.model.layer.weight, whole.model.layer.weight)
+    assert hub.repositories["someone/run"].messages[-1] == "Training in progress, step 6"
+
+
+def test_an_unreachable_hub_is_one_error_before_training(hub: Hub, token: str, tmp_path: Path) -> None:
+    hub.faults = [Fault("POST /api/repos/create", status=403, times=9)]
+    refused = trainer(tmp_path, token)
+    with pytest.raises(ConfigError, match="hub_token"):
+        refused.train()
+    assert refused.state.global_step == 0
+
+
+def test_a_hub_that_fails_costs_the_upload_and_not_the_run(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.faults = [Fault("POST .*/commit/", status=403, times=99)]
+    run = trainer(tmp_path, token)
+    run.train()
+    assert run.state.global_step == 4
+    assert "not uploaded to someone/run" in caplog.text
+    assert token not in caplog.text
+    assert not any(
+        token in path.read_text("utf-8", "ignore") for path in tmp_path.rglob("*") if path.is_file()
+    )
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.hub.test_callback import trainer
+trainer(Path(sys.argv[1]), sys.argv[2], 40, hub_strategy="checkpoint", hub_always_push=True).train()
+"""
+
+
+def test_a_run_that_is_killed_in_an_upload_is_continued_from_the_hub(
+    hub: Hub, token: str, tmp_path: Path, root: Path
+) -> None:
+    """The upload of a later checkpoint never ends; the one before it is whole on the Hub."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "PYTHONPATH": str(root),
+    }
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), token]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait(lambda: len(hub.repositories.get("someone/run", _NONE).commits) > 2)
+            hub.faults = [Fault("PUT /lfs/", stall=30.0, times=99)]
+            begun = len(hub.requests)
+            _wait(lambda: any("PUT /lfs/" in request for request in hub.requests[begun:]))
+        finally:
+            process.send_signal(signal.SIGKILL)
+    hub.faults = []
+    again = trainer(tmp_path / "again", token, 42, push_to_hub=False)
+    again.train(resume_from_checkpoint="hub:someone/run")
+    whole = trainer(tmp_path / "whole", token, 42, push_to_hub=False)
+    whole.train()
+    assert torch.equal(again.model.layer.weight, whole.model.layer.weight)
+
+
+class _NONE:
+    commits: tuple[()] = ()
+
+
+def _wait(condition: object) -> None:
+    until = time.monotonic() + 120
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)

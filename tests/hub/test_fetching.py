@@ -1,0 +1,61 @@
+"""Checkpoints that are resumed from the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.hub.server import Fault, Hub
+from tests.hub.test_publisher import content
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.core.errors import CheckpointError, ConfigError
+from windlass.hub.fetching import fetch
+from windlass.hub.publisher import HubSettings, Publisher
+
+
+@pytest.fixture
+def published(hub: Hub, token: str, tmp_path: Path) -> Path:
+    """A checkpoint that is on the Hub too."""
+    args = arguments(tmp_path / "run", max_steps=1, save_strategy="steps", save_steps=1)
+    Trainer(Net(), args, train_dataset=rows(16)).train()
+    publisher = Publisher(HubSettings("run", token, strategy="checkpoint"), tmp_path)
+    publisher.saved(tmp_path / "run/checkpoint-1")
+    assert publisher.finish()
+    return tmp_path / "run/checkpoint-1"
+
+
+def test_a_checkpoint_comes_back_to_the_bit_and_only_once(
+    hub: Hub, token: str, published: Path, tmp_path: Path
+) -> None:
+    path = fetch("hub:someone/run", token, tmp_path)
+    assert path.name == "checkpoint-1"
+    assert content(path) == content(published)
+    asked = len(hub.requests)
+    assert fetch("hub:someone/run@main/last-checkpoint", token, tmp_path) == path
+    assert not any("optimizer" in request for request in hub.requests[asked:])
+
+
+def test_what_arrives_damaged_is_not_resumed(hub: Hub, token: str, published: Path, tmp_path: Path) -> None:
+    hub.faults = [Fault("GET last-checkpoint/optimizer.safetensors", lie=True, times=0)]
+    args = arguments(tmp_path / "again", max_steps=2, hub_token=token)
+    trainer = Trainer(Net(), args, train_dataset=rows(16))
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors"):
+        trainer.train(resume_from_checkpoint="hub:someone/run")
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "words"),
+    [
+        ("hub:run", ConfigError, "hub:OWNER/NAME"),
+        ("hub:someone/absent", CheckpointError, "someone/absent"),
+        ("hub:someone/run@absent", CheckpointError, "cannot read"),
+        ("hub:someone/run/checkpoint-7", CheckpointError, "no checkpoint in checkpoint-7"),
+    ],
+)
+def test_an_address_without_a_checkpoint(
+    hub: Hub, token: str, published: Path, tmp_path: Path, address: str, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fetch(address, token, tmp_path)

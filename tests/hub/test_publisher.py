@@ -1,0 +1,117 @@
+"""What each strategy publishes, and which error names which setting."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+from tests.hub.server import READER, Fault, Hub
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.checkpoint.stored import open_folder, open_weights
+from windlass.core.errors import ConfigError
+from windlass.hub.publisher import HubSettings, Publisher
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    args = arguments(folder, max_steps=2, save_strategy="steps", save_steps=1)
+    Trainer(Net(), args, train_dataset=rows(16)).train()
+    return folder
+
+
+@pytest.fixture
+def publish(hub: Hub, token: str, run: Path, tmp_path: Path) -> Any:
+    def publish(strategy: str, *checkpoints: str, **settings: Any) -> dict[str, bytes]:
+        publisher = Publisher(HubSettings("run", token, strategy=strategy, **settings), tmp_path)
+        for name in checkpoints:
+            shutil.copytree(run / name, tmp_path / name)
+            publisher.saved(tmp_path / name)
+            shutil.rmtree(tmp_path / name)  # as retention may do at any moment
+        assert publisher.finish()
+        return hub.files("someone/run", settings.get("revision") or "main") if hub.repositories else {}
+
+    return publish
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_the_model_of_each_save(publish: Any, run: Path) -> None:
+    assert publish("every_save", "checkpoint-1") == {
+        "model.safetensors": (run / "checkpoint-1/model.safetensors").read_bytes()
+    }
+
+
+def test_the_last_checkpoint_is_whole(publish: Any, run: Path, hub: Hub) -> None:
+    found = publish("checkpoint", "checkpoint-1", "checkpoint-2", always=True, revision="mine")
+    expected = {f"last-checkpoint/{name}": data for name, data in content(run / "checkpoint-2").items()}
+    assert found == {**expected, "model.safetensors": expected["last-checkpoint/model.safetensors"]}
+    assert hub.files("someone/run") == {}
+    trees = [set(tree) for _, tree in hub.repositories["someone/run"].commits[1:]]
+    assert trees == [set(found)] * 2, "one commit for each save, with all of its files"
+
+
+def test_all_checkpoints(publish: Any) -> None:
+    found = publish("all_checkpoints", "checkpoint-1", "checkpoint-2")
+    assert {name.split("/")[0] for name in found} == {"checkpoint-1", "checkpoint-2", "model.safetensors"}
+
+
+def test_nothing_before_the_end(publish: Any, hub: Hub) -> None:
+    assert publish("end", "checkpoint-1") == {}
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (HubSettings("run", "hf_nobodynobodynobody"), "hub_token"),
+        (HubSettings("someone/run", READER), "hub_token"),
+        (HubSettings("a--b"), "hub_model_id"),
+    ],
+)
+def test_an_error_names_its_setting(
+    hub: Hub, tmp_path: Path, settings: HubSettings, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create("someone/run")
+    with pytest.raises(ConfigError) as error:
+        Publisher(settings, tmp_path).open()
+    assert [problem.field for problem in error.value.problems] == [field]
+    assert str(settings.token) not in str(error.value)
+
+
+def test_what_was_not_uploaded_is_listed(
+    hub: Hub, token: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = Publisher(HubSettings("run", token), tmp_path)
+    publisher.open()
+    hub.faults = [Fault("POST .*/commit/", status=403)]
+    publisher.saved(run / "checkpoint-1")
+    assert not publisher.finish()
+    assert f"windlass checkpoint push {run / 'checkpoint-1'} someone/run" in caplog.text
+    assert list((tmp_path / ".windlass-hub").iterdir()) == []
+
+
+def test_the_weights_of_a_sharded_checkpoint_are_joined_for_the_root(
+    hub: Hub, token: str, root: Path, tmp_path: Path
+) -> None:
+    sharded = root / "tests/reliability/written_before/sharded/checkpoint-3"
+    publisher = Publisher(HubSettings("run", token), tmp_path)
+    publisher.saved(sharded)
+    assert publisher.finish()
+    found = hub.files("someone/run")
+    assert "model.safetensors" in found
+    assert not any("rank-" in name for name in found)
+    with open_weights(open_folder(sharded)) as tensors:
+        whole = load(found["model.safetensors"])
+        assert whole.keys() == set(tensors.names)
+        assert all(torch.equal(whole[name], tensors.read(name)) for name in tensors.names)

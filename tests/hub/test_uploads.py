@@ -1,0 +1,119 @@
+"""Uploads beside training: what fails is tried again, and costs nothing but the upload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.hub.server import Fault, Hub
+
+from windlass.hub import uploads as module
+from windlass.hub.client import HubClient, HubError
+from windlass.hub.uploads import Upload, Uploads, linked
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSES", (0.01,))
+
+
+def upload(folder: Path, what: str = "a", **changes: str) -> Upload:
+    (folder / what / changes.get("replaces", "")).mkdir(parents=True)
+    (folder / what / changes.get("replaces", "") / f"{what}.json").write_text(f'"{what}"')
+    return Upload(what, f"upload {what}", folder / what, later="later", **changes)
+
+
+def client(token: str) -> HubClient:
+    opened = HubClient("run", token)
+    opened.open()
+    return opened
+
+
+PASSING = [
+    Fault("POST .*/commit/", status=500),
+    Fault("POST .*/commit/", status=409),
+    Fault("POST .*/commit/", status=429),
+    Fault("POST .*/commit/", cut=True, times=2),
+    Fault("POST .*/preupload/", cut=True),
+]
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.match[6:13]} {fault.status or 'cut'}")
+def test_a_passing_failure_is_tried_again(hub: Hub, token: str, tmp_path: Path, fault: Fault) -> None:
+    one, running = upload(tmp_path), Uploads(client(token))
+    hub.faults = [Fault(**vars(fault))]
+    running.add(one)
+    assert running.finish(60, print) == []
+    assert one.commit.result().startswith(hub.url)
+    assert hub.files("someone/run") == {"a.json": b'"a"'}
+    assert not one.folder.exists()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_lasting_failure_ends_the_upload(
+    hub: Hub, token: str, tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two, running = upload(tmp_path), upload(tmp_path, "b"), Uploads(client(token))
+    hub.faults = [Fault("POST .*/commit/", status=status)]
+    running.add(one)
+    assert running.finish(60, print) == [one]
+    with pytest.raises(HubError, match=f"told to answer {status}"):
+        one.commit.result()
+    assert token not in caplog.text
+    assert "To upload it later: later" in caplog.text
+    running.add(two)  # the Hub is asked again
+    assert running.finish(60, print) == []
+    assert hub.files("someone/run") == {"b.json": b'"b"'}
+
+
+def test_a_hub_that_stalls_is_given_up_at_the_end(hub: Hub, token: str, tmp_path: Path) -> None:
+    one, running, lines = upload(tmp_path), Uploads(client(token)), list[str]()
+    hub.faults = [Fault("POST .*/commit/", stall=3.0)]
+    running.add(one)
+    assert running.finish(0.2, lines.append) == [one]
+    assert "waiting for 1 upload(s)" in lines[0]
+    assert "did not end" in one.error
+
+
+def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, tmp_path: Path) -> None:
+    for every, commits in ((False, 3), (True, 4)):
+        hub.reset()
+        running = Uploads(client(token), every=every)
+        hub.faults = [Fault("POST .*/preupload/", stall=0.5)]
+        folders = [tmp_path / f"{every}{number}" for number in range(3)]
+        made = [upload(folder, "a") for folder in folders]
+        for number, one in enumerate(made):
+            (one.folder / "a.json").write_text(str(number))
+            running.add(one)
+            while number == 0 and not any("preupload" in request for request in hub.requests):
+                pass  # the first one is under way
+        assert running.finish(60, print) == []
+        assert len(hub.repositories["someone/run"].commits) == commits
+        assert hub.files("someone/run") == {"a.json": b"2"}
+        assert made[1].commit.cancelled() is not every
+
+
+def test_files_that_are_gone_leave_with_the_same_commit(hub: Hub, token: str, tmp_path: Path) -> None:
+    running = Uploads(client(token))
+    for name in ("a", "b"):
+        running.add(upload(tmp_path / name, name, replaces="last"))
+        assert running.finish(60, print) == []
+    assert hub.files("someone/run") == {"last/b.json": b'"b"'}
+    assert len(hub.repositories["someone/run"].commits) == 3
+
+
+def test_a_file_that_the_repository_ignores_is_an_error(hub: Hub, token: str, tmp_path: Path) -> None:
+    running, one = Uploads(client(token)), upload(tmp_path)
+    repository = hub.repositories["someone/run"]
+    ignore = {"key": "file", "value": {"path": ".gitignore", "content": "YS5qc29u"}}
+    hub.commit(repository, "main", [{"key": "header", "value": {"summary": ""}}, ignore])
+    running.add(one)
+    assert running.finish(60, print) == [one]
+    assert "left out a.json" in one.error
+
+
+def test_links_outlive_their_originals(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"weights")
+    linked({"sub/w": tmp_path / "w"}, tmp_path / "links")
+    (tmp_path / "w").unlink()
+    assert (tmp_path / "links/sub/w").read_bytes() == b"weights"

@@ -1,0 +1,41 @@
+"""`push_to_hub()` and `save_model()` of a Trainer that publishes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from tests.hub.server import Hub
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+
+
+def test_the_final_model_with_its_card(hub: Hub, token: str, tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path / "mine", hub_token=token), train_dataset=rows(8))
+    address = trainer.push_to_hub("Done", tags=["small"])
+    found = hub.files("someone/mine")
+    assert set(found) == {"model.safetensors", "README.md"}
+    assert address.startswith(f"{hub.url}/someone/mine/commit/")
+    assert hub.repositories["someone/mine"].messages[-1] == "Done"
+    assert b"# mine" in found["README.md"]
+    later = trainer.push_to_hub(blocking=False)
+    assert isinstance(later, Future)
+    assert later.result(60).startswith(hub.url)
+
+
+def test_another_branch(hub: Hub, token: str, tmp_path: Path) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path / "mine"), train_dataset=rows(8))
+    trainer.push_to_hub(token=token, revision="other")
+    assert "model.safetensors" in hub.files("someone/mine", "other")
+    assert hub.files("someone/mine") == {}
+
+
+def test_save_model_publishes_if_the_run_does(hub: Hub, token: str, tmp_path: Path) -> None:
+    settings = {"push_to_hub": True, "hub_token": token, "hub_strategy": "end", "save_strategy": "no"}
+    trainer = Trainer(Net(), arguments(tmp_path / "mine", **settings), train_dataset=rows(8))
+    trainer.init_hf_repo()
+    assert hub.files("someone/mine") == {}
+    trainer.save_model()
+    trainer.train()  # waits for the upload at its end
+    assert set(hub.files("someone/mine")) == {"model.safetensors"}
