@@ -42,8 +42,13 @@ LEFT_OUT = [block for page in PAGES for block in blocks(page) if block.reason is
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if page.stem == "hub":
+        request.getfixturevalue("hub")
+        monkeypatch.setenv("HF_TOKEN", request.getfixturevalue("token"))
     namespace: dict[str, Any] = {"__name__": f"docs_{page.stem}"}
     for block in blocks(page):
         if block.reason is None:

@@ -27,10 +27,12 @@ HOMES: dict[str, set[str]] = {
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
+    "huggingface_hub": {"hub"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
+    *TRACKERS,
 }  # fmt: skip
 
 

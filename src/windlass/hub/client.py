@@ -82,10 +82,10 @@ class HubClient:
             done = self._api.create_commit(
                 self.repository, operations, commit_message=message, revision=self._revision
             )
-            left_out = [one.path_in_repo for one in operations if getattr(one, "_should_ignore", False)]
+        left_out = sorted(files.keys() - set(self.names(revision=done.oid)))
         if left_out:
             raise HubError(
-                f"{self.address} left out {', '.join(left_out)}: its .gitignore lists them. Remove these lines there",
+                f"{self.address} left out {', '.join(left_out)}: remove their names from .gitignore there",
                 passing=False,
             )
         return str(done.commit_url)

@@ -21,6 +21,7 @@ from windlass.config.plan import SavePlan
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerCallback
+from windlass.core.lazy import LazyModule
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
 from windlass.core.redact import has_hidden
@@ -28,7 +29,9 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
-from windlass.trainer.lazy_modules import publishing
+
+# Imported if a run publishes.
+publishing: Any = LazyModule("windlass.trainer.publishing")
 
 logger = get_logger(__name__)
 

@@ -92,8 +92,7 @@ def prepare_run(
         ConfigError, CheckpointError, ModelError, RankMismatchError: whatever can be known to be wrong before training.
     """
     session, events = services.session, services.events
-    manager = folder.manager(Retention())
-    resume = fetched(resume, args, session.gang, folder)
+    manager, resume = folder.manager(Retention()), fetched(resume, args, session.gang, folder)
     checkpoint = CheckpointSource(session, folder, manager).resume_point(resume, args.resolve_path)
     if checkpoint is None:
         folder.warn_of_earlier_run()

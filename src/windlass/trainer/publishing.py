@@ -48,9 +48,10 @@ def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
     return publisher.push({name: folder / name for name in names}, message, folder)
 
 
-def push_in_background(args: TrainingArguments, handler: Any, folder: Path) -> None:
-    """Start to upload the model that a script saved."""
-    push(publisher(args, handler, folder), folder, "Model save")
+def model_saved(args: TrainingArguments, handler: Any, folder: Path) -> None:
+    """Start to upload the model that a script saved, if the run publishes and this is the main process."""
+    if args.push_to_hub and args.process_index == 0:
+        push(publisher(args, handler, folder), folder, "Model save")
 
 
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:

@@ -474,8 +474,8 @@ class Trainer(TrainerNames):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
-        process, and with `save_on_each_node` on one of each machine that has a disk of its own. With `push_to_hub` a
-        call of a script's own also uploads it.
+        process, and with `save_on_each_node` on one of each machine that has a disk of its own; with `push_to_hub` also
+        upload it.
 
         Args:
             output_dir: a folder or a URL; the run's output folder by default.
@@ -485,13 +485,8 @@ class Trainer(TrainerNames):
         if self.args.save_on_each_node:
             writes = gang.rank == (self._folder or run_folder.RunFolder(self.args, gang)).disks.writer_rank
         model_writer.save_final(place, self._model_writer, self._save, gang, writes)
-        if (
-            self.args.push_to_hub
-            and not _internal_call
-            and output_dir is None
-            and self.is_world_process_zero()
-        ):
-            publishing.push_in_background(self.args, self.callback_handler, self.output_folder)
+        if not (_internal_call or output_dir):
+            publishing.model_saved(self.args, self.callback_handler, self.output_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.

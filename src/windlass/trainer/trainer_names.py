@@ -48,6 +48,9 @@ class TrainerNames:
     def count_targets(self, batch: Any) -> float:
         raise NotImplementedError
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        raise NotImplementedError
+
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         raise NotImplementedError
 
@@ -434,11 +437,7 @@ class TrainerNames:
     # --- the Hub ------------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository `args.hub_model_id` if it does not exist, on the main process.
-
-        Raises:
-            ConfigError: the Hub refuses the name or the token, or cannot be reached.
-        """
+        """Create the repository `args.hub_model_id` if it does not exist, on the main process."""
         if self.is_world_process_zero():
             publishing.publisher(self.args, self.callback_handler, self.output_folder, token).open()
 
