@@ -81,7 +81,9 @@ def test_an_assigned_call_event_makes_all_calls_with_arguments_of_its_own(calls:
 
     def call(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         for callback in handler.callbacks:
-            getattr(callback, event, lambda *values, **named: None)("other arguments", state, control, **kwargs)
+            getattr(callback, event, lambda *values, **named: None)(
+                "other arguments", state, control, **kwargs
+            )
         told.append((event, args, kwargs))
         return {"should_log": True}
 

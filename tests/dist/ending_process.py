@@ -1,6 +1,6 @@
 """Run by a test: a process that ends while one of its threads is in a call of a store that does not answer.
 
-The argument is the name of that thread. The store is in a process of its own, which is stopped, and whose id is printed.
+The argument is the name of that thread. The store is in a process of its own, which is stopped; its id is printed.
 """
 
 from __future__ import annotations

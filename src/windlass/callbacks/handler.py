@@ -162,8 +162,9 @@ class CallbackHandler:
 
     def listens_outside(self, event: str) -> bool:
         """Return True if a callback that is not one of Windlass listens to this event."""
-        return self._calls_are_replaced() or self.listens(event) and any(
-            not _module_of(listener).startswith("windlass.") for listener in self._listeners[event]
+        return self._calls_are_replaced() or (
+            self.listens(event)
+            and any(not _module_of(listener).startswith("windlass.") for listener in self._listeners[event])
         )
 
     # --- the events
