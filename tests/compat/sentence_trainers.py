@@ -22,12 +22,12 @@ from sentence_transformers import (
     SparseEncoder,
     SparseEncoderTrainer,
     SparseEncoderTrainingArguments,
-    losses,
 )
 from sentence_transformers import sparse_encoder as sparse
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
-from sentence_transformers.evaluation import EmbeddingSimilarityEvaluator
-from sentence_transformers.training_args import BatchSamplers
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.training_args import BatchSamplers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
@@ -58,14 +58,7 @@ def saved(cls: Any, **changes: Any) -> str:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()
-    config = BertConfig(
-        vocab_size=len(WORDS),
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **sizes,
-        **changes,
-    )
+    config = BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes, **changes)
     cls(config).save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, mask_token="[MASK]", model_max_length=32, **special
