@@ -70,6 +70,7 @@ def saved(cls: Any, **changes: Any) -> str:
 def options(**changes: Any) -> dict[str, Any]:
     common = {
         "output_dir": tempfile.mkdtemp(), "max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1,
+        "per_device_eval_batch_size": 2,
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_steps": 2, "learning_rate": 1e-2,
         "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
         "ddp_find_unused_parameters": True,  # a model's pooler, which the embeddings do not use
