@@ -53,8 +53,8 @@ def test_every_trainer_trains_to_the_bits_of_the_original() -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_they_train_in_two_processes() -> None:
-    names = NAMES[:3]  # setfit itself trains in one
+def test_a_trainer_trains_in_two_processes() -> None:
+    names = NAMES[:1]  # one for each launch: models are written by every process only before there is a group
     flags = ("launch", "--compat", "--use_cpu", "--num_processes", "2")
     found = results("-m", "windlass", *flags, SCRIPT, *names)
     assert tuple(found) == names
