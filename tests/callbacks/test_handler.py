@@ -75,6 +75,27 @@ def test_every_event_reaches_an_object_that_has_it(event: str, calls: Any) -> No
         assert told[0][payload] == {"a": 1}
 
 
+def test_an_assigned_call_event_makes_all_calls_with_arguments_of_its_own(calls: Any) -> None:
+    told: list[Any] = []
+    handler = handler_of(SimpleNamespace(on_save=lambda args, *rest, **kwargs: told.append(args)))
+
+    def call(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        for callback in handler.callbacks:
+            getattr(callback, event, lambda *values, **named: None)(
+                "other arguments", state, control, **kwargs
+            )
+        told.append((event, args, kwargs))
+        return {"should_log": True}
+
+    handler.call_event = call
+    args, state, control = calls
+    assert handler.listens("on_step_end")
+    assert handler.on_save(args, state, control) is control
+    handler.on_log(args, state, control, {"loss": 1.0})
+    assert told == ["other arguments", ("on_save", args, {}), ("on_log", args, {"logs": {"loss": 1.0}})]
+    assert control.should_log
+
+
 def test_inherited_no_ops_are_not_listeners() -> None:
     handler = handler_of(Recorder())
     assert {event for event in EVENTS if handler.listens(event)} == {"on_step_end", "on_epoch_end", "on_log"}

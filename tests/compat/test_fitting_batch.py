@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from transformers import trainer_utils as reference
 
-from windlass.compat.fitting_batch import NoBatchFitsError, find_executable_batch_size
+from windlass.compat.batch_size import NoBatchFitsError
+from windlass.compat.fitting_batch import find_executable_batch_size
 from windlass.core.errors import WindlassError
 
 

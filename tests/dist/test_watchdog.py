@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,23 @@ def test_a_single_process_ends_when_it_waits_for_longer_than_it_may() -> None:
     assert said.count("this process has made no progress for 2 s [step 3, in 'read data']") == 1
     assert 'time.sleep(1000 if how == "data" else 0)' in said
     assert "it has waited longer than ddp_timeout=4 s allows" in said
+
+
+@pytest.mark.parametrize("thread", ["windlass-watchdog", "windlass-watch-board"])
+def test_a_process_ends_while_a_thread_is_in_a_call_of_the_store(thread: str) -> None:
+    """The call returns when the modules are gone, unless the process waits for it."""
+    command = [sys.executable, "-m", "tests.dist.ending_process", thread]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen(command, env=environ, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert job.stdout is not None
+        server = int(job.stdout.readline())
+        select.select([job.stdout], [], [], 1.5)  # readable if the process does not wait
+        os.kill(server, signal.SIGCONT)
+        _, errors = job.communicate(timeout=100)
+    finally:
+        end_all(job)
+    assert job.returncode == 0, errors.decode()
 
 
 def test_what_is_no_wait_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

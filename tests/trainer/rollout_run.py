@@ -39,11 +39,14 @@ class RolloutTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rollouts = Rollouts()
+        self.rollouts, self.began = Rollouts(), False
         self.accelerator.register_for_checkpointing(self.rollouts)
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
         outputs = model(**inputs)
+        if not self.began:
+            self.began = True
+            print("begins with", self.rollouts.state_dict()["values"].tolist(), flush=True)
         loss = outputs["loss"] * (1 + torch.sigmoid(outputs["loss"].detach() - self.rollouts.mean()))
         self.rollouts.add(outputs["loss"].detach().reshape(1))
         return (loss, outputs) if return_outputs else loss
@@ -65,6 +68,7 @@ def main(folder: Path, kill_at: int, steps: int = 9) -> None:
     )  # fmt: skip
     trainer = RolloutTrainer(Net(), args, train_dataset=rows(24), callbacks=[Kill(kill_at)])
     trainer.train(resume_from_checkpoint="auto")
+    print("kept", trainer.rollouts.state_dict()["values"].tolist(), flush=True)
     state = {**trainer.model.state_dict(), "rollouts": trainer.rollouts.state_dict()["values"]}
     if trainer.is_world_process_zero():
         torch.save(state, folder / "end.pt")

@@ -78,6 +78,16 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
+class TwiceUsedGraph(OwnStep):
+    """Differentiates the loss a second time, after its backward."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss, retain_graph=True)
+        torch.autograd.grad(loss, list(model.parameters()))
+        return loss.detach()
+
+
 class DividingStep(OwnStep):
     divides = True
 
@@ -93,10 +103,11 @@ def weights(trainer: Trainer) -> list[float]:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
 
+@pytest.mark.parametrize("kind", [OwnStep, TwiceUsedGraph])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_an_own_step_trains_as_the_default_one(accumulation: int, folder: Path) -> None:
+def test_an_own_step_trains_as_the_default_one(kind: type[Trainer], accumulation: int, folder: Path) -> None:
     own, default = (
-        trainer_for(folder, kind, gradient_accumulation_steps=accumulation) for kind in (OwnStep, Trainer)
+        trainer_for(folder, cls, gradient_accumulation_steps=accumulation) for cls in (kind, Trainer)
     )
     own.train()
     default.train()

@@ -293,6 +293,10 @@ def test_the_micro_batches_of_an_update_are_known_while_it_runs(arguments: Any) 
     assert trainer.current_gradient_accumulation_steps == 3
     trainer.train()
     assert seen[-4:] == [3, 3, 3, 1]
+    trainer.current_gradient_accumulation_steps = 2
+    assert trainer.current_gradient_accumulation_steps == 2
+    trainer.train()
+    assert seen[4:] == seen[:4]
 
 
 def test_the_state_of_the_accelerator_has_the_plugins(arguments: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,16 @@ def test_the_buffers_are_compared_to_something() -> None:
     assert float(Rollouts().mean()) == 0.0
 
 
-def test_registered_objects_of_another_number_of_processes_are_reported(tmp_path: Path) -> None:
-    """Each process has a state of its own, and nobody knows whose a new process would need."""
-    launch(2, ROLLOUTS, tmp_path / "run", 0, 6)
-    assert "start without their state: 2 process(es)" in run_script(ROLLOUTS, tmp_path / "run", 0)
+def test_registered_objects_go_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Each process takes the state of its rank; a further one that of rank 0, as accelerate's would."""
+    launch(2, ROLLOUTS, tmp_path / "run", 0, 3)
+    said = run_script(ROLLOUTS, tmp_path / "run", 0, 6)
+    assert "2 process(es) saved a state of a registered object, this run has 1" in said
+    kept = re.findall(r"kept \[.*\]", said)
+    said = launch(2, ROLLOUTS, tmp_path / "run", 0, 9)
+    starts = re.findall(r"begins with (\[.*\])", said)
+    assert starts == [kept[-1].removeprefix("kept ")] * 2
+    assert starts[0] != "[]"
 
 
 def test_an_override_that_moves_one_value_is_called_for_nested_ones(tmp_path: Path) -> None:

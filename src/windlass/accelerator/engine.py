@@ -80,10 +80,10 @@ class TrainerEngine:
     ) -> None:
         self.step_was_skipped = False
         self._owned, self._dist, self.autocast = owned, dist, autocast
-        self._backward: Callable[[Any], None] = _outside
+        self._backward: Callable[..., None] = _outside
         self.strategies: Sequence[Strategy] = ()
 
-    def attach(self, backward: Callable[[Any], None], strategy: Strategy) -> None:
+    def attach(self, backward: Callable[..., None], strategy: Strategy) -> None:
         """Start a run; `accelerator.backward` calls `backward`. The strategy is used after the run, too."""
         self._backward, self.strategies = backward, (strategy,)
 
@@ -106,12 +106,12 @@ class TrainerEngine:
         return isinstance(item, DealtLoader) and item.is_dealt
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        self._backward(loss)
+        self._backward(loss, **kwargs)
 
     def free_memory(self) -> None:
         # Runs call this between updates, where a garbage collection would take too long.
         clear_device_cache()
 
 
-def _outside(loss: Any) -> None:
+def _outside(loss: Any, **kwargs: Any) -> None:
     raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")

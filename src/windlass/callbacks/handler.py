@@ -155,12 +155,16 @@ class CallbackHandler:
         """
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
-        return bool(self._listeners[event])
+        return bool(self._listeners[event]) or self._calls_are_replaced()
+
+    def _calls_are_replaced(self) -> bool:
+        return "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
 
     def listens_outside(self, event: str) -> bool:
         """Return True if a callback that is not one of Windlass listens to this event."""
-        return self.listens(event) and any(
-            not _module_of(listener).startswith("windlass.") for listener in self._listeners[event]
+        return self._calls_are_replaced() or (
+            self.listens(event)
+            and any(not _module_of(listener).startswith("windlass.") for listener in self._listeners[event])
         )
 
     # --- the events
@@ -168,7 +172,7 @@ class CallbackHandler:
     def fire(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call every listener of `event`, in order, and merge what each returns into `control`.
+        """Call every listener of `event`, in order, with `call_event`; merge what each returns into `control`.
 
         An event that a listener fires by calling `evaluate` or `log` clears no request and skips callbacks whose
         `follows_run_only` is true: the run's own reports and evaluations stay due.
@@ -182,27 +186,31 @@ class CallbackHandler:
             ValueError: `event` is not one of the sixteen.
             Exception: raised by a listener; a note with its name is added.
         """
-        if len(self.callbacks) != self._known or event == "on_train_begin":
+        if event not in EVENTS:
+            raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}")
+        if event == "on_train_begin":
             self.refresh()
-        try:
-            listeners = self._listeners[event]
-        except KeyError:
-            raise ValueError(f"unknown event {event!r}; the events are: {', '.join(EVENTS)}") from None
-        if self._active:  # fired by a listener
-            listeners = tuple(listener for listener in listeners if not _follows_run_only(listener))
-        else:
+        if not self._active:
             for flag in _CLEARED.get(event, ()):
                 setattr(control, flag, False)
         self._active.append(event)
         try:
-            self._call(listeners, args, state, control, kwargs)
+            result = self.call_event(event, args, state, control, **kwargs)
         finally:
             self._active.pop()
+        if result is not control and result is not None:
+            _merge(control, result)
         return control
 
-    def _call(
-        self, listeners: tuple[Listener, ...], args: Any, state: Any, control: TrainerControl, kwargs: Any
-    ) -> None:
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call every listener of `event`. Scripts replace it, to give their callbacks other arguments."""
+        if len(self.callbacks) != self._known:
+            self.refresh()
+        listeners = self._listeners[event]
+        if len(self._active) > 1:  # fired by a listener
+            listeners = tuple(listener for listener in listeners if not _follows_run_only(listener))
         shared = {**self._shared, **kwargs} if kwargs else self._shared
         for listener in listeners:
             try:
@@ -212,8 +220,7 @@ class CallbackHandler:
             except Exception as error:
                 error.add_note(f"raised in the callback {getattr(listener, '__qualname__', listener)}")
                 raise
-
-    call_event = fire  # the name that scripts know
+        return control
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")

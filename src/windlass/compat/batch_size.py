@@ -14,6 +14,10 @@ from windlass.core.logs import get_logger
 logger = get_logger(__name__)
 
 
+class NoBatchFitsError(ModelError, RuntimeError):
+    """Not even a batch of one sample fits into memory; also a RuntimeError, as scripts expect."""
+
+
 def release_memory(*objects: Any) -> list[None]:
     """Free memory. Assign the result to the names that were passed: `a, b = release_memory(a, b)`.
 
@@ -38,7 +42,7 @@ def find_executable_batch_size(
         reduce_batch_size_fn: returns the next size; by default nine tenths of the last one, rounded down.
 
     Raises:
-        ModelError: a batch of one does not fit. TypeError: the caller passed the batch size.
+        NoBatchFitsError: a batch of one does not fit. TypeError: the caller passed the batch size.
     """
     if function is None:
         return functools.partial(
@@ -63,7 +67,9 @@ def find_executable_batch_size(
             smaller = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
             logger.warning("out of memory at batch size %d; continuing with %d", size, smaller)
             size = smaller
-        raise ModelError(f"{function.__name__}: no batch fits into memory, not even one of a single sample")
+        raise NoBatchFitsError(
+            f"{function.__name__}: no batch fits into memory, not even one of a single sample"
+        )
 
     return fitted
 

@@ -7,11 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from windlass.compat import batch_size
-from windlass.core.errors import ModelError
-
-
-class NoBatchFitsError(ModelError, RuntimeError):
-    """Not even a batch of one sample fits into memory; also a RuntimeError, as scripts expect."""
 
 
 def find_executable_batch_size(
@@ -27,7 +22,7 @@ def find_executable_batch_size(
         auto_find_batch_size: after running out of memory, try again with nine tenths of the size.
 
     Raises:
-        NoBatchFitsError: not even a batch of one fits.
+        batch_size.NoBatchFitsError: not even a batch of one fits.
     """
     if function is None:
         return functools.partial(
@@ -43,7 +38,7 @@ def find_executable_batch_size(
         nonlocal size
         size = int(size * 0.9)
         if size == 0:
-            raise NoBatchFitsError("no batch fits into memory, not even one of a single sample")
+            raise batch_size.NoBatchFitsError("no batch fits into memory, not even one of a single sample")
         return size
 
     return batch_size.find_executable_batch_size(

@@ -182,7 +182,8 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
     for name in (n for n in OLD_NAMES if n in given):
         value, old = given[name], OLD_NAMES[name]
-        announce(name)
+        if value is not None:
+            announce(name)
         if old.says_nothing(value):
             continue
         problem = _objection(name, value, given)

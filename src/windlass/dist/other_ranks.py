@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import sys
@@ -61,6 +60,11 @@ class OtherRanks:
             self._silent[rank] = 0.0 if alive else self._silent[rank] + elapsed
         self._marks |= found
 
+    def end(self) -> None:
+        """Wait for the last call of the store; `publish` makes none afterwards."""
+        if self._board is not None:
+            self._board.end()
+
     def missing(self, own: Mark) -> str:
         """The ranks that are behind the others, with their places; empty if none is."""
         if self._world == 1:
@@ -103,10 +107,9 @@ class _Board:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-watch-board", daemon=True)
         self._thread.start()
-        # A call of the store that returns into an interpreter that is gone aborts the process.
-        atexit.register(self._end)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Wait for the thread: a call that returns into an interpreter that is gone aborts the process."""
         self._ended.set()
         self._thread.join(_LAST_CALL_SECONDS)
 

@@ -59,12 +59,13 @@ class Watchdog:
             before = now
 
     def end(self, thread: threading.Thread) -> None:
-        """Called when the interpreter shuts down: wait for the thread that looks.
+        """Called when the interpreter shuts down: wait for the thread that looks, then for those that it started.
 
         It may be in a call of the store, which returns into an interpreter that is gone: that aborts the process.
         """
         self._ended.set()
         thread.join(_LAST_LOOK_SECONDS)
+        self._others.end()
 
     def look(self, elapsed: float) -> None:
         """Compare the marks with those of `elapsed` seconds ago."""

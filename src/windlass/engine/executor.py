@@ -103,8 +103,12 @@ class Executor(Protocol):
         """Around one forward and backward: gradients are reduced over ranks only in the last one."""
         ...
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors."""
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors.
+
+        Args:
+            options: of `Tensor.backward`, such as `retain_graph`.
+        """
         ...
 
     def backward_aux(self, loss: Tensor) -> None:

@@ -63,9 +63,9 @@ class NativeExecutor:
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.strategy.micro(last)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def backward_aux(self, loss: Tensor) -> None:
         """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""

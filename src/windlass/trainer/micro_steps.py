@@ -85,8 +85,8 @@ class MicroSteps:
                 self._check = None
         return normaliser.take()
 
-    def backward(self, loss: Any) -> None:
-        """The implementation of `accelerator.backward` in a run."""
+    def backward(self, loss: Any, **options: Any) -> None:
+        """The implementation of `accelerator.backward` in a run; `options` of `Tensor.backward`."""
         normaliser = self._normaliser
         if self._check is not None:
             self._check.given(loss)
@@ -98,7 +98,7 @@ class MicroSteps:
                 self._executor.backward_aux(aux)
             elif normaliser.last:
                 self._executor.add_aux(normaliser.correction)
-        self._executor.backward(scaled)
+        self._executor.backward(scaled, **options)
 
     def rescale(self, request: StepRequest) -> Tensor | None:
         """The factor that corrects an update's gradients once its true weight is known; None if it was known before."""

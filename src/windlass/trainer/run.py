@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ class Run:
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
-                RankPart(f"registered-{number}", owner, optional=True, adopt=self._begin_anew)
+                RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
                 for number, owner in enumerate(self._registered)
             ),
             RankPart("rng", Generators(self._session.device), adopt=self._reseed),
@@ -162,11 +163,12 @@ class Run:
     def _merge_ledgers(self, states: list[State]) -> None:
         self.ledger.load_state_dict(merged_ledger(states, mine=self._gang.rank == 0))
 
-    def _begin_anew(self, states: list[State]) -> None:
+    def _take_over(self, owner: Stateful, states: list[State]) -> None:
         logger.warning(
-            "objects registered for checkpointing start without their state: %d process(es) saved theirs, this run "
-            "has %d", len(states), self._gang.size
+            "%d process(es) saved a state of a registered object, this run has %d: each takes that of its rank, "
+            "further ones that of rank 0", len(states), self._gang.size
         )  # fmt: skip
+        owner.load_state_dict(states[self._gang.rank if self._gang.rank < len(states) else 0])
 
     def _reseed(self, states: list[State]) -> None:
         self._seed_step.start(self._events.state.global_step)

@@ -126,6 +126,11 @@ class TrainerNames:
         """Micro-batches of the current update: fewer than asked for at the end of an epoch."""
         return self.accelerator.gradient_state.micro_batches or self.args.gradient_accumulation_steps
 
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, value: int) -> None:
+        """Each update sets it again."""
+        self.accelerator.gradient_state.micro_batches = value
+
     @property
     def is_fsdp_enabled(self) -> bool:
         """True if the model's parameters are sharded."""

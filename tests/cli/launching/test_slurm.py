@@ -35,7 +35,16 @@ def test_the_batch_file_asks_for_what_the_plan_needs(tmp_path: Path) -> None:
         assert f"#SBATCH {line}\n" in text
 
 
-@pytest.mark.parametrize(("options", "limit"), [({}, None), ({"time": 90}, "90"), ({"timeout_min": 7}, "7")])
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, None),
+        ({"time": None}, None),
+        ({"timeout_min": None}, None),
+        ({"time": 90}, "90"),
+        ({"timeout_min": 7}, "7"),
+    ],
+)
 def test_a_job_has_no_time_limit_but_the_one_that_was_given(
     options: dict[str, int], limit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,10 +90,13 @@ def test_each_machine_knows_its_rank_and_the_main_one() -> None:
 
 @pytest.mark.dist
 def test_a_job_runs_through_submitit_and_its_failure_is_reported(tmp_path: Path) -> None:
+    """Without a time limit, as Slurm's jobs may be."""
+    settings = tmp_path / "settings.yaml"
+    options = {"cluster": "local", "folder": str(tmp_path), "timeout_min": None}
+    settings.write_text(json.dumps({"engine": "slurm", "engine_options": options}))
     code, said = windlass(
-        "launch", "--cpu", "--num_processes", 2, "--engine", "slurm", "--engine_options", "cluster=local",
-        "--engine_options", f"folder={tmp_path}", SCRIPT, "raises",
-    )  # fmt: skip
+        "launch", "--cpu", "--num_processes", 2, "--config_file", settings, SCRIPT, "raises"
+    )
     assert code == 1, said
     assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in said
     assert json.loads(next(tmp_path.glob("*.code")).read_text()) == 1

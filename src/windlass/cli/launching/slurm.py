@@ -30,6 +30,7 @@ _CLUSTERS = ("slurm", "local")
 # Submitit asks Slurm for five minutes unless told otherwise; without a limit, that of the partition holds. Its local
 # executor, which needs one, gets a year.
 _NO_LIMIT: dict[str, dict[str, Any]] = {"slurm": {"time": None}, "local": {"timeout_min": 365 * 24 * 60}}
+_LIMITS = {"slurm": frozenset({"time", "timeout_min"}), "local": frozenset({"timeout_min"})}
 _FIRST_PORT, _PORTS = 20000, 10000
 
 
@@ -105,12 +106,13 @@ def _options(plan: LaunchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(problems)
     given = {**_OWN, **plan.engine_options}
     own = {key: given.pop(key) for key in _OWN}
+    given = {key: value for key, value in given.items() if key not in _LIMITS["slurm"] or value is not None}
     parameters = {
         "name": Path(plan.script).stem,
         "nodes": plan.machines,
         "tasks_per_node": 1,
         **({} if plan.cpu else {"gpus_per_node": plan.processes // plan.machines}),
-        **({} if given.keys() & {"time", "timeout_min"} else _NO_LIMIT[own["cluster"]]),
+        **({} if given.keys() & _LIMITS[own["cluster"]] else _NO_LIMIT[own["cluster"]]),
         **given,
         **(_notice(plan, given) if plan.requeue else {}),
     }
