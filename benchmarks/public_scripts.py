@@ -1,4 +1,4 @@
-"""Public training scripts with the library that they were written for and with `windlass run`: losses and processor time.
+"""Public training scripts, with the library that they were written for and with `windlass run`: losses and seconds.
 
 Scripts are not copied here: `script_recipes/recipes.yaml` has for each its repository, commit or release, sha256 and
 the arguments that make a run tiny. FOLDER holds the files, as REPOSITORY/COMMIT/PATH (or REPOSITORY/RELEASE/PATH); what

@@ -36,6 +36,10 @@ class Metric(evaluate.Metric):
         f1 = 2 * found / max(1, sum(p == 1 for p in predictions) + sum(r == 1 for r in references))
         return {"accuracy": sum(hits) / len(hits), "f1": f1}
 """
+_REWARD = """
+def short(completions, **_):
+    return [-float(len(completion[0]["content"])) for completion in completions]
+"""
 
 
 def make(folder: Path, data: Path) -> None:
@@ -139,6 +143,11 @@ def _models(folder: Path, texts: list[str]) -> None:
     layers = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
     made = {
         "tiny-llama": (LlamaForCausalLM, LlamaConfig(vocab_size=count, **sizes, **llama), for_llama),
+        "HuggingFaceTB/SmolLM-360M": (
+            LlamaForCausalLM,
+            LlamaConfig(vocab_size=count, **sizes, **llama),
+            for_llama,
+        ),
         "tiny-reward": (
             LlamaForSequenceClassification,
             LlamaConfig(vocab_size=count, num_labels=1, **sizes, **llama),
@@ -234,14 +243,22 @@ def _conversations(folder: Path, texts: _Texts) -> None:
         for i, (q, a) in enumerate(problems)
     ]
     _json(folder / "conversations.json", turns)
+    _jsonl(folder / "conversations.jsonl", turns)
+    (folder / "rewards.py").write_text(_REWARD.lstrip(), "utf-8")
 
 
 def _plain(folder: Path, texts: _Texts) -> None:
     lines = [line for line in texts.plays(1200) if line]
     (folder / "play.txt").write_text("\n".join(lines[:600]) + "\n", "utf-8")
     (folder / "play-end.txt").write_text("\n".join(lines[600:800]) + "\n", "utf-8")
+    wiki = folder / "Salesforce" / "wikitext"
+    files = ""
     for split, part in (("train", lines[:600]), ("validation", lines[600:680]), ("test", lines[680:700])):
-        _jsonl(folder / "Salesforce" / "wikitext" / f"{split}.jsonl", [{"text": line} for line in part])
+        _jsonl(wiki / f"{split}.jsonl", [{"text": line} for line in part])
+        files += f"  - split: {split}\n    path: {split}.jsonl\n"
+    names = ("wikitext-2-v1", "wikitext-2-raw-v1")
+    configs = "".join(f"- config_name: {name}\n  data_files:\n{files}" for name in names)
+    (wiki / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", "utf-8")
     pairs = [{"translation": {"en": en, "de": de}} for en, de in texts.translations(80)]
     _jsonl(folder / "translations.json", pairs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -34,6 +36,14 @@ def test_rules_are_not_options_of_a_flag() -> None:
         ["--output_dir", "out", "--save_every", "5min", "--extra", "2"]
     )
     assert (args.save_every, args.extra) == ("5min", 2)
+
+
+def test_a_parser_of_another_library_can_copy_what_a_field_declares() -> None:
+    parser = argparse.ArgumentParser()
+    for field in dataclasses.fields(Mine):
+        options = field.metadata.copy()  # type: ignore[attr-defined]
+        parser.add_argument(f"--{field.name}", *options.pop("aliases", []), **options)
+    assert parser.parse_args(["--extra", "2", "--optim", "sgd"]).optim == "sgd"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ _RULES = "rules"
 _RULE_NAMES = {field.name for field in dataclasses.fields(Rules)}
 
 
+class _Declared(dict[str, Any]):
+    """The metadata of a field. Parsers that other libraries bring copy it for `argparse`, which refuses the rules."""
+
+    def copy(self) -> dict[str, Any]:
+        return {name: value for name, value in self.items() if name != _RULES}
+
+
 def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> Any:
     """A dataclass field with its help text.
 
@@ -81,7 +88,7 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
     """
     rules = Rules(**{name: value for name, value in others.items() if name in _RULE_NAMES})
     flag = {name: value for name, value in others.items() if name not in _RULE_NAMES}
-    info = {"help": help, _RULES: rules, **flag}
+    info = _Declared({"help": help, _RULES: rules, **flag})
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=info)
     return dataclasses.field(default=default, metadata=info, repr=not secret)
