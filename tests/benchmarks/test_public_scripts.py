@@ -51,7 +51,10 @@ def put(folder: Path, path: str, text: str) -> str:
 
 
 def recipe(command: ModuleType, folder: Path, **changes: Any) -> Any:
-    sums = {"a/train.py": put(folder, "a/train.py", SCRIPT), "a/beside.py": put(folder, "a/beside.py", "SIZE = 3")}
+    sums = {
+        "a/train.py": put(folder, "a/train.py", SCRIPT),
+        "a/beside.py": put(folder, "a/beside.py", "SIZE = 3"),
+    }
     patch = (("raise_at_the_end", ""),)
     given = {"arguments": "0.1", "figures": "forward", "patch": patch, "why": "it ends"}
     return command.Recipe("one", "some/one", "abc", sums, **{**given, **changes})
@@ -81,7 +84,9 @@ def test_a_recipe_with_a_fault_is_named(command: ModuleType, tmp_path: Path, tex
         command.load(tmp_path / "recipes.yaml")
 
 
-def test_both_libraries_run_a_script_and_their_losses_are_compared(command: ModuleType, tmp_path: Path) -> None:
+def test_both_libraries_run_a_script_and_their_losses_are_compared(
+    command: ModuleType, tmp_path: Path
+) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "standins").mkdir()
     it = recipe(command, tmp_path)
@@ -95,7 +100,9 @@ def test_both_libraries_run_a_script_and_their_losses_are_compared(command: Modu
     assert line[:5] == ["some/one `a/train.py` (abc)", "it ends", "yes", "3", "none: same bits"]
     figures = {"date": "today", "machine": "a machine", "versions": {"torch": "2"}}
     page = command.render([it], {"one": result}, figures)
-    assert page.startswith("1 scripts: 1 run with the original library on this machine, 1 of these with Windlass, 1 of")
+    assert page.startswith(
+        "1 scripts: 1 run with the original library on this machine, 1 of these with Windlass, 1 of"
+    )
 
 
 def test_a_script_that_fails_is_reported_with_its_error(command: ModuleType, tmp_path: Path) -> None:

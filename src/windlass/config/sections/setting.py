@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ STRIDE = Range(
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
 FINITE = Range(math.isfinite, "must be a finite number")
+
+# A bool beside text. Parsers that other libraries bring take the second type of a union, and cannot read one with bool:
+# where they may get an argument, text is second.
+Truth = Literal[True, False]
 
 # Reasons why an argument may differ between ranks.
 OWN_DISK = "a path on a disk that may be local to this machine; the stores check what they need"
