@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "script_recipes" / "recipes.yaml"
 PROBE = HERE / "script_recipes" / "probe.py"
 SECONDS = 900
+SAME = "none, same bits"
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,15 @@ def difference(one: list[tuple[str, float]], other: list[tuple[str, float]]) -> 
         return "no losses"
     if [name for name, _ in one] != [name for name, _ in other]:
         return f"{len(one)} and {len(other)} losses"
-    if one == other:
-        return "none: same bits"
-    return f"{max(abs(a - b) for (_, a), (_, b) in zip(one, other, strict=True)):.1e}"
+    largest: dict[str, float] = {}
+    for (name, a), (_, b) in zip(one, other, strict=True):
+        if a != b:
+            largest[name] = max(largest.get(name, 0.0), abs(a - b))
+    if not largest:
+        return SAME
+    others = {name for name, _ in one} - largest.keys()
+    rest = f"; {', '.join(sorted(others))}: {SAME}" if others else ""
+    return ", ".join(f"{name}: {value:.1e}" for name, value in largest.items()) + rest
 
 
 def measure(recipe: Recipe, folder: Path, standins: Path) -> dict[str, Any]:
@@ -234,8 +241,8 @@ def row(recipe: Recipe, result: dict[str, Any] | None) -> list[str]:
         return [name, change, f"no: {cell(ours['failure'])}", "", "", *seconds]
     pairs = [[(key, value) for key, value in it["losses"]] for it in (original, ours)]
     apart = difference(*pairs)
-    if recipe.differs and not apart.startswith("none"):
-        apart += f" ({recipe.differs})"
+    if recipe.differs and apart != SAME:
+        apart = f"{apart} ({recipe.differs})"
     return [name, change, "yes", str(len(pairs[0])), apart, *seconds]
 
 
@@ -249,7 +256,7 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
     head = ["script", "changed", "runs", "losses", "largest difference", "CPU s, original", "CPU s, Windlass"]
     rows = [row(recipe, results.get(recipe.name)) for recipe in recipes]
     ran = sum(line[2] == "yes" for line in rows)
-    exact = sum(line[4].startswith("none") for line in rows)
+    exact = sum(line[4] == SAME for line in rows)
     original = sum(1 for it in results.values() if "original" in it and not it["original"]["failure"])
     summary = (
         f"{len(rows)} scripts: {original} run with the original library on this machine, {ran} of these with Windlass, "

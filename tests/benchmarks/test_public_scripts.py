@@ -97,7 +97,7 @@ def test_both_libraries_run_a_script_and_their_losses_are_compared(
     assert losses[0][2][1] < losses[0][0][1]
     assert min(result[name]["seconds"] for name in ("original", "windlass")) > 0
     line = command.row(it, result)
-    assert line[:5] == ["some/one `a/train.py` (abc)", "it ends", "yes", "3", "none: same bits"]
+    assert line[:5] == ["some/one `a/train.py` (abc)", "it ends", "yes", "3", "none, same bits"]
     figures = {"date": "today", "machine": "a machine", "versions": {"torch": "2"}}
     page = command.render([it], {"one": result}, figures)
     assert page.startswith(
@@ -148,8 +148,13 @@ def test_a_patch_that_does_not_apply_is_an_error(command: ModuleType, tmp_path: 
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        ([("loss", 1.0)], [("loss", 1.0)], "none: same bits"),
-        ([("loss", 1.0), ("loss", 2.0)], [("loss", 1.0), ("loss", 2.25)], "2.5e-01"),
+        ([("loss", 1.0)], [("loss", 1.0)], "none, same bits"),
+        ([("loss", 1.0), ("loss", 2.0)], [("loss", 1.0), ("loss", 2.25)], "loss: 2.5e-01"),
+        (
+            [("loss", 1.0), ("eval_loss", 2.0)],
+            [("loss", 1.0), ("eval_loss", 2.25)],
+            "eval_loss: 2.5e-01; loss: none, same bits",
+        ),
         ([("loss", 1.0)], [("loss", 1.0), ("eval_loss", 1.0)], "1 and 2 losses"),
         ([], [], "no losses"),
     ],
