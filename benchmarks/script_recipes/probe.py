@@ -2,9 +2,9 @@
 
     python probe.py LOSSES KIND SCRIPT [ARGUMENT ...]
 
-KIND is where the losses come from: `log` takes what `Trainer.log` is given under names that end in "loss"; `forward`
-takes every cross entropy that gradients flow from. Loaders deal samples in the order of the dataset: from one seed, two
-libraries draw two orders.
+KIND is where the losses come from: `log` takes what `Trainer.log` is given under names that end in "loss" or "reward";
+`forward` takes every cross entropy that gradients flow from. Loaders deal samples in the order of the dataset: from one
+seed, two libraries draw two orders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def watch_log() -> None:
 
     @functools.wraps(log)
     def watched(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        losses.extend((name, value) for name, value in logs.items() if name.endswith("loss"))
+        losses.extend((name, value) for name, value in logs.items() if name.endswith(("loss", "reward")))
         return log(self, logs, *args, **kwargs)
 
     Trainer.log = watched
