@@ -89,85 +89,61 @@ class _Texts:
             return [line.strip() for line in islice(file, count)]
 
 
+def _tokenizer(texts: list[str], special: dict[str, str], first: str | None, last: str | None) -> Any:
+    """A byte-level tokenizer of 1,000 tokens, which puts `first` and `last` around a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token=special["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    names = list(dict.fromkeys(special.values()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    around = " ".join(filter(None, (first, "$A", last)))
+    ends = [(name, made.token_to_id(name)) for name in (first, last) if name]
+    pair = " ".join(filter(None, (first, "$A", last, "$B:1", f"{last}:1" if last else None)))
+    made.post_processor = processors.TemplateProcessing(single=around, pair=pair, special_tokens=ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template=_CHAT, model_max_length=128, padding_side="right", **special
+    )
+
+
 def _models(folder: Path, texts: list[str]) -> None:
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import (
-        BertConfig,
-        BertForMaskedLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        PreTrainedTokenizerFast,
-        T5Config,
-        T5ForConditionalGeneration,
+    import transformers as hf
+
+    for_llama = _tokenizer(
+        texts,
+        {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        "<s>",
+        None,
     )
-
-    def tokenizer(special: dict[str, str], first: str | None, last: str | None) -> PreTrainedTokenizerFast:
-        made = Tokenizer(models.BPE(unk_token=special["unk_token"]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        names = list(dict.fromkeys(special.values()))
-        trainer = trainers.BpeTrainer(
-            vocab_size=1000, special_tokens=names, initial_alphabet=alphabet, show_progress=False
-        )
-        made.train_from_iterator(texts, trainer)
-        around = " ".join(filter(None, (first, "$A", last)))
-        ends = [(name, made.token_to_id(name)) for name in (first, last) if name]
-        pair = " ".join(filter(None, (first, "$A", last, "$B:1", f"{last}:1" if last else None)))
-        made.post_processor = processors.TemplateProcessing(single=around, pair=pair, special_tokens=ends)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=made, chat_template=_CHAT, model_max_length=128, padding_side="right", **special
-        )
-
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    for_bert = _tokenizer(texts, {f"{key}_token": name for key, name in names.items()}, "[CLS]", "[SEP]")
+    for_t5 = _tokenizer(
+        texts, {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}, None, "</s>"
+    )
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
+    llama = {"vocab_size": len(for_llama), **sizes, **ids}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 512}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
-    for_llama = tokenizer(
-        {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, "<s>", None
-    )
-    for_bert = tokenizer(
-        {
-            "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-            "mask_token": "[MASK]",
-        },
-        "[CLS]",
-        "[SEP]",
-    )  # fmt: skip
-    for_t5 = tokenizer({"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}, None, "</s>")
-    count = len(for_llama)
+    gpt2 = {"vocab_size": len(for_llama), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
     layers = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+    t5 = {"vocab_size": len(for_t5), "dropout_rate": 0.0, "decoder_start_token_id": 0, **layers}
+    bert = {"vocab_size": len(for_bert), **sizes, **still}
+    judge = hf.LlamaConfig(num_labels=1, **llama)
     made = {
-        "tiny-llama": (LlamaForCausalLM, LlamaConfig(vocab_size=count, **sizes, **llama), for_llama),
-        "HuggingFaceTB/SmolLM-360M": (
-            LlamaForCausalLM,
-            LlamaConfig(vocab_size=count, **sizes, **llama),
-            for_llama,
-        ),
-        "tiny-reward": (
-            LlamaForSequenceClassification,
-            LlamaConfig(vocab_size=count, num_labels=1, **sizes, **llama),
-            for_llama,
-        ),
-        "gpt2": (
-            GPT2LMHeadModel,
-            GPT2Config(vocab_size=count, n_embd=32, n_layer=2, n_head=2, n_positions=512, **quiet),
-            for_llama,
-        ),
-        "bert-base-cased": (
-            BertForMaskedLM,
-            BertConfig(vocab_size=len(for_bert), max_position_embeddings=512, **sizes, **still),
-            for_bert,
-        ),
-        "t5-small": (
-            T5ForConditionalGeneration,
-            T5Config(vocab_size=len(for_t5), dropout_rate=0.0, decoder_start_token_id=0, **layers),
-            for_t5,
-        ),
+        "tiny-llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**llama), for_llama),
+        "HuggingFaceTB/SmolLM-360M": (hf.LlamaForCausalLM, hf.LlamaConfig(**llama), for_llama),
+        "tiny-reward": (hf.LlamaForSequenceClassification, judge, for_llama),
+        "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**gpt2, **quiet), for_llama),
+        "bert-base-cased": (hf.BertForMaskedLM, hf.BertConfig(**bert), for_bert),
+        "t5-small": (hf.T5ForConditionalGeneration, hf.T5Config(**t5), for_t5),
     }
     for name, (cls, config, its_tokenizer) in made.items():
         torch.manual_seed(0)
