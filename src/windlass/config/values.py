@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from windlass.config.nearest import did_you_mean
-from windlass.config.sections.setting import Rules
+from windlass.config.sections.setting import Rules, Truth
 
 _TYPE_WORDS = {
     int: "a whole number",
@@ -39,7 +39,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `int | None` is (int, NoneType)."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(bool if kind == Truth else kind for kind in kinds)
 
 
 def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:

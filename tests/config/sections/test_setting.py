@@ -36,6 +36,20 @@ def test_rules_are_not_options_of_a_flag() -> None:
     assert (args.save_every, args.extra) == ("5min", 2)
 
 
+def test_a_parser_of_another_library_reads_every_field() -> None:
+    parser = pytest.importorskip("trl.scripts._hf_argparser").HfArgumentParser(Mine)
+    words = {
+        "save_every": "5min",
+        "report_to": "none",
+        "resume_from_checkpoint": "out/checkpoint-1",
+        "fsdp": "full_shard",
+    }
+    flags = [word for name, value in words.items() for word in (f"--{name}", value)]
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--extra", "2", *flags])
+    assert args.extra == 2
+    assert {name: getattr(args, name) for name in words} == {**words, "report_to": []}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

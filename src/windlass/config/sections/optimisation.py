@@ -56,7 +56,7 @@ class OptimisationSection:
     adam_beta1: float = setting(0.9, "Decay of the first moment in Adam optimizers.", bounds=between(0, 1))
     adam_beta2: float = setting(0.999, "Decay of the second moment in Adam optimizers.", bounds=between(0, 1))
     adam_epsilon: float = setting(1e-8, "Added to the denominator in Adam optimizers.", bounds=at_least(0))
-    optim_target_modules: str | list[str] | None = setting(
+    optim_target_modules: list[str] | str | None = setting(
         None,
         "Modules whose gradients a projecting optimizer (GaLore, APOLLO) projects.",
         refused="needs a projecting optimizer (GaLore, APOLLO), none of which is built yet",

@@ -44,12 +44,12 @@ class ReportingSection:
     )
 
     # --- trackers ---
-    report_to: str | list[str] | None = _reported("none", "Trackers that receive the logs.")
+    report_to: list[str] | str | None = _reported("none", "Trackers that receive the logs.")
     run_name: str | None = _reported(None, "A name for the run.")
     project: str = _reported("huggingface", "Project name for trackers.")
     trackio_space_id: str | None = _reported(None, "Space that shows trackio logs.")
     trackio_bucket_id: str | None = _reported(None, "Bucket that holds trackio logs.")
-    trackio_static_space_id: str | Literal[False] | None = _reported(
+    trackio_static_space_id: Literal[False] | str | None = _reported(
         None,
         "Static space of trackio logs.",
         refused="is not built; trackio.freeze(...) after training makes a static space",

@@ -11,7 +11,7 @@ from windlass.config.enums import DebugOption
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.quantities import seconds, size_in_bytes
-from windlass.config.sections.setting import OWN_OUTPUT, READING, above, at_least, setting
+from windlass.config.sections.setting import OWN_OUTPUT, READING, Truth, above, at_least, setting
 
 # What may differ between ranks: how fast this machine reads, and what only scripts read.
 _reading = partial(setting, per_rank=READING)
@@ -67,7 +67,7 @@ class RunningSection:
     ddp_timeout: int = setting_of(rows.DDP_TIMEOUT, per_rank="how long this process waits")
 
     # --- sharding ---
-    fsdp: bool | str | list[str] | None = setting(None, "Fully sharded data parallelism.")
+    fsdp: Truth | str | list[str] | None = setting(None, "Fully sharded data parallelism.")
     fsdp_config: dict[str, Any] | str | None = setting(
         None, "Options of sharding: a dict, JSON, or a JSON file.", document=True
     )
@@ -91,7 +91,7 @@ class RunningSection:
     do_train: bool = _script(False, "For scripts: train.")
     do_eval: bool = _script(False, "For scripts: evaluate on the validation set.")
     do_predict: bool = _script(False, "For scripts: predict on the test set.")
-    resume_from_checkpoint: str | bool | None = setting(
+    resume_from_checkpoint: Truth | str | None = setting(
         None,
         "Checkpoint to resume from; True: the newest; 'auto': the newest, or a new run if there is none.",
         per_rank="compared when train() reads it, because an argument of train() may override it",
@@ -111,7 +111,7 @@ class RunningSection:
     )
     global_batch_size: int | None = setting(None, "Samples of an update over all processes.")
     preemption_signals: str = setting("SIGTERM SIGUSR1", "Signals on which a run saves and exits, or 'none'.")
-    preemption_deadline: str | float | None = setting(
+    preemption_deadline: float | str | None = setting(
         None,
         "Time after such a signal, such as '60s', at which the process exits even if the save has not finished.",
         read=seconds,
@@ -130,7 +130,7 @@ class RunningSection:
         "Number of best checkpoints to keep, by metric_for_best_model; each is saved when it is evaluated.",
         bounds=at_least(1),
     )
-    save_every: str | float | None = setting(
+    save_every: float | str | None = setting(
         None,
         "Time between additional checkpoints, such as '5min'; only the newest of these is kept.",
         read=seconds,
@@ -140,7 +140,7 @@ class RunningSection:
         "Consecutive failed saves, each after a longer pause, that end training; None: no limit.",
     )
     save_in_background: bool = setting(True, "Write checkpoints while training continues.")
-    save_host_memory: str | float | None = setting(
+    save_host_memory: float | str | None = setting(
         None,
         "Limit on host memory for copies of a save, such as '8GB'; larger saves block training.",
         read=size_in_bytes,

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ STRIDE = Range(
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
 FINITE = Range(math.isfinite, "must be a finite number")
+
+# A bool beside text. Parsers that other libraries bring take the second type of a union, and cannot read one with bool:
+# where they may get an argument, text is second.
+Truth = Literal[True, False]
 
 # Reasons why an argument may differ between ranks.
 OWN_DISK = "a path on a disk that may be local to this machine; the stores check what they need"
@@ -71,6 +75,13 @@ _RULES = "rules"
 _RULE_NAMES = {field.name for field in dataclasses.fields(Rules)}
 
 
+class _Declared(dict[str, Any]):
+    """The metadata of a field. Parsers that other libraries bring copy it for `argparse`, which refuses the rules."""
+
+    def copy(self) -> dict[str, Any]:
+        return {name: value for name, value in self.items() if name != _RULES}
+
+
 def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> Any:
     """A dataclass field with its help text.
 
@@ -81,7 +92,7 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
     """
     rules = Rules(**{name: value for name, value in others.items() if name in _RULE_NAMES})
     flag = {name: value for name, value in others.items() if name not in _RULE_NAMES}
-    info = {"help": help, _RULES: rules, **flag}
+    info = _Declared({"help": help, _RULES: rules, **flag})
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=info)
     return dataclasses.field(default=default, metadata=info, repr=not secret)

@@ -1,0 +1,169 @@
+"""The table of public scripts: recipes are checked, scripts are run by both libraries, and what fails is said."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+from beside import SIZE
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, SIZE)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=float(sys.argv[1])))
+for _ in range(3):
+    loss = torch.nn.functional.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 2]))
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+raise_at_the_end
+"""
+
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("public_scripts")
+    sys.path.remove(str(FOLDER))
+    for name in ("public_scripts", "common"):
+        del sys.modules[name]
+
+
+def put(folder: Path, path: str, text: str) -> str:
+    """Write a file of the repository `some/one` at commit `abc`, and return its sha256."""
+    file = folder / "some/one" / "abc" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, "utf-8")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def recipe(command: ModuleType, folder: Path, **changes: Any) -> Any:
+    sums = {
+        "a/train.py": put(folder, "a/train.py", SCRIPT),
+        "a/beside.py": put(folder, "a/beside.py", "SIZE = 3"),
+    }
+    patch = (("raise_at_the_end", ""),)
+    given = {"arguments": "0.1", "figures": "forward", "patch": patch, "why": "it ends"}
+    return command.Recipe("one", "some/one", "abc", sums, **{**given, **changes})
+
+
+def test_the_recipes_are_complete(command: ModuleType) -> None:
+    recipes = command.load(command.RECIPES)
+    assert len(recipes) >= 25
+    for it in recipes:
+        assert all(re.fullmatch("[0-9a-f]{64}", value) for value in it.sha256.values()), it.name
+        assert re.fullmatch(r"[0-9a-f]{40}|[\w-]+==[\d.]+", it.version), it.name
+        assert it.figures in ("log", "forward"), it.name
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- {name: a, repository: r, version: v}", "sha256"),
+        ("- {name: a, repository: r, version: v, sha256: {a: b}, nmae: c}", "nmae"),
+        ("- {name: a, repository: r, version: v, sha256: {a: b}, patch: [[x, y]]}", "has a reason"),
+        ("- &a {name: a, repository: r, version: v, sha256: {a: b}}\n- *a", "several recipes are named a"),
+    ],
+)
+def test_a_recipe_with_a_fault_is_named(command: ModuleType, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "recipes.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=words):
+        command.load(tmp_path / "recipes.yaml")
+
+
+def test_both_libraries_run_a_script_and_their_losses_are_compared(
+    command: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "standins").mkdir()
+    it = recipe(command, tmp_path)
+    result = command.measure(it, tmp_path, tmp_path / "standins")
+    losses = [result[name]["losses"] for name in ("original", "windlass")]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    assert losses[0][2][1] < losses[0][0][1]
+    assert min(result[name]["seconds"] for name in ("original", "windlass")) > 0
+    line = command.row(it, result)
+    assert line[:5] == ["some/one `a/train.py` (abc)", "it ends", "yes", "3", "none, same bits"]
+    figures = {"date": "today", "machine": "a machine", "versions": {"torch": "2"}}
+    page = command.render([it], {"one": result}, figures)
+    assert page.startswith(
+        "1 scripts: 1 run with the original library on this machine, 1 of these with Windlass, 1 of"
+    )
+
+
+def test_a_script_that_fails_is_reported_with_its_error(command: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "standins").mkdir()
+    it = recipe(command, tmp_path, arguments="x", patch=(), why="")
+    outcome = command.run(it, tmp_path, tmp_path / "standins", [sys.executable])
+    assert outcome.failure == "ValueError: could not convert string to float: 'x'"
+    ran = {"failure": "", "losses": [["loss", 1.0]], "seconds": 2.0}
+    failed = {"failure": outcome.failure, "losses": [], "seconds": 1.0}
+    ours = command.row(it, {"original": ran, "windlass": failed})
+    theirs = command.row(it, {"original": failed, "windlass": ran})
+    assert ours[2] == "no: ValueError: could not convert string to float: 'x'"
+    assert theirs[2].startswith("the original fails: ValueError")
+    assert theirs[2].endswith("works with Windlass")
+
+
+def test_an_absent_file_or_package_is_reported(command: ModuleType, tmp_path: Path) -> None:
+    it = recipe(command, tmp_path, needs=("no_such_package",))
+    assert command.measure(it, tmp_path, tmp_path) == {"lacking": "not installed: no_such_package"}
+    (tmp_path / "some/one/abc/a/beside.py").unlink()
+    result = command.measure(it, tmp_path, tmp_path)
+    assert result == {"lacking": "absent: https://github.com/some/one/raw/abc/a/beside.py"}
+    assert command.row(it, result)[2] == f"not run: {result['lacking']}"
+    released = command.Recipe("two", "some/one", "one==1.0", {"b.py": "0"})
+    assert command.lacking(released, tmp_path) == "absent: pip download --no-deps one==1.0, file b.py"
+
+
+def test_a_file_with_another_sum_is_an_error_with_both(command: ModuleType, tmp_path: Path) -> None:
+    it = recipe(command, tmp_path)
+    changed = put(tmp_path, "a/beside.py", "SIZE = 4")
+    with pytest.raises(SystemExit) as error:
+        command.lacking(it, tmp_path)
+    assert changed in str(error.value)
+    assert it.sha256["a/beside.py"] in str(error.value)
+
+
+def test_a_patch_that_does_not_apply_is_an_error(command: ModuleType, tmp_path: Path) -> None:
+    it = recipe(command, tmp_path, patch=(("not there", ""),))
+    with pytest.raises(SystemExit, match="there is no 'not there' in the script"):
+        command.patched(it, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ([("loss", 1.0)], [("loss", 1.0)], "none, same bits"),
+        ([("loss", 1.0), ("loss", 2.0)], [("loss", 1.0), ("loss", 2.25)], "loss: 2.5e-01"),
+        (
+            [("loss", 1.0), ("eval_loss", 2.0)],
+            [("loss", 1.0), ("eval_loss", 2.25)],
+            "eval_loss: 2.5e-01; loss: none, same bits",
+        ),
+        ([("loss", 1.0)], [("loss", 1.0), ("eval_loss", 1.0)], "1 and 2 losses"),
+        ([], [], "no losses"),
+    ],
+)
+def test_the_largest_difference(command: ModuleType, one: Any, other: Any, words: str) -> None:
+    assert command.difference(one, other) == words
+
+
+def test_the_page_has_the_section(command: ModuleType) -> None:
+    text = (FOLDER.parent / "docs" / "compatibility.md").read_text("utf-8")
+    assert "<!-- begin: public scripts -->" in text
+    assert "<!-- end: public scripts -->" in text
