@@ -21,13 +21,15 @@ _MARK = "\ue000"
 #
 # A turn is proven in one of two ways. If the conversation up to the turn, with the generation prompt, is a prefix of
 # the text, and so is the conversation up to and including the turn, their difference is the turn. Otherwise (templates
-# that remove the reasoning of former turns) the turn is replaced by a mark: what follows the mark is the end of a turn,
-# as it is if the conversation ends there, and then the rest, which must be the end of the text.
+# that remove the reasoning of former turns, or end the last turn in another way) the turn is replaced by a mark:
+# - It begins where the generation prompt and the text before the mark diverge, which is a constant of the template.
+# - What follows the mark is the end of a turn and then the rest, which must be the end of the text. A turn ends with
+#   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt.
 _WRAPPER = """\
 {% macro training_render(messages, add_generation_prompt) %}
 @ORIGINAL@{{ '' }}{% endmacro %}
 {%- set training_asked = add_generation_prompt | default(false) -%}
-{%- set training = namespace(text=training_render(messages, training_asked), at=0, start=-1, end=-1) -%}
+{%- set training = namespace(text=training_render(messages, training_asked), at=0, start=-1, end=-1, shared=0) -%}
 {%- for training_message in messages -%}
 {%- if training_message['role'] == 'assistant' -%}
 {%- set training.start = -1 -%}
@@ -43,15 +45,30 @@ _WRAPPER = """\
 {%- set training_whole = training_past + training_mark + messages[loop.index:] -%}
 {%- set training_marked = training_render(training_whole, training_asked).split('@MARK@') -%}
 {%- set training_ended = training_render(training_past + training_mark, false).split('@MARK@') -%}
-{%- if training_marked | length == 2 and training_ended | length == 2
-    and training_marked[1].startswith(training_ended[1]) -%}
-{%- set training_rest = training_marked[1][training_ended[1] | length:] -%}
-{%- set training_head = training_marked[0] if training_before.startswith(training_marked[0]) else training_before -%}
+{%- if training_marked | length == 2 and training_ended | length == 2 -%}
+{%- set training_close = training_ended[1] -%}
+{%- if not training_marked[1].startswith(training_close) -%}
+{%- set training_asks = training_render(training_past + training_mark, true).split('@MARK@')[1] -%}
+{%- set training_bare = training_render(training_past, false) -%}
+{%- if not training_before.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
+{%- set training_bare = training_bare[:(training_bare | length) - (eos_token | length)] -%}
+{%- endif -%}
+{%- set training_header = training_before[training_bare | length:] -%}
+{%- if training_before.startswith(training_bare) and training_header and training_asks.endswith(training_header) -%}
+{%- set training_close = training_asks[:(training_asks | length) - (training_header | length)] -%}
+{%- endif -%}
+{%- endif -%}
+{%- set training.shared = training_before | length -%}
+{%- for training_cut in range(training_before | length) -%}
+{%- if training_marked[0].startswith(training_before[:training.shared]) -%}{%- break -%}{%- endif -%}
+{%- set training.shared = training.shared - 1 -%}
+{%- endfor -%}
+{%- set training_rest = training_marked[1][training_close | length:] -%}
 {%- set training.end = (training.text | length) - (training_rest | length) -%}
-{%- if training_marked[0].startswith(training_head)
-    and training.text.startswith(training_head) and training.text.endswith(training_rest)
-    and training.text[training_head | length:training.end].endswith(training_ended[1]) -%}
-{%- set training.start = training_head | length -%}
+{%- if training_marked[1].startswith(training_close) and training.text.endswith(training_rest)
+    and training.text.startswith(training_before[:training.shared])
+    and training.text[training.shared:training.end].endswith(training_close) -%}
+{%- set training.start = training.shared -%}
 {%- endif -%}
 {%- endif -%}
 {%- endif -%}

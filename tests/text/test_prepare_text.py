@@ -4,8 +4,8 @@ import pytest
 from tests.text.tokenizers import CHATML, byte_tokenizer
 
 from windlass.core.errors import ConfigError, DataError
-from windlass.text.options import TextOptions
-from windlass.text.prepare import prepare_text
+from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
 
 CHAT = [{"role": "user", "content": "hé 😀"}, {"role": "assistant", "content": "Yes 😀"}]
 

@@ -10,9 +10,9 @@ from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.text.encoder import EncodedRows, RowEncoder
 from windlass.text.forms import Form, recognise_form
-from windlass.text.options import TextOptions
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table, table_of
+from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
 
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the cache.
