@@ -10,7 +10,7 @@ from tests.laws.source import Module, by_name, imports, modules, windlass_target
 FLOORS = [
     {"core"},
     {"config", "dist"},
-    {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
+    {"transforms", "precision", "optim", "metrics", "data", "checkpoint", "text"},
     {"engine", "callbacks"},
     {"assemble"},
     {"accelerator"},
