@@ -49,6 +49,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev

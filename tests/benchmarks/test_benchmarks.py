@@ -53,7 +53,16 @@ def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:
 
 def test_the_page_has_every_section() -> None:
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
-    for section in ("overhead", "startup", "distributed", "checkpoint", "contention", "resume", "gpu"):
+    for section in (
+        "overhead",
+        "startup",
+        "distributed",
+        "checkpoint",
+        "contention",
+        "resume",
+        "preparation",
+        "gpu",
+    ):
         assert f"<!-- begin: {section} -->" in text
         assert f"<!-- end: {section} -->" in text
 

@@ -11,7 +11,7 @@ FLOORS = [
     {"core"},
     {"config", "dist"},
     {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
-    {"engine", "callbacks", "hub"},
+    {"engine", "callbacks", "hub", "text"},
     {"assemble"},
     {"accelerator"},
     {"trainer"},

@@ -24,7 +24,7 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
 
     Args:
         history: the rows of `state.log_history`; each has `step`, most have `epoch`.
-        facts: any of `title`, `status` (one line under the title), `arguments`, `environment` and `final` (name ->
+        facts: any of `title`, `status` (one line under the title), `arguments`, `data`, `environment`, `final` (name ->
             value), `events` (a list of strings or of `{"step": ..., "text": ...}`), `samples` (name -> text).
     """
     title = str(facts.get("title") or "Training run")
@@ -139,6 +139,7 @@ def _tables(history: History, facts: Mapping[str, Any]) -> str:
     cards = [
         _pairs("Final metrics", facts.get("final") or _final(history)),
         _pairs("Arguments that differ from their defaults", facts.get("arguments")),
+        _pairs("Data", facts.get("data")),
         _pairs("Environment", facts.get("environment")),
         _pairs("Events", _events(facts.get("events", ()))),
         _pairs("Samples", facts.get("samples")),
