@@ -50,6 +50,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev

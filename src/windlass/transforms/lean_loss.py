@@ -122,7 +122,8 @@ class _Head:
 
     def __init__(self, core: nn.Module, head: nn.Linear) -> None:
         self._core, self._head = weakref.ref(core), weakref.ref(head)
-        self.scale, self.softcap, self.shifts = 1.0, None, True
+        self.scale, self.shifts = 1.0, True
+        self.softcap: float | None = None
         self._measure(core, head)
 
     @classmethod
@@ -252,7 +253,8 @@ class _Head:
         if became is None or became.shape[-1] != len(known):
             raise _InexactError("its logits are not those of its head")
         became, known = became.flatten(0, -2)[-1].double(), known.to(became.dtype).double()
-        scale, softcap = (became[0] / known[0]).item(), None
+        scale: float = (became[0] / known[0]).item()
+        softcap: float | None = None
         if abs(became[1].item()) < 0.5 * abs(scale * known[1].item()):
             softcap = became[1].item()
             scale = softcap * math.atanh(min(became[0].item() / softcap, 1 - 1e-9))

@@ -16,8 +16,9 @@ from torch import Tensor
 from windlass.core.errors import ConfigError, Problem
 
 IGNORED = -100
-_AT_ONCE = 2**25  # logits that are made at once: 128 MiB in single precision
-_FEWEST = 64  # targets at once; matrix products of fewer rows are slow
+# Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
+_AT_ONCE, _AT_ONCE_ON_DEVICES = 2**22, 2**26
+_FEWEST = 128  # targets at once; matrix products of fewer rows are slow
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         learning = torch.is_grad_enabled()
-        return LinearLoss(*_Fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
+        fused: Any = _Fused  # `apply` has no types
+        return LinearLoss(*fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
 
 
 class _Fused(torch.autograd.Function):
@@ -103,7 +105,8 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
         sums = _Sums(hidden, weight, bias, options, needed)
-        step = max(_FEWEST, _AT_ONCE // max(len(weight), 1))
+        at_once = _AT_ONCE if hidden.is_cpu else _AT_ONCE_ON_DEVICES
+        step = max(_FEWEST, at_once // max(len(weight), 1))
         for start in range(0, len(hidden), step):
             sums.add(slice(start, start + step), targets[start : start + step])
         ctx.gradients = sums.gradients()
@@ -210,7 +213,7 @@ class _Sums:
         """
         options, smoothing = self._options, self._options.label_smoothing
         if self._class_weights is None:
-            weight, mean = torch.ones_like(log_share), 1.0
+            weight, mean = torch.ones_like(log_share), log_share.new_ones(())
         else:
             weight, mean = self._class_weights[classes], self._class_weights.mean()
         of_chosen = (1.0 - smoothing) * weight
