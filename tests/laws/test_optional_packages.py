@@ -27,10 +27,13 @@ HOMES: dict[str, set[str]] = {
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
+    "bitsandbytes": {"optim"},
+    "torchao": {"optim"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", "bitsandbytes",
+    "torchao", *TRACKERS,
 }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ EXTRAS = {
     "ray": "ray",
     "fsspec": "remote",
     "peft": "peft",
+    "bitsandbytes": "bnb",
+    "torchao": "torchao",
 }
 
 

@@ -89,6 +89,27 @@ def copies(tensor: Tensor) -> int:
     return count
 
 
+def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of each of `values`, scalars that ranks computed from their part of the tensor at the same place in
+    `tensors`, over all its parts. One collective for each mesh and dtype.
+    """
+    sums = list(values)
+    meshes: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            _check_placements(tensor)
+            key = (tensor.device_mesh, tensor.placements, values[index].dtype)
+            meshes.setdefault(key, []).append(index)
+    for (mesh, placements, _), places in meshes.items():
+        total = torch.stack([values[index] for index in places])
+        for axis, placement in enumerate(placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(total, group=mesh.get_group(axis))
+        for index, value in zip(places, total.unbind(), strict=True):
+            sums[index] = value
+    return sums
+
+
 def part(tensor: Tensor) -> Part:
     """Where this rank's part of `tensor` lies in the whole one."""
     if not is_sharded(tensor):

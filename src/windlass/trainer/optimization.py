@@ -9,7 +9,12 @@ from torch import nn
 
 from windlass.assemble.resolve import resolve_optimizer
 from windlass.core.errors import ConfigError, Problem
-from windlass.optim.groups import decay_groups, decay_parameter_names
+from windlass.optim.groups import (
+    arranged,
+    check_group_options,
+    decay_parameter_names,
+    parameter_groups,
+)
 from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.schedule import build_schedule
 
@@ -22,19 +27,27 @@ def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
 
 
 def new_optimizer(
-    model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], weight_decay: float,
-    decaying: list[str],
-) -> torch.optim.Optimizer:  # fmt: skip
+    model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], args: Any, decaying: list[str]
+) -> torch.optim.Optimizer:
     """An optimizer over the model's parameters.
 
     Args:
         kwargs: may hold the parameters, as they do for adapters.
         decaying: names of the parameters that weight decay applies to.
+
+    Raises:
+        ConfigError: `optim_groups` or `layerwise_lr_decay` do not fit the model or the optimizer.
     """
-    kwargs = dict(kwargs)
-    groups = decay_groups(model, weight_decay, decaying)
-    groups = kwargs.pop("params", kwargs.pop("model", kwargs.pop("optimizer_dict", groups)))
-    return make_optimizer(groups, cls, kwargs)
+    plan, kwargs = resolve_optimizer(args, max(args.max_steps, 0)), dict(kwargs)
+    given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
+    if given:
+        if plan.groups or plan.layer_decay != 1:
+            fix = "has no effect on an optimizer that is given its own parameters; leave one of them out"
+            raise ConfigError(Problem("optim_groups", plan.groups or plan.layer_decay, fix))
+        return make_optimizer(given[0], cls, kwargs)
+    optimizer = make_optimizer(arranged(model, cls, parameter_groups(model, plan, decaying)), cls, kwargs)
+    check_group_options(plan.groups, optimizer.defaults)
+    return optimizer
 
 
 def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:

@@ -348,7 +348,7 @@ class Trainer(TrainerNames):
                 self.args, target
             )
             decaying = self.get_decay_parameter_names(target)
-            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
+            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args, decaying)
         return self.optimizer
 
     def create_scheduler(
