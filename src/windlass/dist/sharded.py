@@ -198,6 +198,23 @@ def from_part(mine: Tensor, like: Tensor) -> Tensor:
     return _spread_as(like, mine) if is_sharded(like) else mine
 
 
+def shard_flat(mine: Tensor, like: Tensor) -> Tensor:
+    """The one-dimensional tensor that the parts `mine`, which have one length on all ranks, make up in the order of the
+    parts of `like`, a tensor that is cut along its first dimension. No communication.
+    """
+    if not is_sharded(like):
+        return mine
+    parts = like.device_mesh.size() // copies(like)
+    return type(like).from_local(
+        mine,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size((mine.numel() * parts,)),
+        stride=(1,),
+    )
+
+
 def _spread_as(like: DTensor, mine: Tensor) -> DTensor:
     return type(like).from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

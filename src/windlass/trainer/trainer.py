@@ -482,7 +482,8 @@ class Trainer(TrainerNames):
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
             writes = gang.rank == (self._folder or run_folder.RunFolder(self.args, gang)).disks.writer_rank
-        model_writer.save_final(place, self._model_writer, self._save, gang, writes)
+        with self._services.evaluator.averaged_weights():
+            model_writer.save_final(place, self._model_writer, self._save, gang, writes)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         """Write the model's files into a folder. Override it for files of your own; checkpoints call it too.
