@@ -71,7 +71,7 @@ def weights(trainer: Trainer) -> list[Tensor]:
 
 
 def resumes_to_the_bit(folder: Path, optim: str, **changes: Any) -> bool:
-    """Whether a run that is stopped after update 4 of 7 and continued from 3 ends as one without stops and evaluations."""
+    """Whether a run that is stopped after update 4 of 7 and continued from 3 ends as an uninterrupted one."""
     whole_run = weights(run(folder / "whole", optim, 7, watched=False, **changes))
     run(folder / "parts", optim, 4, **changes)
     continued = weights(run(folder / "parts", optim, 7, resume=True, **changes))

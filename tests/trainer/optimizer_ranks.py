@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,28 @@ from tests.trainer.optimizer_cases import FAMILIES, IN_8_BITS, resumes_to_the_bi
 
 from windlass.core.errors import ConfigError
 
+# Those whose states are not all of their parameters' shapes, and one with two modes.
+GATHERED = ("adafactor", "schedule_free_adamw", "adamw_torch_8bit", "adamw_torch_4bit")
 RANK = int(os.environ.get("RANK", 0))
 IN_PARTS: dict[str, Any] = {"fsdp": "full_shard"}
 WHOLE: dict[str, Any] = {**IN_PARTS, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}
 
 
-def main(folder: Path) -> dict[str, Any]:
-    made: dict[str, Any] = {"resumed": {}, "near": {}, "refused": {}, "moved": {}}
-    for optim in FAMILIES:
-        made["resumed"][f"{optim} replicated"] = resumes_to_the_bit(folder / optim / "replicated", optim)
+def main(folder: Path, some: list[str]) -> dict[str, Any]:
+    """What happened to runs with all optimizers, or sharded ones with `some`."""
+    made: dict[str, Any] = {"resumed": {}, "near": {}, "refused": {}}
+    for optim in some or FAMILIES:
         made["resumed"][f"{optim} in parts"] = resumes_to_the_bit(folder / optim / "parts", optim, **IN_PARTS)
+        if not some:
+            made["near"][optim] = distance(folder / optim)
+    for optim in () if some else GATHERED:
         made["resumed"][f"{optim} whole"] = resumes_to_the_bit(folder / optim / "whole", optim, **WHOLE)
-        made["near"][optim] = distance(folder / optim)
-    for optim in IN_8_BITS[:1]:
+    for optim in () if some else (*GATHERED, IN_8_BITS[0]):
         made["resumed"][f"{optim} replicated"] = resumes_to_the_bit(folder / optim / "replicated", optim)
-        try:
-            run(folder / optim / "parts", optim, 1, **IN_PARTS)
-        except ConfigError as error:
-            made["refused"][optim] = str(error)
-    made["refused"]["rounding"] = refused_rounding(folder)
+    made["refused"]["8bit"] = refused(folder / "8bit", IN_8_BITS[0], **IN_PARTS)
+    made["refused"]["rounding"] = refused(
+        folder / "rounding", "adamw_torch_8bit", optim_args="bf16_stochastic_round=True"
+    )
     return made
 
 
@@ -44,9 +46,9 @@ def distance(folder: Path) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def refused_rounding(folder: Path) -> str:
+def refused(folder: Path, optim: str, **changes: Any) -> str:
     try:
-        run(folder / "rounding", "adamw_torch_8bit", 1, optim_args="bf16_stochastic_round=True")
+        run(folder, optim, 1, **changes)
     except ConfigError as error:
         return str(error)
     return ""
@@ -55,7 +57,6 @@ def refused_rounding(folder: Path) -> str:
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     with torch.compiler.set_stance("force_eager"):
-        found = main(place)
-    shutil.rmtree(place / "none", ignore_errors=True)
+        found = main(place, sys.argv[2:])
     if RANK == 0:
         (place / "made.json").write_text(json.dumps(found))

@@ -1,6 +1,6 @@
 """Tensors that are made of other tensors, such as averages in 8 bits: split for a checkpoint, and put together again.
 
-A subclass of `torch.Tensor` that PyTorch can flatten (`__tensor_flatten__` returns the names of its tensors, and the other
+A subclass of `torch.Tensor` that PyTorch can flatten (`__tensor_flatten__` returns the names of its tensors, and other
 arguments of its constructor) is saved as a map:
 
     {"windlass.packed": "torchao.optim.subclass_8bit.OptimState8bit", "tensors": {"codes": ..., ...}, "rest": [...]}
