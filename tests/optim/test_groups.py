@@ -177,3 +177,12 @@ def test_the_learning_rate_falls_from_layer_to_layer() -> None:
 def test_an_option_that_the_optimizer_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim_groups\['head'\]\.learning_rate.*a group takes lr"):
         check_group_options({"head": {"learning_rate": 1.0}}, {"lr": 0.1, "weight_decay": 0.0})
+
+
+def test_a_models_own_norm_does_not_decay_whatever_its_name() -> None:
+    class GainNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(2))
+
+    assert decay_parameter_names(nn.ModuleDict({"ln": GainNorm(), "fc": nn.Linear(2, 2)})) == ["fc.weight"]

@@ -26,9 +26,17 @@ _NORMS = (
 def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] = _NORMS) -> list[str]:
     """Names of the parameters that weight decay applies to: of `parameter_names` all but norms and biases.
 
-    Left out: parameters of norm layers (torch's types, or those in `norms`), and those with bias or norm in their name.
+    Left out: parameters of norm layers (torch's types, and classes named ...Norm that hold vectors; or those in `norms`),
+    and those with bias or norm in their name.
     """
-    return parameter_names(model, norms, [_KEPT_NAMES])
+    own = {type(module) for module in model.modules() if _is_norm(module)} if norms is _NORMS else ()
+    return parameter_names(model, (*norms, *own), [_KEPT_NAMES])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A model's own norm, whatever it is called in the model."""
+    held = list(module.parameters())
+    return type(module).__name__.endswith("Norm") and bool(held) and all(p.dim() < 2 for p in held)
 
 
 def parameter_names(
@@ -86,7 +94,8 @@ def parameter_groups(
     pattern_of = _matched(trainable, plan.groups)
     names = set(decay_parameter_names(model) if decaying is None else decaying)
     rows = []
-    for pattern, options in ({None: {}} | plan.groups).items():
+    everything: dict[str | None, dict[str, Any]] = {None: {}, **plan.groups}
+    for pattern, options in everything.items():
         own = [name for name in trainable if pattern_of.get(name) == pattern]
         if "weight_decay" in options:
             rows.append((own, options))

@@ -16,6 +16,7 @@ from windlass.optim.groups import (
     parameter_groups,
 )
 from windlass.optim.registry import make_optimizer, optimizer_factory
+from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import build_schedule
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
@@ -47,6 +48,7 @@ def new_optimizer(
         return make_optimizer(given[0], cls, kwargs)
     optimizer = make_optimizer(arranged(model, cls, parameter_groups(model, plan, decaying)), cls, kwargs)
     check_group_options(plan.groups, optimizer.defaults)
+    warn_of_lost_updates(optimizer, plan.name)
     return optimizer
 
 
@@ -56,8 +58,8 @@ def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_step
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
     plan = resolve_optimizer(args, total_steps)
     schedule = build_schedule(
-        plan.schedule, optimizer, total_steps=total_steps, warmup_steps=plan.warmup_steps,
-        options=plan.schedule_options,
+        plan.schedule, optimizer, total_steps=total_steps, options=plan.schedule_options,
+        warmup_steps=0 if optimizer.defaults.get("warmup_steps") else plan.warmup_steps,
     )  # fmt: skip
     return schedule.exposed
 

@@ -111,4 +111,4 @@ def _slow_decay(step: int, group: Mapping[str, Any]) -> float:
     if rise is None or step >= rise:
         return float(beta3)
     start, end, share = math.log(beta1), math.log(beta3), step / rise
-    return min(math.exp(start * end / ((1 - share) * end + share * start)), beta3)
+    return min(math.exp(start * end / ((1 - share) * end + share * start)), float(beta3))

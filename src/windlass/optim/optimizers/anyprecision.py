@@ -41,6 +41,9 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
         bf16_stochastic_round: round bf16 weights at random, unbiased; no memory is needed.
         momentum_dtype, variance_dtype, compensation_buffer_dtype: of the first moment, the second, and of what rounding
             lost.
+
+    Attributes:
+        keeps_small_updates: updates below the resolution of half-precision weights are not lost.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._compensates, self._rounds = use_kahan_summation, bf16_stochastic_round
+        self.keeps_small_updates = use_kahan_summation or bf16_stochastic_round
         self._dtypes = {"exp_avg": momentum_dtype, "exp_avg_sq": variance_dtype}
         if use_kahan_summation:
             self._dtypes["compensation"] = compensation_buffer_dtype

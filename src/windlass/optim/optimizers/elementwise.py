@@ -34,7 +34,7 @@ class Batch:
         self.positions = [i for i, _ in chosen]
         self.parameters: list[Tensor] = [p for _, p in chosen]
         self.weights = locals_of(self.parameters)
-        self.gradients = locals_of([p.grad for p in self.parameters])
+        self.gradients = locals_of([p.grad for p in self.parameters if p.grad is not None])
         self.states = [states[p] for p in self.parameters]
 
     def column(self, name: str) -> list[Tensor]:

@@ -81,7 +81,7 @@ class GrokAdamW(ElementwiseOptimizer):
         gradients = _clipped(batch, group["gradient_clipping"])
         signal = group["grokking_signal_decay_rate"] * group["grokking_signal"]
         average_(slow, gradients, group["alpha_init"] * math.exp(-signal))
-        gradients = torch._foreach_add(gradients, slow, alpha=group["lamb"])
+        gradients = list(torch._foreach_add(gradients, slow, alpha=group["lamb"]))
         decays = [beta1 * (1 - group["gamma"]) ** i for i in batch.positions]
         torch._foreach_mul_(moments, decays)
         torch._foreach_add_(moments, torch._foreach_mul(gradients, [1 - decay for decay in decays]))

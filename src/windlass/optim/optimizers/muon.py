@@ -107,7 +107,8 @@ class MuonWithAdamW(Optimizer):
 
 def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:
     """Parameters of embeddings and of output layers, tied ones once."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    ask: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
     for name, module in model.named_modules():
         if isinstance(module, _EMBEDDINGS) or module is head or _HEADS.search(name):
             yield from module.parameters()

@@ -39,6 +39,9 @@ class StableAdamW(ElementwiseOptimizer):
         decouple_lr: weight decay times `learning rate / max_lr` instead.
         max_lr: the highest rate of the schedule, for `decouple_lr`; by default `lr`.
         kahan_sum: compensate what rounding of half-precision weights loses; None: for these weights.
+
+    Attributes:
+        keeps_small_updates: updates below the resolution of half-precision weights are not lost.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class StableAdamW(ElementwiseOptimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
         )
+
+        self.keeps_small_updates = kahan_sum is not False
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
         names = ["exp_avg", "exp_avg_sq"]

@@ -40,6 +40,7 @@ def _checked(base: Callable[..., Any]) -> type[torch.optim.Optimizer]:
     class Checked(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
+            self.keeps_small_updates = self.bf16_stochastic_round
             if self.bf16_stochastic_round and any(
                 _has_copies(p) for group in self.param_groups for p in group["params"]
             ):
