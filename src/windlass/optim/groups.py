@@ -26,8 +26,8 @@ _NORMS = (
 def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] = _NORMS) -> list[str]:
     """Names of the parameters that weight decay applies to: of `parameter_names` all but norms and biases.
 
-    Left out: parameters of norm layers (torch's types, and classes named ...Norm that hold vectors; or those in `norms`),
-    and those with bias or norm in their name.
+    Left out: parameters of norms (torch's types and classes named ...Norm that hold vectors; or those in `norms`), and
+    those with bias or norm in their name.
     """
     own = {type(module) for module in model.modules() if _is_norm(module)} if norms is _NORMS else ()
     return parameter_names(model, (*norms, *own), [_KEPT_NAMES])
@@ -94,8 +94,8 @@ def parameter_groups(
     pattern_of = _matched(trainable, plan.groups)
     names = set(decay_parameter_names(model) if decaying is None else decaying)
     rows = []
-    everything: dict[str | None, dict[str, Any]] = {None: {}, **plan.groups}
-    for pattern, options in everything.items():
+    everything: list[tuple[str | None, dict[str, Any]]] = [(None, {}), *plan.groups.items()]
+    for pattern, options in everything:
         own = [name for name in trainable if pattern_of.get(name) == pattern]
         if "weight_decay" in options:
             rows.append((own, options))

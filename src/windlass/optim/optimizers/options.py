@@ -10,7 +10,7 @@ import torch
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, Problem
 
-_WORDS = {torch.dtype: "floating-point dtype, such as float32 or bfloat16"}
+_WORDS: dict[type, str] = {torch.dtype: "floating-point dtype, such as float32 or bfloat16"}
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # Options that have an argument of their own; setting both would leave one without effect.
 _ELSEWHERE = {
