@@ -31,6 +31,21 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
+def test_optimizers_are_measured_and_written_into_their_page(tmp_path: Path) -> None:
+    text, page, picture = tmp_path / "text.txt", tmp_path / "page.md", tmp_path / "picture.svg"
+    text.write_text("To be, or not to be, that is the question. " * 400)
+    page.write_text("above\n<!-- begin: optimizers -->\n<!-- end: optimizers -->\n")
+    _run(
+        str(FOLDER / "optimizers.py"), "--steps", "3", "--only", "adamw_torch", "adafactor", "schedule_free_sgd",
+        "--text", str(text), "--write", str(page), "--plot", str(picture),
+    )  # fmt: skip
+    written = page.read_text()
+    assert "| `adamw_torch` | 8.00 |" in written
+    assert "| `schedule_free_sgd` | 4.00 |" in written
+    assert picture.read_text().lstrip().startswith("<?xml")
+
+
 def test_percentile() -> None:
     common = _load("common")
     assert common.percentile([3.0, 1.0, 2.0], 0.5) == 2.0

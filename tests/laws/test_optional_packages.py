@@ -28,11 +28,13 @@ HOMES: dict[str, set[str]] = {
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
     "huggingface_hub": {"hub"},
+    "bitsandbytes": {"optim"},
+    "torchao": {"optim"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    *TRACKERS,
+    "bitsandbytes", "torchao", *TRACKERS,
 }  # fmt: skip
 
 

@@ -35,6 +35,11 @@ THIRD_PARTY = {
          "_version", "_get_default_store", "_world"),
         _TORCH,
     ),
+    **dict.fromkeys(
+        ("_foreach_add", "_foreach_add_", "_foreach_addcmul_", "_foreach_div", "_foreach_div_", "_foreach_lerp_",
+         "_foreach_mul", "_foreach_sign_", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_sub_"),
+        _TORCH,
+    ),
     "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_unsharded_param"), _SHARDED),

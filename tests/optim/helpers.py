@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -49,3 +49,31 @@ def heard(level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+SHAPES = ((3, 4), (5,), (2, 3, 4))
+
+
+def five_steps(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 5,
+) -> list[torch.Tensor]:
+    """Parameters of several shapes after updates with gradients that depend on them; the same for equal optimizers."""
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    held = [nn.Parameter(start) for start in starts]
+    optimizer = make(held)
+    for _ in range(steps):
+        for parameter in held:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = (0.3 * parameter.detach().float() + noise).to(dtype)
+        optimizer.step()
+    return [parameter.detach() for parameter in held]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance), (
+            (one - other).abs().max()
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from tests.optim.helpers import Net
 from torch import nn
 
-from windlass.optim.groups import decay_groups, decay_parameter_names
+from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ConfigError
+from windlass.optim.groups import (
+    check_group_options,
+    decay_groups,
+    decay_parameter_names,
+    parameter_groups,
+)
 
 
 def transformers_names(model: nn.Module) -> list[str]:
@@ -104,3 +113,76 @@ def test_the_callers_names_replace_ours() -> None:
     assert decaying["params"] == [model.bias]
     assert len(kept["params"]) == len(list(model.parameters())) - 1
     assert torch.is_tensor(kept["params"][0])
+
+
+def grouped(**plan: Any) -> list[tuple[list[str], dict[str, Any]]]:
+    model = Net()
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [
+        ([names[id(p)] for p in group.pop("params")], group)
+        for group in parameter_groups(model, OptimizerPlan(weight_decay=0.1, learning_rate=1.0, **plan))
+    ]
+
+
+def test_patterns_get_groups_of_their_own_after_the_usual_two() -> None:
+    groups = grouped(groups={r"layers\.1": {"lr": 0.5}, "embed|head": {"lr": 0.25, "weight_decay": 0.0}})
+    assert [options for _, options in groups] == [
+        {"weight_decay": 0.1}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "lr": 0.5},
+        {"weight_decay": 0.0, "lr": 0.5}, {"weight_decay": 0.0, "lr": 0.25},
+    ]  # fmt: skip
+    assert [names for names, _ in groups][2:] == [
+        ["layers.1.attn.weight"], ["layers.1.attn.bias", "layers.1.ln.weight", "layers.1.ln.bias"],
+        ["embed.weight", "head.weight"],
+    ]  # fmt: skip
+    assert len({name for names, _ in groups for name in names}) == len(list(Net().parameters()))
+
+
+def test_without_patterns_the_groups_are_the_usual_two() -> None:
+    model = Net()
+    ours, usual = parameter_groups(model, OptimizerPlan(weight_decay=0.1)), decay_groups(model, 0.1)
+    for one, other in zip(ours, usual, strict=True):
+        assert one.keys() == other.keys()
+        assert all(a is b for a, b in zip(one["params"], other["params"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            {"embedd": {"lr": 1.0}},
+            "'embedd': matches no trainable parameter; did you mean 'embed'?; names are scale, bias",
+        ),
+        ({"head": {"lr": 1.0}, "weight$": {"lr": 2.0}}, "matches 'head.weight', which 'head' matches too"),
+    ],
+)
+def test_patterns_that_match_nothing_or_the_same_are_refused(groups: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grouped(groups=groups)
+    assert message in str(caught.value)
+
+
+def test_the_learning_rate_falls_from_layer_to_layer() -> None:
+    rates = {
+        name: options["lr"]
+        for names, options in grouped(layer_decay=0.5, groups={"head": {"lr": 3.0}})
+        for name in names
+    }
+    assert rates["embed.weight"] == rates["bias"] == 0.125
+    assert rates["layers.0.attn.weight"] == rates["layers.0.ln.weight"] == 0.25
+    assert rates["layers.1.attn.bias"] == 0.5
+    assert rates["q_norm.weight"] == 1.0
+    assert rates["head.weight"] == 3.0
+
+
+def test_an_option_that_the_optimizer_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optim_groups\['head'\]\.learning_rate.*a group takes lr"):
+        check_group_options({"head": {"learning_rate": 1.0}}, {"lr": 0.1, "weight_decay": 0.0})
+
+
+def test_a_models_own_norm_does_not_decay_whatever_its_name() -> None:
+    class GainNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(2))
+
+    assert decay_parameter_names(nn.ModuleDict({"ln": GainNorm(), "fc": nn.Linear(2, 2)})) == ["fc.weight"]

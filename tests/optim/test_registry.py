@@ -11,13 +11,18 @@ from torch import nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.config.support import SECTIONS
-from windlass.core.errors import ConfigError, ModelError
-from windlass.optim.groups import decay_groups
+from windlass.core.errors import ConfigError, MissingDependencyError, ModelError
+from windlass.optim.groups import arranged, decay_groups
 from windlass.optim.registry import OPTIMIZERS, make_optimizer, optimizer_factory
+
+TORCHS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+# These make no update at first, or move all weights by the learning rate whatever the gradient.
+PLANS: dict[str, dict[str, Any]] = {"schedule_free_radam": {"learning_rate": 0.05}}
 
 
 def build_optimizer(model: nn.Module, plan: OptimizerPlan) -> torch.optim.Optimizer:
-    return make_optimizer(decay_groups(model, plan.weight_decay), *optimizer_factory(plan))
+    cls, kwargs = optimizer_factory(plan)
+    return make_optimizer(arranged(model, cls, decay_groups(model, plan.weight_decay)), cls, kwargs)
 
 
 def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[torch.Tensor]]:
@@ -25,9 +30,8 @@ def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     inputs, targets = torch.randn(16, 4), torch.randn(16, 1)
-    optimizer = build_optimizer(
-        model, OptimizerPlan(name=name, learning_rate=1e-2, weight_decay=0.01, **plan)
-    )
+    chosen = {"learning_rate": 1e-2, **PLANS.get(name, {}), **plan}
+    optimizer = build_optimizer(model, OptimizerPlan(name=name, weight_decay=0.01, **chosen))
     losses = []
     for _ in range(steps):
         loss = (model(inputs) - targets).square().mean()
@@ -39,8 +43,13 @@ def trained(name: str, steps: int = 30, **plan: Any) -> tuple[list[float], list[
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_each_optimizer_learns_and_repeats_its_bits(name: str) -> None:
-    (losses, parameters), (again, others) = trained(name), trained(name)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # torchao's compile each shape for many seconds
+            (losses, parameters), (again, others) = trained(name), trained(name)
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
     assert losses[-1] < 0.9 * losses[0]
     assert losses == again
     assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
@@ -55,7 +64,7 @@ def test_the_configuration_honours_what_is_built_and_nothing_else() -> None:
     assert {name for name, row in SECTIONS["optim"].items() if row.status == "honoured"} == OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TORCHS)
 def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     args = transformers.TrainingArguments(

@@ -221,6 +221,8 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
         betas=(args.adam_beta1, args.adam_beta2),
         epsilon=args.adam_epsilon,
         options=_options(args.optim_args),
+        groups=dict(args.optim_groups or {}),
+        layer_decay=args.layerwise_lr_decay,
         schedule=_text(args.lr_scheduler_type),
         schedule_options=_schedule_options(args),
         warmup_steps=args.get_warmup_steps(total_steps),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.names import canonical_names, counted, shorten
+from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.checkpoint.sharded import Parts
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
@@ -65,7 +66,7 @@ def _state_by_name(
     return {
         "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
         "state": {
-            name: convert(name, optimizer.state[parameter])
+            name: convert(name, split_packed(optimizer.state[parameter]))
             for name, parameter in named.items()
             if optimizer.state.get(parameter)
         },
@@ -123,7 +124,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     by_name = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
     _check_shapes(by_name, state)
     _check_state(state)
-    _check_spread(optimizer, by_name, state["state"])
+    fresh = _start_states(optimizer, names, state["state"])
+    _check_spread(optimizer, fresh, by_name, state["state"])
     options = _match_groups(optimizer, names, state)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
@@ -131,7 +133,24 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
                 group[key] = _placed(value, group.get(key), None, None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if parameter in fresh:
+                optimizer.state[parameter] = fresh.pop(parameter)
             _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
+
+
+def _start_states(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], entries: dict[str, Any]
+) -> dict[Tensor, dict[Any, Any]]:
+    """New states of parameters that have a saved one and none here, from optimizers that can make them before the first
+    update (`start_state`): it shows how tensors of other shapes are sharded, and in which memory they are.
+    """
+    start: Callable[..., dict[Any, Any]] | None = getattr(optimizer, "start_state", None)
+    return {
+        parameter: start(parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if start is not None and names[id(parameter)] in entries and not optimizer.state.get(parameter)
+    }
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -248,6 +267,9 @@ def _placed(value: Any, live: Any, device: torch.device | None, parameter: Tenso
         if parameter is not None and _is_spread(value, parameter):
             return shard_like(value, parameter)
         return value.clone() if device is None else value.to(device, copy=True)
+    if is_packed_map(value):
+        assert parameter is not None, "options of groups are not tensors"
+        return join_packed(value, parameter, lambda tensor: tensor.to(local(parameter).device, copy=True))
     if isinstance(value, dict):
         known = live if isinstance(live, dict) else {}
         return {key: _placed(item, known.get(key), device, parameter) for key, item in value.items()}
@@ -271,11 +293,14 @@ def _is_spread(value: Tensor | Deferred, parameter: Tensor) -> bool:
 
 
 def _check_spread(
-    optimizer: torch.optim.Optimizer, by_name: dict[str, Tensor], entries: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    fresh: dict[Tensor, dict[Any, Any]],
+    by_name: dict[str, Tensor],
+    entries: dict[str, Any],
 ) -> None:
     """Refuse tensors of another shape than their sharded parameter: only the optimizer knows how to shard them."""
     for name, parameter in by_name.items():
-        live = optimizer.state.get(parameter, {})
+        live = optimizer.state.get(parameter) or fresh.get(parameter, {})
         for key, value in entries.get(name, {}).items():
             if not isinstance(value, Tensor | Deferred) or not _is_spread(value, parameter):
                 continue

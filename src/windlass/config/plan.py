@@ -69,7 +69,12 @@ class DurationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """`name` and `schedule` are keys of the registries of optimizers and schedules."""
+    """`name` and `schedule` are keys of the registries of optimizers and schedules.
+
+    Attributes:
+        groups: pattern that is searched for in names of parameters -> the options of their group.
+        layer_decay: the learning rate of a layer is that of the layer above times this.
+    """
 
     name: str = "adamw_torch"
     learning_rate: float = 5e-5
@@ -77,6 +82,8 @@ class OptimizerPlan:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     options: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layer_decay: float = 1.0
     schedule: str = "linear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0

@@ -9,18 +9,22 @@ from windlass.config.plugin_words import LoggerType
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon", "lion_32bit", "ademamix",
+    "stable_adamw", "grokadamw", "adamw_anyprecision", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
+    "paged_adamw_8bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "ademamix_8bit", "paged_ademamix_32bit",
+    "paged_ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+)  # fmt: skip
 GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",
     "adamw_apex_fused": "is gone; use adamw_torch_fused",
 }
 # Part of a name -> end of the sentence "NAME is not built yet".
 OPTIMIZER_ADVICE = {
-    "xla": " (it needs PyTorch/XLA); use adamw_torch",
-    "npu": "; use adamw_torch_fused",
-    **dict.fromkeys(
-        ("galore", "lomo", "8bit", "4bit"), "; adafactor keeps the smallest state of those that are"
-    ),
+    "xla": " (it needs PyTorch/XLA, on which Windlass does not train); use adamw_torch",
+    "npu": " (it needs torch_npu, on whose devices Windlass does not train); use adamw_torch_fused",
+    **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
 }
 TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
 UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")

@@ -6,9 +6,11 @@ What needs the dataset, the model or the device is checked when a run is resolve
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -208,6 +210,25 @@ def _signals(args: Any) -> Iterator[Problem]:
             "always saves, and SIGKILL and SIGSTOP cannot be handled"
         )
         yield Problem("preemption_signals", args.preemption_signals, fix)
+
+
+@_rule("optim_groups")
+def _groups(args: Any) -> Iterator[Problem]:
+    for pattern, options in (args.optim_groups or {}).items():
+        field = f"optim_groups[{pattern!r}]"
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            yield Problem("optim_groups", pattern, f"is not a regular expression: {error}")
+        if not isinstance(options, Mapping) or not options:
+            yield Problem(
+                field, options, "must be a dict of options, such as {'lr': 1e-4, 'weight_decay': 0.0}"
+            )
+            continue
+        for key in ("lr", "weight_decay"):
+            value = options.get(key, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                yield Problem(f"{field}.{key}", value, "must be a number of at least 0")
 
 
 @_rule("optim", "report_to")

@@ -22,6 +22,8 @@ EXTRAS = {
     "fsspec": "remote",
     "peft": "peft",
     "huggingface_hub": "hub",
+    "bitsandbytes": "bnb",
+    "torchao": "torchao",
 }
 
 

@@ -89,6 +89,27 @@ def copies(tensor: Tensor) -> int:
     return count
 
 
+def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of each of `values`, scalars that ranks computed from their part of the tensor at the same place in
+    `tensors`, over all its parts. One collective for each mesh and dtype.
+    """
+    sums = list(values)
+    meshes: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            _check_placements(tensor)
+            key = (tensor.device_mesh, tensor.placements, values[index].dtype)
+            meshes.setdefault(key, []).append(index)
+    for (mesh, placements, _), places in meshes.items():
+        total = torch.stack([values[index] for index in places])
+        for axis, placement in enumerate(placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(total, group=mesh.get_group(axis))
+        for index, value in zip(places, total.unbind(), strict=True):
+            sums[index] = value
+    return sums
+
+
 def part(tensor: Tensor) -> Part:
     """Where this rank's part of `tensor` lies in the whole one."""
     if not is_sharded(tensor):
@@ -175,6 +196,23 @@ def _on_mesh_device(tensor: DTensor) -> DTensor:
 def from_part(mine: Tensor, like: Tensor) -> Tensor:
     """The tensor of which this rank holds the part `mine`, spread as `like` is. No communication."""
     return _spread_as(like, mine) if is_sharded(like) else mine
+
+
+def shard_flat(mine: Tensor, like: Tensor) -> Tensor:
+    """The one-dimensional tensor that the parts `mine`, which have one length on all ranks, make up in the order of the
+    parts of `like`, a tensor that is cut along its first dimension. No communication.
+    """
+    if not is_sharded(like):
+        return mine
+    parts = like.device_mesh.size() // copies(like)
+    return type(like).from_local(
+        mine,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=torch.Size((mine.numel() * parts,)),
+        stride=(1,),
+    )
 
 
 def _spread_as(like: DTensor, mine: Tensor) -> DTensor:

@@ -52,6 +52,7 @@ class NativeExecutor:
         self._skip = False
         self._overflowed = self._applying = False
         self._beacon, self._waiting = beacon(), thread_waiting()
+        self._averaged = 0  # how many `averaged` are open
 
     @property
     def model(self) -> nn.Module:
@@ -176,16 +177,38 @@ class NativeExecutor:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode: of the model until `run_step`, of an optimizer with averaged weights here. Collective."""
-        switch: Callable[[], Any] | None = getattr(self.optimizer, "eval", None)
         self.model.eval()
-        if callable(switch):
-            switch()
+        with self.averaged(), self.strategy.buffers_of_first_rank():
+            yield
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the weights that are evaluated and saved: their average, if the optimizer keeps one (its
+        `eval` puts it into the parameters, its `train` takes it out).
+        """
+        self._switch("eval")
+        self._averaged += 1
         try:
-            with self.strategy.buffers_of_first_rank():
-                yield
+            yield
         finally:
-            if callable(switch):
-                self.optimizer.train()  # type: ignore[attr-defined]
+            self._averaged -= 1
+            if not self._averaged:
+                self._switch("train")
+
+    def _switch(self, mode: str) -> None:
+        """Call `optimizer.train()` or `optimizer.eval()`, of optimizers that have modes."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            getattr(self.optimizer, mode)()
+
+    def begin(self) -> None:
+        """Called before the first update, after a checkpoint was loaded: it holds the averaged weights."""
+        self._averaged = 0
+        self._switch("train")
+
+    def finish(self) -> None:
+        """Called after the last update: leave the averaged weights in the model."""
+        self._switch("eval")
+        self._averaged += 1  # a save that follows does not take them out
 
     # --- one update -------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,17 @@
-"""Parameter groups for weight decay: all parameters but norms and biases."""
+"""Parameter groups: which parameters decay, and which have a learning rate or a weight decay of their own."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from windlass.config.nearest import did_you_mean
+from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.optim.layers import layers_above
 
 # By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
 _KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -21,9 +26,17 @@ _NORMS = (
 def decay_parameter_names(model: nn.Module, norms: tuple[type[nn.Module], ...] = _NORMS) -> list[str]:
     """Names of the parameters that weight decay applies to: of `parameter_names` all but norms and biases.
 
-    Left out: parameters of norm layers (torch's types, or those in `norms`), and those with bias or norm in their name.
+    Left out: parameters of norms (torch's types and classes named ...Norm that hold vectors; or those in `norms`), and
+    those with bias or norm in their name.
     """
-    return parameter_names(model, norms, [_KEPT_NAMES])
+    own = {type(module) for module in model.modules() if _is_norm(module)} if norms is _NORMS else ()
+    return parameter_names(model, (*norms, *own), [_KEPT_NAMES])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A model's own norm, whatever it is called in the model."""
+    held = list(module.parameters())
+    return type(module).__name__.endswith("Norm") and bool(held) and all(p.dim() < 2 for p in held)
 
 
 def parameter_names(
@@ -61,3 +74,97 @@ def decay_groups(
         {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
         {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
     ]
+
+
+def parameter_groups(
+    model: nn.Module, plan: OptimizerPlan, decaying: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """The groups of a run: those of `decay_groups`, then those of each pattern in `plan.groups`; split by layer if the
+    learning rate differs between layers.
+
+    The parameters of a pattern that sets no weight decay are in two groups, as others are.
+
+    Args:
+        decaying: names in the place of `decay_parameter_names`.
+
+    Raises:
+        ConfigError: a pattern matches no trainable parameter, or two match the same one.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    pattern_of = _matched(trainable, plan.groups)
+    names = set(decay_parameter_names(model) if decaying is None else decaying)
+    rows = []
+    everything: list[tuple[str | None, dict[str, Any]]] = [(None, {}), *plan.groups.items()]
+    for pattern, options in everything:
+        own = [name for name in trainable if pattern_of.get(name) == pattern]
+        if "weight_decay" in options:
+            rows.append((own, options))
+            continue
+        halves = (
+            ([n for n in own if n in names], plan.weight_decay),
+            ([n for n in own if n not in names], 0.0),
+        )
+        rows += [
+            (half, {"weight_decay": decay, **options}) for half, decay in halves if half or pattern is None
+        ]
+    if plan.layer_decay != 1:
+        rows = list(_by_layer(model, plan, rows))
+    return [{"params": [trainable[name] for name in own], **options} for own, options in rows]
+
+
+def arranged(model: nn.Module, cls: Callable[..., Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups as `cls.arrange(model, groups)` divides them further, for classes that treat parts of a model
+    differently.
+    """
+    arrange: Callable[..., list[dict[str, Any]]] | None = getattr(cls, "arrange", None)
+    return groups if arrange is None else arrange(model, groups)
+
+
+def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Check that the optimizer has each option that a pattern sets; `defaults` are its options."""
+    problems = [
+        Problem(
+            f"optim_groups[{pattern!r}].{key}",
+            value,
+            f"a group takes {', '.join(defaults)}{did_you_mean(key, defaults)}",
+        )
+        for pattern, options in groups.items()
+        for key, value in options.items()
+        if key not in defaults
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict[str, str]:
+    """Name of a parameter -> the pattern that is found in it."""
+    found: dict[str, str] = {}
+    problems = []
+    for pattern in groups:
+        matching = [name for name in trainable if re.search(pattern, name)]
+        if not matching:
+            examples = ", ".join(list(trainable)[:4])
+            words = {word: None for name in trainable for word in (name, *name.split("."))}
+            fix = f"matches no trainable parameter{did_you_mean(pattern, words)}; names are {examples}, ..."
+            problems.append(Problem("optim_groups", pattern, fix))
+        for name in matching:
+            if name in found:
+                fix = f"matches {name!r}, which {found[name]!r} matches too; make one of them narrower"
+                problems.append(Problem("optim_groups", pattern, fix))
+                break
+            found[name] = pattern
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _by_layer(
+    model: nn.Module, plan: OptimizerPlan, rows: Sequence[tuple[list[str], dict[str, Any]]]
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Each row split by layer, with the learning rate `lr * layer_decay ** (layers above)`."""
+    above = layers_above(model)
+    for own, options in rows:
+        peak = options.get("lr", plan.learning_rate)
+        for count in sorted({above[name] for name in own}, reverse=True):
+            fitting = [name for name in own if above[name] == count]
+            yield fitting, {**options, "lr": peak * plan.layer_decay**count}

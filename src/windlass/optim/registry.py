@@ -16,7 +16,20 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
-from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
+from windlass.optim.optimizers.ademamix import ademamix
+from windlass.optim.optimizers.anyprecision import anyprecision
+from windlass.optim.optimizers.bnb import bnb_adamw, bnb_ademamix, bnb_lion, bnb_rmsprop
+from windlass.optim.optimizers.grokadamw import grokadamw
+from windlass.optim.optimizers.lion import lion
+from windlass.optim.optimizers.muon import muon
+from windlass.optim.optimizers.schedule_free import (
+    schedule_free_adamw,
+    schedule_free_radam,
+    schedule_free_sgd,
+)
+from windlass.optim.optimizers.stable_adamw import stable_adamw
+from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, rmsprop_bnb, sgd
+from windlass.optim.optimizers.torchao_optimizers import torchao_adamw
 
 _log = get_logger(__name__)
 
@@ -27,6 +40,30 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "sgd": sgd,
     "adagrad": adagrad,
     "rmsprop": rmsprop,
+    "muon": muon,
+    "lion_32bit": lion,
+    "ademamix": ademamix,
+    "stable_adamw": stable_adamw,
+    "grokadamw": grokadamw,
+    "adamw_anyprecision": anyprecision,
+    "schedule_free_adamw": schedule_free_adamw,
+    "schedule_free_radam": schedule_free_radam,
+    "schedule_free_sgd": schedule_free_sgd,
+    "adamw_torch_8bit": torchao_adamw,
+    "adamw_torch_4bit": torchao_adamw,
+    "adamw_bnb_8bit": bnb_adamw,
+    "adamw_8bit": bnb_adamw,
+    "paged_adamw_32bit": bnb_adamw,
+    "paged_adamw_8bit": bnb_adamw,
+    "lion_8bit": bnb_lion,
+    "paged_lion_32bit": bnb_lion,
+    "paged_lion_8bit": bnb_lion,
+    "ademamix_8bit": bnb_ademamix,
+    "paged_ademamix_32bit": bnb_ademamix,
+    "paged_ademamix_8bit": bnb_ademamix,
+    "rmsprop_bnb": rmsprop_bnb,
+    "rmsprop_bnb_32bit": rmsprop_bnb,
+    "rmsprop_bnb_8bit": bnb_rmsprop,
 }
 
 

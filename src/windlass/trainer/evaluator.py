@@ -85,6 +85,10 @@ class Evaluator:
         finally:
             self._watch = None
 
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model of a run has the weights that are evaluated: their average, if there is one."""
+        return contextlib.nullcontext() if self._executor is None else self._executor.averaged()
+
     def own_randomness(self) -> contextlib.AbstractContextManager[None]:
         """A context in which an evaluation, overrides included, draws nothing from a run's random generators."""
         return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)

@@ -9,8 +9,14 @@ from torch import nn
 
 from windlass.assemble.resolve import resolve_optimizer
 from windlass.core.errors import ConfigError, Problem
-from windlass.optim.groups import decay_groups, decay_parameter_names
+from windlass.optim.groups import (
+    arranged,
+    check_group_options,
+    decay_parameter_names,
+    parameter_groups,
+)
 from windlass.optim.registry import make_optimizer, optimizer_factory
+from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import build_schedule
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
@@ -22,19 +28,28 @@ def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
 
 
 def new_optimizer(
-    model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], weight_decay: float,
-    decaying: list[str],
-) -> torch.optim.Optimizer:  # fmt: skip
+    model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], args: Any, decaying: list[str]
+) -> torch.optim.Optimizer:
     """An optimizer over the model's parameters.
 
     Args:
         kwargs: may hold the parameters, as they do for adapters.
         decaying: names of the parameters that weight decay applies to.
+
+    Raises:
+        ConfigError: `optim_groups` or `layerwise_lr_decay` do not fit the model or the optimizer.
     """
-    kwargs = dict(kwargs)
-    groups = decay_groups(model, weight_decay, decaying)
-    groups = kwargs.pop("params", kwargs.pop("model", kwargs.pop("optimizer_dict", groups)))
-    return make_optimizer(groups, cls, kwargs)
+    plan, kwargs = resolve_optimizer(args, max(args.max_steps, 0)), dict(kwargs)
+    given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
+    if given:
+        if plan.groups or plan.layer_decay != 1:
+            fix = "has no effect on an optimizer that is given its own parameters; leave one of them out"
+            raise ConfigError(Problem("optim_groups", plan.groups or plan.layer_decay, fix))
+        return make_optimizer(given[0], cls, kwargs)
+    optimizer = make_optimizer(arranged(model, cls, parameter_groups(model, plan, decaying)), cls, kwargs)
+    check_group_options(plan.groups, optimizer.defaults)
+    warn_of_lost_updates(optimizer, plan.name)
+    return optimizer
 
 
 def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
@@ -43,8 +58,8 @@ def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_step
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
     plan = resolve_optimizer(args, total_steps)
     schedule = build_schedule(
-        plan.schedule, optimizer, total_steps=total_steps, warmup_steps=plan.warmup_steps,
-        options=plan.schedule_options,
+        plan.schedule, optimizer, total_steps=total_steps, options=plan.schedule_options,
+        warmup_steps=0 if optimizer.defaults.get("warmup_steps") else plan.warmup_steps,
     )  # fmt: skip
     return schedule.exposed
 

@@ -248,6 +248,7 @@ class Run:
             self._due.leave()  # nothing is to be saved
         self._due.begin(started)
         self.executor.model.train()
+        self.executor.begin()
         try:
             self.loop.run()
         except WaitBrokenOff:
@@ -261,6 +262,7 @@ class Run:
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
         metrics = self._reports.summary(started)
+        self.executor.finish()
         self.executor.strategy.share_buffers()  # one model is left
         self.saver.release()
         state = self._events.state
@@ -300,7 +302,8 @@ class Run:
         unlock the folder. Collective.
         """
         try:
-            self.checkpointer.save()
+            with self.executor.averaged():
+                self.checkpointer.save()
             if wait:
                 self.checkpointer.finish()  # no later update does, and the process may end
         finally:
@@ -382,6 +385,7 @@ class Run:
         what = self.explain_nonfinite(suspect)
         if self._plan.stability.nonfinite == "rollback":
             self._hooks.log(self.checkpointer.roll_back(what, self.loop.position), None)
+            self.executor.begin()
             return True
         job_logger.warning("%s; this update is skipped", what)
         self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)

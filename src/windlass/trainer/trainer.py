@@ -349,7 +349,7 @@ class Trainer(TrainerNames):
                 self.args, target
             )
             decaying = self.get_decay_parameter_names(target)
-            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
+            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args, decaying)
         return self.optimizer
 
     def create_scheduler(
@@ -484,7 +484,8 @@ class Trainer(TrainerNames):
         gang, writes = self._session.gang, self.is_world_process_zero()
         if self.args.save_on_each_node:
             writes = gang.rank == (self._folder or run_folder.RunFolder(self.args, gang)).disks.writer_rank
-        model_writer.save_final(place, self._model_writer, self._save, gang, writes)
+        with self._services.evaluator.averaged_weights():
+            model_writer.save_final(place, self._model_writer, self._save, gang, writes)
         if not (_internal_call or output_dir):
             publishing.model_saved(self.args, self.callback_handler, self.output_folder)
 

@@ -7,7 +7,7 @@ the form without either (`scale_parameter=False, relative_step=False`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,20 @@ class Adafactor(torch.optim.Optimizer):
                     self._update(parameter, group)
         return loss
 
+    def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first update; rows and columns are whole on each rank."""
+        dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+        like = parameter.detach()
+        state: dict[str, Any] = {"step": 0}
+        if group["beta1"] is not None:
+            state["exp_avg"] = torch.zeros_like(like, dtype=dtype)
+        if like.dim() >= 2:
+            state["exp_avg_sq_row"] = like.new_zeros(like.shape[:-1], dtype=dtype)
+            state["exp_avg_sq_col"] = like.new_zeros(like.shape[:-2] + like.shape[-1:], dtype=dtype)
+        else:
+            state["exp_avg_sq"] = torch.zeros_like(like, dtype=dtype)
+        return state
+
     def rate_of(self, group: dict[str, Any]) -> float | Tensor:
         """The rate of a group's first parameter in its last update; its size, if that counts, is the one after it."""
         first = group["params"][0]
@@ -107,7 +121,7 @@ class Adafactor(torch.optim.Optimizer):
         weight = parameter.float() if parameter.dtype in _LOW else parameter
         state = self.state[parameter]
         if not state:
-            _start(state, grad, group)
+            state.update(self.start_state(parameter, group))
         state["step"] += 1
         lr = _learning_rate(weight, group, state["step"])
         update = _preconditioned(grad, state, group)
@@ -119,17 +133,6 @@ class Adafactor(torch.optim.Optimizer):
         weight.sub_(update)
         if weight is not parameter:
             parameter.copy_(weight)
-
-
-def _start(state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> None:
-    state["step"] = 0
-    if group["beta1"] is not None:
-        state["exp_avg"] = torch.zeros_like(grad)
-    if grad.dim() >= 2:
-        state["exp_avg_sq_row"] = grad.new_zeros(grad.shape[:-1])
-        state["exp_avg_sq_col"] = grad.new_zeros(grad.shape[:-2] + grad.shape[-1:])
-    else:
-        state["exp_avg_sq"] = torch.zeros_like(grad)
 
 
 def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | Tensor:

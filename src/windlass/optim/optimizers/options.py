@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, Problem
 
+_WORDS: dict[type, str] = {torch.dtype: "floating-point dtype, such as float32 or bfloat16"}
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # Options that have an argument of their own; setting both would leave one without effect.
 _ELSEWHERE = {
@@ -17,7 +21,7 @@ _ELSEWHERE = {
 
 
 def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
-    """`options` as values of the types in `known` (float, int, bool); strings are parsed.
+    """`options` as values of the types in `known` (float, int, bool, str, torch.dtype); strings are parsed.
 
     Raises:
         ConfigError: options that `optimizer` does not have, and values that do not parse; all are named.
@@ -27,19 +31,30 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
     for name, value in options.items():
         field = f"optim_args.{name}"
         if name not in known:
-            names = ", ".join(known) or "no options"
-            problems.append(Problem(field, value, _ELSEWHERE.get(name, f"{optimizer} takes {names}")))
+            takes = f"{optimizer} takes {', '.join(known) or 'no options'}{did_you_mean(name, known)}"
+            problems.append(Problem(field, value, _ELSEWHERE.get(name, takes)))
             continue
         try:
             values[name] = _parse(value, known[name])
         except (TypeError, ValueError):
-            problems.append(Problem(field, value, f"must be a {known[name].__name__}"))
+            problems.append(
+                Problem(field, value, f"must be a {_WORDS.get(known[name], known[name].__name__)}")
+            )
     if problems:
         raise ConfigError(problems)
     return values
 
 
 def _parse(value: Any, kind: type) -> Any:
+    if kind is torch.dtype:
+        found = (
+            value
+            if isinstance(value, torch.dtype)
+            else getattr(torch, str(value).removeprefix("torch."), None)
+        )
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(value)
+        return found
     if kind is not bool:
         return kind(value)
     text = str(value).lower()

@@ -24,3 +24,5 @@ adagrad = _with_options(torch.optim.Adagrad, lr_decay=float, eps=float)  # Duchi
 rmsprop = _with_options(  # Hinton, Coursera lecture 6e
     torch.optim.RMSprop, momentum=float, alpha=float, eps=float, centered=bool
 )
+# bitsandbytes' RMSprop in 32 bits is this formula, without momentum.
+rmsprop_bnb = _with_options(torch.optim.RMSprop, alpha=float, eps=float)

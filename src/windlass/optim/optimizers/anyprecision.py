@@ -1,0 +1,106 @@
+"""AdamW with a dtype for each average, for models that are trained in bf16 throughout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
+from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.rounding import add_compensated_, add_stochastically_, seed_of
+
+_OPTIONS: dict[str, type] = {
+    "use_kahan_summation": bool, "bf16_stochastic_round": bool, "momentum_dtype": torch.dtype,
+    "variance_dtype": torch.dtype, "compensation_buffer_dtype": torch.dtype,
+}  # fmt: skip
+
+
+def anyprecision(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    options = read_options(plan.name, plan.options, _OPTIONS)
+    return AnyPrecisionAdamW, {
+        "lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options
+    }  # fmt: skip
+
+
+class AnyPrecisionAdamW(ElementwiseOptimizer):
+    """AdamW (arXiv:1711.05101) whose averages may be stored in a lower precision; updates are computed in fp32.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled, times the learning rate.
+        use_kahan_summation: keep what rounding of half-precision weights loses, and add it to the next update.
+        bf16_stochastic_round: round bf16 weights at random, unbiased; no memory is needed.
+        momentum_dtype, variance_dtype, compensation_buffer_dtype: of the first moment, the second, and of what rounding
+            lost.
+
+    Attributes:
+        keeps_small_updates: updates below the resolution of half-precision weights are not lost.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        use_kahan_summation: bool = False,
+        bf16_stochastic_round: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
+        variance_dtype: torch.dtype = torch.float32,
+        compensation_buffer_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if use_kahan_summation and bf16_stochastic_round:
+            raise ValueError(
+                "use_kahan_summation=True and bf16_stochastic_round=True exclude each other: set one of them"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._compensates, self._rounds = use_kahan_summation, bf16_stochastic_round
+        self.keeps_small_updates = use_kahan_summation or bf16_stochastic_round
+        self._dtypes = {"exp_avg": momentum_dtype, "exp_avg_sq": variance_dtype}
+        if use_kahan_summation:
+            self._dtypes["compensation"] = compensation_buffer_dtype
+
+    def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
+        return {"step": 0, **{name: zeros(parameter, dtype) for name, dtype in self._dtypes.items()}}
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        moments, squares = batch.column("exp_avg"), batch.column("exp_avg_sq")
+        steps, (beta1, beta2) = batch.advance(), group["betas"]
+        updates = []
+        for weight, gradient, moment, square, step in zip(
+            batch.weights, batch.gradients, moments, squares, steps, strict=True
+        ):
+            gradient = gradient.float()
+            mean = moment.float().lerp_(gradient, 1 - beta1)
+            variance = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            if mean is not moment:
+                moment.copy_(mean)
+            if variance is not square:
+                square.copy_(variance)
+            scale = (variance.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
+            update = weight.float() * (-group["lr"] * group["weight_decay"])
+            updates.append(update.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step)))
+        self._add(batch, updates, steps)
+
+    def _add(self, batch: Batch, updates: list[Tensor], steps: list[int]) -> None:
+        if self._compensates:
+            add_compensated_(batch.weights, batch.column("compensation"), updates)
+            return
+        half = [self._rounds and weight.dtype == torch.bfloat16 for weight in batch.weights]
+        rows = list(zip(batch.weights, updates, batch.parameters, batch.positions, steps, half, strict=True))
+        add_stochastically_(
+            [row[0] for row in rows if row[5]], [row[1] for row in rows if row[5]],
+            [seed_of(row[2], row[3], row[4]) for row in rows if row[5]],
+        )  # fmt: skip
+        for weight, update in ((row[0], row[1]) for row in rows if not row[5]):
+            weight.add_(update)  # in fp32, rounded once

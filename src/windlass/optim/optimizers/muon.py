@@ -1,0 +1,114 @@
+"""Muon (Jordan et al., 2024; Liu et al., arXiv:2502.16982): matrices move along their orthogonalised momentum.
+
+It is defined for the matrices of hidden layers. Embeddings, the output layer and vectors are updated by AdamW.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.optim.optimizers.options import read_options
+
+_OPTIONS: dict[str, type] = {"momentum": float, "nesterov": bool, "ns_steps": int, "adjust_lr_fn": str}
+# Output layers by the names that models give them; transformers' models are asked for theirs.
+_HEADS = re.compile(
+    r"(^|\.)(lm_head|head|heads|classifier|score|qa_outputs|embed_out|output_projection)(\.|$)"
+)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def muon(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    options = read_options(plan.name, plan.options, _OPTIONS)
+    return MuonWithAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
+
+
+class MuonWithAdamW(Optimizer):
+    """Torch's Muon for the groups with `use_muon=True`, torch's AdamW for those with False.
+
+    Args:
+        params: groups; each has `use_muon` (see `arrange`).
+        lr: learning rate of both.
+        weight_decay: decoupled, times the learning rate.
+        momentum, nesterov, ns_steps: of Muon; `ns_steps` Newton-Schulz iterations make the momentum orthogonal.
+        adjust_lr_fn: "match_rms_adamw" multiplies Muon's rate by `0.2 * sqrt(max(rows, columns))`, so that a learning
+            rate for AdamW fits both; "original" by `sqrt(max(1, rows / columns))`.
+        betas, eps: of AdamW.
+
+    Raises:
+        ValueError: a group lacks `use_muon`, or has it for a parameter that is not a matrix.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": None})
+        if any(group["use_muon"] is None for group in self.param_groups):
+            raise ValueError("each group needs use_muon; MuonWithAdamW.arrange(model, groups) sets it")
+        for_muon = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._inner: list[tuple[bool, Optimizer]] = []
+        if self._groups(True):
+            self._inner.append((True, Muon(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)))  # type: ignore[arg-type]
+        if self._groups(False):
+            kwargs: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+            self._inner.append((False, AdamW(self._groups(False), **kwargs)))
+
+    @classmethod
+    def arrange(cls, model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Split each group without `use_muon` into the matrices of hidden layers and the rest; no empty groups."""
+        others = set(_outer_parameters(model))
+        arranged = []
+        for group in groups:
+            if "use_muon" in group:
+                arranged.append(group)
+                continue
+            for use in (True, False):
+                fitting = [p for p in group["params"] if (p.dim() == 2 and p not in others) == use]
+                arranged.append({**group, "params": fitting, "use_muon": use})
+        return [group for group in arranged if group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. `closure`, if given, recomputes and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for use, inner in self._inner:
+            # The groups and states are this object's; loading a state dict replaces both.
+            inner.param_groups, inner.state = self._groups(use), self.state
+            inner.step()
+        return loss
+
+    def _groups(self, use: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["use_muon"] == use]
+
+
+def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters of embeddings and of output layers, tied ones once."""
+    ask: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    head = None if ask is None else ask()
+    for name, module in model.named_modules():
+        if isinstance(module, _EMBEDDINGS) or module is head or _HEADS.search(name):
+            yield from module.parameters()

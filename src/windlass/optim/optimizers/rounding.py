@@ -1,0 +1,56 @@
+"""Weights in half precision that do not lose updates below their resolution.
+
+A bf16 number has 8 significant bits, so that `w + u` is `w` for every update `|u| < |w| / 512`. Kahan summation adds
+what was lost to the next update; stochastic rounding rounds up with the probability that makes the mean exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from windlass.dist.sharded import part
+
+
+def add_compensated_(weights: list[Tensor], errors: list[Tensor], updates: list[Tensor]) -> None:
+    """`weights += updates + errors`; `errors` becomes what rounding lost (Kahan 1965, doi:10.1145/363707.363723)."""
+    torch._foreach_add_(errors, updates)
+    before = [weight.clone() for weight in weights]
+    torch._foreach_add_(weights, errors)
+    torch._foreach_sub_(before, weights)
+    torch._foreach_add_(errors, before)
+
+
+def add_stochastically_(weights: list[Tensor], updates: list[Tensor], seeds: Sequence[int]) -> None:
+    """`weights += updates`, rounded to bf16 upwards or downwards at random, unbiased (arXiv:2010.06192).
+
+    Args:
+        weights: bf16.
+        updates: fp32.
+        seeds: one for each weight; equal seeds give equal results.
+    """
+    for weight, update, seed in zip(weights, updates, seeds, strict=True):
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        exact = weight.float() + update
+        weight.copy_(_rounded_stochastically(exact, generator))
+
+
+def seed_of(parameter: Tensor, position: int, step: int) -> int:
+    """A seed that differs between updates, parameters and parts of a parameter, and is equal on ranks that have the
+    same part: their copies stay equal.
+    """
+    offset = part(parameter).offsets[0] if parameter.dim() else 0
+    seed = step
+    for number in (position, offset):
+        seed = (seed * 1_000_003 + number + 1) % (1 << 61)
+    return seed
+
+
+def _rounded_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
+    """bf16 is the upper half of fp32: adding 16 random bits below it carries with the right probability."""
+    bits = exact.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)

@@ -1,0 +1,105 @@
+"""StableAdamW (Wortsman et al., arXiv:2304.13013): AdamW with Adafactor's clipping of updates, for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.dist.sharded import local
+from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
+from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.rounding import add_compensated_
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+def stable_adamw(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    known = {"decouple_lr": bool, "max_lr": float, "kahan_sum": bool}
+    options = read_options(plan.name, plan.options, known)
+    if options.get("decouple_lr"):
+        options.setdefault("max_lr", plan.learning_rate)
+    return StableAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
+
+
+class StableAdamW(ElementwiseOptimizer):
+    """AdamW whose learning rate for a tensor is divided by `max(1, sqrt(mean(g ** 2 / max(v, eps ** 2))))`, so that
+    gradients that grew suddenly make no larger update than usual.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: decay of the first and second moment, corrected as the paper's beta-hat.
+        eps: added to the denominator.
+        weight_decay: decoupled, times the learning rate of the tensor.
+        decouple_lr: weight decay times `learning rate / max_lr` instead.
+        max_lr: the highest rate of the schedule, for `decouple_lr`; by default `lr`.
+        kahan_sum: compensate what rounding of half-precision weights loses; None: for these weights.
+
+    Attributes:
+        keeps_small_updates: updates below the resolution of half-precision weights are not lost.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        decouple_lr: bool = False,
+        max_lr: float | None = None,
+        kahan_sum: bool | None = None,
+    ) -> None:
+        options = {
+            "decouple_lr": decouple_lr,
+            "max_lr": lr if max_lr is None else max_lr,
+            "kahan_sum": kahan_sum,
+        }
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
+        )
+
+        self.keeps_small_updates = kahan_sum is not False
+
+    def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> State:
+        names = ["exp_avg", "exp_avg_sq"]
+        if parameter.dtype in _LOW and group["kahan_sum"] is not False:
+            names.append("compensation")
+        return {"step": 0, **{name: zeros(parameter) for name in names}}
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        moments, squares, gradients = batch.column("exp_avg"), batch.column("exp_avg_sq"), batch.gradients
+        steps, (beta1, beta2), eps = batch.advance(), group["betas"], group["eps"]
+        torch._foreach_mul_(moments, [_debiased(beta1, step) for step in steps])
+        torch._foreach_add_(
+            moments, torch._foreach_mul(gradients, [1 - _debiased(beta1, step) for step in steps])
+        )
+        torch._foreach_mul_(squares, [_debiased(beta2, step) for step in steps])
+        grown = torch._foreach_mul(gradients, gradients)
+        torch._foreach_add_(
+            squares, torch._foreach_mul(grown, [1 - _debiased(beta2, step) for step in steps])
+        )
+        # In fp32: of an eps of 1e-6 half precision has no square.
+        ratios = [g.float() / s.float().clamp(min=eps**2) for g, s in zip(grown, squares, strict=True)]
+        means = [total / p.numel() for total, p in zip(batch.sums(ratios), batch.parameters, strict=True)]
+        rates = [group["lr"] / mean.sqrt().clamp(min=1.0) for mean in means]
+        base = group["max_lr"] if group["decouple_lr"] else 1.0
+        rows = zip(batch.weights, moments, squares, rates, batch.states, strict=True)
+        for weight, moment, square, rate, state in rows:
+            if group["weight_decay"] != 0:
+                weight.mul_(1 - rate / base * group["weight_decay"])
+            update = (moment / square.sqrt().add_(eps)).mul_(-rate)
+            if "compensation" in state:
+                add_compensated_([weight], [local(state["compensation"])], [update])
+            else:
+                weight.add_(update)
+
+
+def _debiased(beta: float, step: int) -> float:
+    """`beta * (1 - beta ** (step - 1)) / (1 - beta ** step)`: an average with this decay needs no correction."""
+    return beta * (1 - beta ** (step - 1)) / (1 - beta**step)

@@ -1,0 +1,79 @@
+"""Muon with AdamW beside it: which parameters each gets, and that each is torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.helpers import Net
+from torch import nn
+
+from windlass.optim.groups import decay_groups
+from windlass.optim.optimizers.muon import MuonWithAdamW
+
+
+def names_of(model: nn.Module, groups: list[dict[str, Any]], use: bool) -> set[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)] for group in groups if group["use_muon"] == use for p in group["params"]}
+
+
+def test_matrices_of_hidden_layers_are_muons() -> None:
+    model = Net()
+    groups = MuonWithAdamW.arrange(model, decay_groups(model, 0.1))
+    muons = {"layers.0.attn.weight", "layers.1.attn.weight", "q_norm.weight"}
+    assert names_of(model, groups, True) == muons
+    assert names_of(model, groups, False) == {n for n, _ in model.named_parameters()} - muons
+
+
+def test_a_tied_head_is_adamws() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    groups = MuonWithAdamW.arrange(model, decay_groups(model, 0.1))
+    others = names_of(model, groups, False)
+    assert {"transformer.wte.weight", "transformer.wpe.weight"} <= others
+    muons = [n for n, p in model.named_parameters() if p.dim() == 2 and ".h." in n]
+    assert names_of(model, groups, True) == set(muons)
+
+
+def test_each_half_is_torchs_to_the_bit_also_after_its_state_was_loaded() -> None:
+    torch.manual_seed(0)
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    ours = MuonWithAdamW(MuonWithAdamW.arrange(model, decay_groups(model, 0.1)), lr=0.01)
+    groups = MuonWithAdamW.arrange(twin, decay_groups(twin, 0.1))
+    theirs = [
+        torch.optim.Muon([g for g in groups if g["use_muon"]], lr=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([g for g in groups if not g["use_muon"]], lr=0.01),
+    ]
+    for step in range(5):
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        if step == 3:
+            ours.load_state_dict(ours.state_dict())
+        ours.step()
+        for optimizer in theirs:
+            optimizer.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_sets_the_rate_of_both() -> None:
+    model = Net()
+    optimizer = MuonWithAdamW(MuonWithAdamW.arrange(model, decay_groups(model, 0.1)), lr=0.01)
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_group_that_does_not_say_which_is_refused() -> None:
+    with pytest.raises(ValueError, match="each group needs use_muon"):
+        MuonWithAdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="2D"):
+        MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2))], "use_muon": True}])

@@ -1,0 +1,91 @@
+"""Schedule-free optimizers against the schedulefree package, and the exactness of their two modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.optim.helpers import assert_same, five_steps
+
+from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ModelError
+from windlass.optim.optimizers.schedule_free import (
+    ScheduleFree,
+    ScheduleFreeAdamW,
+    ScheduleFreeRAdam,
+    ScheduleFreeSGD,
+    schedule_free_adamw,
+)
+
+PEERS = [
+    (ScheduleFreeAdamW, "AdamWScheduleFree", {"warmup_steps": 3, "r": 0.5}),
+    (ScheduleFreeRAdam, "RAdamScheduleFree", {}),
+    (ScheduleFreeRAdam, "RAdamScheduleFree", {"silent_sgd_phase": False}),
+    (ScheduleFreeSGD, "SGDScheduleFree", {"warmup_steps": 2, "momentum": 0.8}),
+]
+
+
+@pytest.mark.parametrize(("cls", "peer", "options"), PEERS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_updates_equal_the_package(cls: Any, peer: str, options: dict[str, Any], mode: str) -> None:
+    package = pytest.importorskip("schedulefree")
+    common = {"lr": 0.05, "weight_decay": 0.1, **options}
+    made: dict[str, Any] = {}
+
+    def make(kind: str, of: Any, parameters: Any) -> torch.optim.Optimizer:
+        made[kind] = of(parameters, **common)
+        made[kind].train()
+        return made[kind]  # type: ignore[no-any-return]
+
+    ours = five_steps(lambda p: make("ours", cls, p), steps=8)
+    theirs = five_steps(lambda p: make("theirs", getattr(package, peer), p), steps=8)
+    for optimizer in made.values():
+        getattr(optimizer, mode)()
+    assert_same(ours, theirs)
+
+
+def trained(cls: type[ScheduleFree], evaluate: bool) -> list[torch.Tensor]:
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 50))
+    optimizer = cls([weight])  # type: ignore[call-arg]
+    seen = []
+    for step in range(6):
+        weight.grad = 0.1 * weight.detach() + 0.01 * step
+        optimizer.step()
+        if evaluate:
+            before = weight.detach().clone()
+            optimizer.eval()
+            assert not torch.equal(before, weight) or step == 0
+            optimizer.eval()  # a second call changes nothing
+            optimizer.train()
+            assert torch.equal(before, weight)
+            assert optimizer.state[weight].keys() <= {"z", "exp_avg_sq"}
+        seen.append(weight.detach().clone())
+    return seen
+
+
+@pytest.mark.parametrize("cls", [ScheduleFreeAdamW, ScheduleFreeSGD])
+def test_evaluations_change_no_bit_of_training(cls: type[ScheduleFree]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(trained(cls, True), trained(cls, False), strict=True))
+
+
+def test_evaluation_before_the_first_update_sees_the_weights_as_they_are() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ScheduleFreeSGD([weight])
+    optimizer.eval()
+    optimizer.train()
+    assert weight.tolist() == [1, 1]
+
+
+def test_an_update_in_evaluation_mode_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ScheduleFreeSGD([weight])
+    optimizer.eval()
+    with pytest.raises(ModelError, match=r"call optimizer\.train\(\) after optimizer\.eval\(\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("schedule", "own"), [("constant", 7), ("linear", 0)])
+def test_the_optimizer_warms_up_only_if_the_schedule_does_not(schedule: str, own: int) -> None:
+    plan = OptimizerPlan(name="schedule_free_adamw", schedule=schedule, warmup_steps=7)
+    assert schedule_free_adamw(plan)[1]["warmup_steps"] == own

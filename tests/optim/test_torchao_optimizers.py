@@ -1,0 +1,63 @@
+"""The optimizers of torchao, by the names of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.config.plan import OptimizerPlan
+from windlass.core.errors import ConfigError
+from windlass.optim.groups import decay_groups
+from windlass.optim.registry import make_optimizer, optimizer_factory
+
+pytest.importorskip("torchao")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """The library compiles its step for each shape, which takes many seconds."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize(("name", "size"), [("adamw_torch_8bit", 256), ("adamw_torch_4bit", 128)])
+def test_five_updates_equal_the_librarys(name: str, size: int) -> None:
+    cls, kwargs = optimizer_factory(
+        OptimizerPlan(name=name, learning_rate=1e-2, options={"block_size": str(size)})
+    )
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    other = copy.deepcopy(model)
+    ours = make_optimizer(decay_groups(model, 0.1), cls, kwargs)
+    theirs = cls.__bases__[0](decay_groups(other, 0.1), **kwargs)
+    for _ in range(5):
+        inputs = torch.randn(8, 64)
+        for trained, optimizer in ((model, ours), (other, theirs)):
+            trained(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, other.weight)
+    assert ours.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
+    assert ours.state[model.bias]["exp_avg"].dtype == torch.float32
+
+
+def test_class_and_arguments_are_those_of_transformers(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), optim="adamw_torch_8bit", use_cpu=True)
+    cls, kwargs = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
+    ours, our_kwargs = optimizer_factory(OptimizerPlan(name="adamw_torch_8bit"))
+    assert issubclass(ours, cls)
+    assert ours.__name__ == cls.__name__
+    assert {**our_kwargs, "bf16_stochastic_round": False} == kwargs
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"takes block_size, bf16_stochastic_round; did you mean 'block_size'"
+    ):
+        optimizer_factory(OptimizerPlan(name="adamw_torch_8bit", options={"blocksize": "64"}))
