@@ -55,7 +55,11 @@ def test_the_configuration_honours_what_is_built_and_nothing_else() -> None:
     assert {name for name, row in SECTIONS["optim"].items() if row.status == "honoured"} == OPTIMIZERS.keys()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Written here; transformers takes them from packages that are not maintained.
+OWN = ("galore", "apollo", "lomo", "adalomo")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith(OWN)])
 def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     args = transformers.TrainingArguments(

@@ -16,6 +16,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
+from windlass.optim.optimizers.galore_adamw import galore_adamw
 from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
 
 _log = get_logger(__name__)
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "sgd": sgd,
     "adagrad": adagrad,
     "rmsprop": rmsprop,
+    "galore_adamw": galore_adamw,
 }
 
 

@@ -12,6 +12,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.optim.groups import decay_groups, decay_parameter_names
 from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.schedule import build_schedule
+from windlass.optim.targets import projected_groups
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
 
@@ -23,16 +24,19 @@ def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
 
 def new_optimizer(
     model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], weight_decay: float,
-    decaying: list[str],
+    decaying: list[str], targets: str | list[str] | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """An optimizer over the model's parameters.
 
     Args:
         kwargs: may hold the parameters, as they do for adapters.
         decaying: names of the parameters that weight decay applies to.
+        targets: `optim_target_modules`, for optimizers that project gradients.
     """
     kwargs = dict(kwargs)
     groups = decay_groups(model, weight_decay, decaying)
+    if getattr(cls, "projects", False):
+        groups = projected_groups(model, groups, targets)
     groups = kwargs.pop("params", kwargs.pop("model", kwargs.pop("optimizer_dict", groups)))
     return make_optimizer(groups, cls, kwargs)
 

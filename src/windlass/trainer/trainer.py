@@ -348,7 +348,8 @@ class Trainer(TrainerNames):
                 self.args, target
             )
             decaying = self.get_decay_parameter_names(target)
-            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args.weight_decay, decaying)
+            decay, targets = self.args.weight_decay, self.args.optim_target_modules
+            self.optimizer = optimization.new_optimizer(target, cls, kwargs, decay, decaying, targets)
         return self.optimizer
 
     def create_scheduler(
