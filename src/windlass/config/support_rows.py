@@ -10,7 +10,10 @@ from windlass.config.sections.saving import HUB
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
-PROJECTING_OPTIMIZERS = ("galore_adamw",)
+PROJECTING_OPTIMIZERS = (
+    "galore_adamw",
+    "galore_adafactor",
+)
 OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *PROJECTING_OPTIMIZERS,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
+from windlass.optim.optimizers.galore_adafactor import galore_adafactor
 from windlass.optim.optimizers.galore_adamw import galore_adamw
 from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
 
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "adagrad": adagrad,
     "rmsprop": rmsprop,
     "galore_adamw": galore_adamw,
+    "galore_adafactor": galore_adafactor,
 }
 
 

@@ -110,8 +110,8 @@ class Adafactor(torch.optim.Optimizer):
             _start(state, grad, group)
         state["step"] += 1
         lr = _learning_rate(weight, group, state["step"])
-        update = _preconditioned(grad, state, group)
-        update.div_((_rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        update = preconditioned(grad, state, group)
+        update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
         if group["beta1"] is not None:
             update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
         if group["weight_decay"] != 0:
@@ -123,7 +123,12 @@ class Adafactor(torch.optim.Optimizer):
 
 def _start(state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> None:
     state["step"] = 0
-    if group["beta1"] is not None:
+    start_moments(state, grad, group["beta1"] is not None)
+
+
+def start_moments(state: dict[str, Any], grad: Tensor, first: bool) -> None:
+    """Set the moments of `preconditioned` to zero; with `first` the first moment too, as "exp_avg"."""
+    if first:
         state["exp_avg"] = torch.zeros_like(grad)
     if grad.dim() >= 2:
         state["exp_avg_sq_row"] = grad.new_zeros(grad.shape[:-1])
@@ -139,12 +144,16 @@ def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | 
         lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
     if not group["scale_parameter"]:
         return float(lr)
-    scaled: Tensor = _rms(weight).clamp(min=group["eps"][1]) * lr
+    scaled: Tensor = rms(weight).clamp(min=group["eps"][1]) * lr
     return scaled
 
 
-def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """The gradient over the root of its running second moment, shape of `grad`."""
+def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """The gradient over the root of its running second moment, shape of `grad`; moves that moment in `state`.
+
+    Args:
+        group: has `eps` and `decay_rate`.
+    """
     beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
     square = grad**2 + group["eps"][0]
     if grad.dim() < 2:
@@ -156,6 +165,7 @@ def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     return torch.mul(row_part, column.unsqueeze(-2).rsqrt()).mul_(grad)
 
 
-def _rms(tensor: Tensor) -> Tensor:
+def rms(tensor: Tensor) -> Tensor:
+    """The root mean square of all elements, a scalar on the device."""
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm / math.sqrt(tensor.numel())
