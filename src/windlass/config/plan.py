@@ -69,7 +69,9 @@ class DurationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """`name` and `schedule` are keys of the registries of optimizers and schedules."""
+    """`name` and `schedule` are keys of the registries of optimizers and schedules. `in_backward`: it updates each
+    parameter in the backward.
+    """
 
     name: str = "adamw_torch"
     learning_rate: float = 5e-5
@@ -80,6 +82,7 @@ class OptimizerPlan:
     schedule: str = "linear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,17 @@ TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of you
 PROJECTING_OPTIMIZERS = (
     "galore_adamw",
     "galore_adafactor",
+    "galore_adamw_layerwise",
+    "galore_adafactor_layerwise",
+)
+IN_BACKWARD_OPTIMIZERS = (
+    "lomo",
+    "adalomo",
+    *(name for name in PROJECTING_OPTIMIZERS if name.endswith("_layerwise")),
 )
 OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *PROJECTING_OPTIMIZERS,
+    "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "lomo", "adalomo",
+    *PROJECTING_OPTIMIZERS,
 )  # fmt: skip
 GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",

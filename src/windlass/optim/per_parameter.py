@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.dist.sharded import is_sharded, local, part, whole
+from windlass.dist.sharded import is_sharded, local, part
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -68,7 +68,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def move(parameter: Tensor, displacement: Tensor, decay: float = 0.0) -> None:
+def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -> None:
     """`parameter -= decay * parameter + displacement`, in place.
 
     Args:
@@ -84,11 +84,6 @@ def move(parameter: Tensor, displacement: Tensor, decay: float = 0.0) -> None:
         wide = mine.float()
         mine.copy_(wide.sub_(wide * decay).sub_(change))
         return
-    if decay:
+    if isinstance(decay, Tensor) or decay:
         mine.mul_(1 - decay)
     mine.sub_(change)
-
-
-def whole_gradient(grad: Tensor) -> Tensor:
-    """All of a gradient on every rank. Collective for a sharded one."""
-    return whole(grad)

@@ -15,9 +15,11 @@ from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
+from windlass.optim.optimizers.adalomo import adalomo
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
 from windlass.optim.optimizers.galore_adafactor import galore_adafactor
 from windlass.optim.optimizers.galore_adamw import galore_adamw
+from windlass.optim.optimizers.lomo import lomo
 from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
 
 _log = get_logger(__name__)
@@ -31,6 +33,10 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "rmsprop": rmsprop,
     "galore_adamw": galore_adamw,
     "galore_adafactor": galore_adafactor,
+    "lomo": lomo,
+    "adalomo": adalomo,
+    "galore_adamw_layerwise": galore_adamw,
+    "galore_adafactor_layerwise": galore_adafactor,
 }
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
+from windlass.dist.sharded import whole
 from windlass.optim.optimizers.adafactor import preconditioned, rms, start_moments
 from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
-from windlass.optim.per_parameter import whole_gradient
 
 
 def galore_adafactor(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -57,7 +57,7 @@ class GaLoreAdafactor(LowRankOptimizer):
         super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        grad = whole_gradient(grad)  # rows and columns of all of it
+        grad = whole(grad)  # rows and columns of all of it
         if not state.keys() & {"exp_avg_sq", "exp_avg_sq_row"}:
             start_moments(state, grad, group["beta1"] is not None)
         update = preconditioned(grad, state, group)

@@ -15,8 +15,9 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.dist.sharded import whole
 from windlass.optim.optimizers.options import read_options
-from windlass.optim.per_parameter import PerParameterOptimizer, move, whole_gradient
+from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 ProjType = Literal["std", "reverse_std", "right", "left", "full"]
 KNOWN: dict[str, type] = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
@@ -62,7 +63,7 @@ class LowRankOptimizer(PerParameterOptimizer):
         if not group["projected"]:
             move(parameter, self.displacement(grad, state, group), decay)
             return
-        grad = whole_gradient(grad)
+        grad = whole(grad)
         if (state["step"] - 1) % group["update_proj_gap"] == 0:
             state.update(bases(grad, group["rank"], group["proj_type"]))
         inner = self.displacement(down(grad, state), state, group)
