@@ -44,6 +44,8 @@ class FusedExecutor(NativeExecutor):
         optimizer: updates one parameter at a time.
     """
 
+    updates_in_backward = True
+
     def __init__(
         self,
         strategy: Strategy,
@@ -128,12 +130,10 @@ class FusedExecutor(NativeExecutor):
 
     def _take_norm(self) -> Tensor:
         """The global norm of the gradients of the last backward."""
-        square = self._square if self._square is not None else torch.zeros((), device=self._scaler_device())
+        nothing = torch.zeros((), device=self._parameters[0].device)
+        square = nothing if self._square is None else self._square
         self._norm = self.strategy.norm_of(square)
         return self._norm
-
-    def _scaler_device(self) -> torch.device:
-        return self._parameters[0].device
 
     # --- one gradient -------------------------------------------------------------------------------------------------
 

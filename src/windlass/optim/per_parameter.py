@@ -21,17 +21,19 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         in_backward: each update is applied in the backward, once the gradient is complete, which is freed then
             (`engine/fused.py`). `step` does it for all parameters that have a gradient.
         projects: it projects the gradients of chosen weights, which are its groups with `projected`.
-        whole_state: keys of a parameter's state that every rank has as a whole, also if the parameter is sharded.
 
     Half-precision parameters are updated in fp32 and rounded once.
     """
 
     projects = False
-    whole_state: frozenset[str] = frozenset()
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
         self.in_backward = in_backward
         super().__init__(params, defaults)
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        """Return True if every rank has all of the state of this group's parameters, also if they are sharded."""
+        return False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -183,11 +183,11 @@ class FullyShardedModel:
 
     def square(self, gradient: Tensor) -> Tensor:
         [mine] = locals_of([gradient])
-        return squared_norm(mine).double().div_(self._copies_of(gradient))
+        return squared_norm(mine).div_(self._copies_of(gradient))
 
     def norm_of(self, square: Tensor) -> Tensor:
-        square = square.double().to("cpu" if self._on_host else self._device)
-        return self._sum_of_norm(square).sqrt().float()
+        total = square.double().to("cpu" if self._on_host else self._device)
+        return self._sum_of_norm(total).sqrt().to(square.dtype)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return locals_of(gradients)

@@ -95,13 +95,12 @@ class Replicas(Alone):
         self._ready.clear()
         self._next = 0
         if missing:
-            raise self._unused(missing)
+            raise self._unused([self._names[id(p)] for p in missing])
 
-    def _unused(self, missing: list[nn.Parameter]) -> ModelError:
-        names = [self._names[id(p)] for p in missing]
+    def _unused(self, names: list[str]) -> ModelError:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ModelError(
-            f"the loss does not depend on {len(names)} of {len(self._names)} trained parameters: "
+            f"the loss of some rank does not depend on {len(names)} of {len(self._names)} trained parameters: "
             f"{', '.join(names[:_SHOWN])}{more}. An optimizer that updates in the backward needs all of their "
             "gradients on every rank. Freeze them (requires_grad_(False)), or use them in the loss"
         )
@@ -116,13 +115,12 @@ class Replicas(Alone):
             backward()
         before.restore()
         found, self._recorded = self._recorded, None
-        missing = [p for p in self._order if all(p is not other for other in found)]
+        by_name = {self._names[id(p)]: p for p in self._order}
+        everywhere: list[list[str]] = self._gang.gather_objects([self._names[id(p)] for p in found])
+        missing = [name for name in by_name if any(name not in names for names in everywhere)]
         if missing:
             raise self._unused(missing)
-        mine = [self._names[id(p)] for p in found if id(p) in self._names]
-        first: list[str] = self._gang.gather_objects(mine)[0]
-        by_name = {self._names[id(p)]: p for p in self._order}
-        self._order = [by_name[name] for name in first]
+        self._order = [by_name[name] for name in everywhere[0]]
 
     def share_buffers(self) -> None:
         share_buffers(self._module)

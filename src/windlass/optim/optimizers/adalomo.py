@@ -31,8 +31,6 @@ class AdaLomo(PerParameterOptimizer):
         in_backward: False keeps all gradients for `step`.
     """
 
-    whole_state = frozenset({"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"})
-
     def __init__(
         self,
         params: ParamsT,
@@ -61,3 +59,6 @@ class AdaLomo(PerParameterOptimizer):
         update = preconditioned(grad, state, group)
         update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
         move(parameter, update, lr * group["weight_decay"] if group["weight_decay"] else 0.0)
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        return True

@@ -29,8 +29,6 @@ class GaLoreAdafactor(LowRankOptimizer):
         clip_threshold, decay_rate, beta1, weight_decay: as in `Adafactor`.
     """
 
-    whole_state = frozenset({"left", "right", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"})
-
     def __init__(
         self,
         params: ParamsT,
@@ -65,3 +63,6 @@ class GaLoreAdafactor(LowRankOptimizer):
         if group["beta1"] is None:
             return update
         return state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        return True

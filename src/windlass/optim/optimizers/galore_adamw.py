@@ -28,8 +28,6 @@ class GaLoreAdamW(LowRankOptimizer):
     With the smaller side m of a matrix projected, its state has r * (m + 2n) numbers instead of 2mn.
     """
 
-    whole_state = frozenset({"left", "right", "exp_avg", "exp_avg_sq"})
-
     def __init__(
         self,
         params: ParamsT,

@@ -58,6 +58,9 @@ class LowRankOptimizer(PerParameterOptimizer):
         if group["projected"]:
             check_projection(group)
 
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        return bool(group["projected"])
+
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         decay = group["weight_decay"] * group["lr"]
         if not group["projected"]:
