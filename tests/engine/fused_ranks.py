@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.engine.fused_cases import GALORE, Tied, run
+from tests.engine.fused_cases import GALORE, Tied, rows, run
 from torch import nn
+from torch.utils.data import DataLoader
 
+from windlass import Accelerator, Lomo
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.sharded import is_sharded, whole
 
@@ -84,9 +86,22 @@ def refusals(folder: Path) -> dict[str, str]:
     return found
 
 
+def own_loop(optimizer: Any) -> list[float]:
+    """A loop on prepared objects, with half of each batch on each rank."""
+    accelerator, model = Accelerator(cpu=True), Tied(dropout=0.0)
+    loader: Any = DataLoader(rows(12), batch_size=1)  # type: ignore[arg-type]
+    model, made, loader = accelerator.prepare(model, optimizer(model.parameters(), lr=0.05), loader)
+    for batch in loader:
+        accelerator.backward(model(**batch)[0])
+        made.step()
+        made.zero_grad()
+    return weights(model)
+
+
 def main(folder: Path) -> None:
     said: dict[str, Any] = {"runs": runs(folder / "runs"), "resumed": resumed(folder / "resumed")}
     said["refused"] = refusals(folder / "refused")
+    said["loops"] = [own_loop(kind) for kind in (Lomo, torch.optim.SGD)]
     (folder / f"rank{RANK}.json").write_text(json.dumps(said))
 
 

@@ -51,3 +51,10 @@ def test_a_parameter_that_one_rank_does_not_reach_is_named_on_all(ranks: list[di
 def test_options_of_buckets_are_refused(ranks: list[dict[str, Any]]) -> None:
     for said in ranks:
         assert "ddp_bucket_cap_mb=1" in said["refused"]["buckets"]
+
+
+def test_a_loop_with_lomo_is_one_with_sgd(ranks: list[dict[str, Any]]) -> None:
+    for said in ranks:
+        ours, theirs = said["loops"]
+        assert ours == pytest.approx(theirs, abs=1e-12)
+    assert ranks[0]["loops"] == ranks[1]["loops"]

@@ -76,7 +76,7 @@ def _executor(
     strategy: Strategy, optimizer: torch.optim.Optimizer, plan: RunPlan, device: torch.device, gang: Gang
 ) -> Executor:
     scaler = build_scaler(plan.precision, device)
-    if not (isinstance(optimizer, PerParameterOptimizer) and optimizer.in_backward):
+    if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
         return NativeExecutor(strategy, optimizer, device, scaler)
     name = type(optimizer).__name__
     if gang.size > 1 and not plan.optimizer.in_backward:

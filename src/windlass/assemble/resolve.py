@@ -353,6 +353,7 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
+        neftune_alpha=args.neftune_noise_alpha,
     )
 
 

@@ -96,12 +96,16 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled."""
+    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled.
+
+    `neftune_alpha` is the scale of noise on the input embeddings while the run lasts.
+    """
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile_backend: str | None = None
     compile_mode: str | None = None
+    neftune_alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

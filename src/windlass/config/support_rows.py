@@ -116,7 +116,7 @@ ACCELERATOR_REFUSED = {
 SAFETENSORS = "safe_serialization=False is mapped to True, with one warning: pickle is never written"
 MEMBERS = """
 prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler unwrap_model
-accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward
+accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward lomo_backward
 clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped sync_gradients
 gradient_accumulation_steps autocast profile
 gather gather_for_metrics reduce pad_across_processes split_between_processes set_trigger check_trigger
@@ -147,7 +147,6 @@ MEMBERS_MAPPED = {
 }
 
 MEMBERS_REFUSED = {
-    "lomo_backward": "LOMO is not built; prepare another optimizer and call backward",
     "pipeline_parallel_rank": "pipelines are not built",
     "deepspeed_ulysses_dl_adapter": "DeepSpeed's sequence parallelism is not built; prepare the loader",
 }

@@ -52,8 +52,9 @@ class FusedExecutor(NativeExecutor):
         optimizer: PerParameterOptimizer,
         device: torch.device,
         scaler: Scaler | None = None,
+        parameters: list[nn.Parameter] | None = None,
     ) -> None:
-        super().__init__(strategy, optimizer, device, scaler)
+        super().__init__(strategy, optimizer, device, scaler, parameters)
         self._per_parameter = optimizer
         self._pass, self._last = Pass.KEEP, True
         self._request: StepRequest | None = None
@@ -95,12 +96,16 @@ class FusedExecutor(NativeExecutor):
                 self._run(Pass.UPDATE, loss)
                 self._take_norm()
 
-    def update_now(self, loss: Tensor) -> None:
-        """Backward with updates, without a norm or a check, for loops of the user's own."""
-        self._updated.clear()
-        self._factor = None
-        self._run(Pass.UPDATE, loss)
-        self._square = None
+    def backward_in_loop(self, loss: Tensor, *, updates: bool, discards: bool) -> None:
+        """The backward of a loop of the user's own, without a norm or a check.
+
+        Args:
+            updates: of the last micro-batch of an update.
+            discards: the gradients are not used.
+        """
+        self._begin()
+        self._run(Pass.DISCARD if discards else Pass.UPDATE if updates else Pass.KEEP, loss)
+        self._norm = None
 
     def _run_twice(self, loss: Tensor, rescale: Tensor | None, request: StepRequest) -> None:
         """Measure in a first backward, and update in a second one if all values are finite."""
@@ -206,7 +211,11 @@ class FusedExecutor(NativeExecutor):
         self._begin()
         super().warm_up(backward)
 
-    def release(self) -> None:
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were before."""
         for handle in self._handles:
             handle.remove()
+
+    def release(self) -> None:
+        self.remove_hooks()
         super().release()

@@ -70,6 +70,11 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `optimizer` updates parameters in the backward."""
+    return isinstance(optimizer, PerParameterOptimizer) and optimizer.in_backward
+
+
 def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -> None:
     """`parameter -= decay * parameter + displacement`, in place.
 
