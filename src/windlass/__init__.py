@@ -43,6 +43,7 @@ _HOMES = {
     "windlass.core.rng": ("enable_full_determinism", "set_seed"),
     "windlass.callbacks.flow": ("DefaultFlowCallback",),
     "windlass.callbacks.early_stopping": ("EarlyStoppingCallback",),
+    "windlass.callbacks.weight_averaging": ("EMACallback", "SWACallback"),
     "windlass.callbacks.printer": ("PrinterCallback",),
     "windlass.callbacks.progress": ("ProgressCallback",),
     "windlass.callbacks.notebook": ("NotebookProgressCallback",),

@@ -84,11 +84,17 @@ def test_without_training_there_is_none() -> None:
 def test_everything_is_as_before_afterwards_and_after_an_error() -> None:
     model, ids = Shown(), torch.zeros(2, 3, dtype=torch.long)
     names = list(model.state_dict())
-    with pytest.raises(KeyError), noisy_embeddings(model, 5.0):
-        assert list(model.state_dict()) == names
-        raise KeyError
+
+    def fail() -> None:
+        with noisy_embeddings(model, 5.0):
+            assert list(model.state_dict()) == names
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert torch.equal(model(ids), model.embed(ids))
-    assert not model._forward_pre_hooks and not model.embed._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model.embed._forward_hooks
 
 
 def test_a_model_that_does_not_show_its_embeddings_is_refused(tmp_path: Path) -> None:
@@ -124,7 +130,9 @@ def test_evaluations_and_checkpoints_have_none_of_it(tmp_path: Path) -> None:
     class Once(TrainerCallback):
         found: list[float]
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+        ) -> None:
             self.found.append(metrics["eval_loss"])
 
     seen = Once()
@@ -133,9 +141,7 @@ def test_evaluations_and_checkpoints_have_none_of_it(tmp_path: Path) -> None:
         tmp_path, max_steps=2, neftune_noise_alpha=50.0, eval_strategy="steps", eval_steps=2, save_strategy="steps",
         save_steps=2,
     )  # fmt: skip
-    trainer = Trainer(
-        llama(), args, train_dataset=text_rows(16), eval_dataset=text_rows(4), callbacks=[seen]
-    )
+    trainer = Trainer(llama(), args, train_dataset=text_rows(16), eval_dataset=text_rows(4), callbacks=[seen])
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == seen.found[0]
     embeddings = trainer.model.get_input_embeddings()
