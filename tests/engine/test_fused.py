@@ -43,7 +43,7 @@ def test_lomo_is_sgd(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", CASES, ids=str)
-@pytest.mark.parametrize("optim", ["galore_adamw", "galore_adafactor"])
+@pytest.mark.parametrize("optim", ["galore_adamw", "galore_adafactor", "galore_adamw_8bit", "apollo_adamw"])
 def test_layer_wise_is_the_same_as_after_the_backward(
     tmp_path: Path, optim: str, changes: dict[str, Any]
 ) -> None:

@@ -15,6 +15,10 @@ PROJECTING_OPTIMIZERS = (
     "galore_adafactor",
     "galore_adamw_layerwise",
     "galore_adafactor_layerwise",
+    "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise",
+    "apollo_adamw",
+    "apollo_adamw_layerwise",
 )
 IN_BACKWARD_OPTIMIZERS = (
     "lomo",

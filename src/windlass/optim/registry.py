@@ -17,8 +17,10 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adalomo import adalomo
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
+from windlass.optim.optimizers.apollo_adamw import apollo_adamw
 from windlass.optim.optimizers.galore_adafactor import galore_adafactor
 from windlass.optim.optimizers.galore_adamw import galore_adamw
+from windlass.optim.optimizers.galore_adamw_8bit import galore_adamw_8bit
 from windlass.optim.optimizers.lomo import lomo
 from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, sgd
 
@@ -37,6 +39,10 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "adalomo": adalomo,
     "galore_adamw_layerwise": galore_adamw,
     "galore_adafactor_layerwise": galore_adafactor,
+    "galore_adamw_8bit": galore_adamw_8bit,
+    "galore_adamw_8bit_layerwise": galore_adamw_8bit,
+    "apollo_adamw": apollo_adamw,
+    "apollo_adamw_layerwise": apollo_adamw,
 }
 
 

@@ -62,7 +62,8 @@ class GaLoreAdafactor(LowRankOptimizer):
         update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(group["lr"])
         if group["beta1"] is None:
             return update
-        return state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        first: Tensor = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        return first
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         return True

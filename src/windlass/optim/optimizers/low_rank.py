@@ -7,6 +7,7 @@ returns is projected back and multiplied by `scale`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,7 +22,6 @@ from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 ProjType = Literal["std", "reverse_std", "right", "left", "full"]
 KNOWN: dict[str, type] = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
-_BASES = ("left", "right")  # keys of the state: (m, r) with orthonormal columns, (r, n) with orthonormal rows
 
 
 class LowRankOptimizer(PerParameterOptimizer):
@@ -116,17 +116,24 @@ def check_projection(group: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
-    """The leading singular vectors of `grad` on the sides that `proj_type` projects, by their key in the state."""
-    tall = grad.shape[0] >= grad.shape[1]
-    sides = {
+def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:
+    """The sides of a matrix that `proj_type` projects: "left" its rows, "right" its columns."""
+    tall = shape[0] >= shape[1]
+    sides: dict[str, tuple[str, ...]] = {
         "std": ("right",) if tall else ("left",),
         "reverse_std": ("left",) if tall else ("right",),
-        "full": _BASES,
-    }.get(proj_type, (proj_type,))
+        "full": ("left", "right"),
+    }
+    return sides.get(proj_type, (proj_type,))
+
+
+def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
+    """The leading singular vectors of `grad` on the sides that are projected, by their key in the state: "left" of
+    shape (m, r) with orthonormal columns, "right" of shape (r, n) with orthonormal rows.
+    """
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     vectors = {"left": left[:, :rank], "right": right[:rank]}
-    return {side: vectors[side].contiguous() for side in sides}
+    return {side: vectors[side].contiguous() for side in projected_sides(grad.shape, proj_type)}
 
 
 def down(grad: Tensor, state: dict[str, Any]) -> Tensor:
