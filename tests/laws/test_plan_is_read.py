@@ -39,7 +39,6 @@ NOT_READ = {
     "LaunchPlan.devices": "becomes a variable of the processes' environment when the plan is made",
     "LaunchPlan.settings": "becomes WINDLASS_PARALLEL, which the processes read",
     "OptimizerPlan.weight_decay": "is compared between the ranks; create_optimizer has it from the arguments",
-    "RunPlan.optimizer": "create_optimizer, which scripts override and call, makes it from the arguments",
     "SavePlan.output_dir": "the folder is opened and locked before there is a plan, which depends on what is in it",
 }
 

@@ -78,13 +78,12 @@ class SWACallback(TrainerCallback):
         if since < 0 or since % self.every:
             return
         with torch.no_grad():
-            weights = [local(p) for p in self._trained.values()]
             if not self._average:
                 self._average = {name: _wide(p) for name, p in self._trained.items()}
             else:
-                mine = [local(a) for a in self._average.values()]
-                wide = [w.float() if w.dtype in _LOW else w for w in weights]
-                torch._foreach_lerp_(mine, wide, self.weight_of_next())
+                for average, parameter in zip(self._average.values(), self._trained.values(), strict=True):
+                    mine = local(average)
+                    mine.lerp_(local(parameter).to(mine.dtype), self.weight_of_next())
         self._count += 1
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
