@@ -20,6 +20,8 @@ import windlass
 from windlass.optim.optimizers.adalomo import AdaLomo
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW
 
+transformers = pytest.importorskip("transformers", reason="the guides' models are transformers'")
+
 GUIDES = Path(__file__).resolve().parents[3] / "shared" / "guides"
 BLOCK = re.compile(r"^```python\n(.*?)(?:^```$|\Z)", re.MULTILINE | re.DOTALL)
 # What the translation made of English words, longer ones first.
@@ -38,7 +40,6 @@ def snippets() -> list[str]:
         if "galore" in code or "lomo" in code:
             for word, english in WORDS.items():
                 code = code.replace(word, english)
-            # A space before the bracket of a call is fine; one after the dot of "train" was added.
             chosen.append(code)
     return chosen
 
@@ -58,8 +59,6 @@ class Text:
 
 
 def small_model(*args: Any, **kwargs: Any) -> Any:
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=20, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
@@ -82,7 +81,6 @@ class Arguments(windlass.TrainingArguments):
 @pytest.mark.skipif(not SNIPPETS, reason="the guides are not beside this checkout")
 @pytest.mark.parametrize("code", SNIPPETS, ids=lambda code: re.findall(r'optim = "(\w+)"', code)[0])
 def test_the_snippet_trains(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
     fakes: dict[str, Any] = {
         "datasets": SimpleNamespace(load_dataset=lambda *_, **__: text_rows(16)),
         "trl": SimpleNamespace(SFTTrainer=Text),
@@ -97,6 +95,8 @@ def test_the_snippet_trains(code: str, tmp_path: Path, monkeypatch: pytest.Monke
     for name, content in fakes.items():
         module = ModuleType(name)
         module.__dict__.update(vars(content))
+        if name == "transformers":
+            module.__getattr__ = lambda other: getattr(transformers, other)  # type: ignore[method-assign]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
