@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch import Tensor
 
@@ -116,3 +118,24 @@ def test_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
             tmp_path, EMACallback(), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
             load_best_model_at_end=True,
         )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
+    launch(2, Path(__file__).parent / "averaging_ranks.py", tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["clean"] == first["again"]
+    seen = Seen()
+    data = [{**row, "x": row["x"].double()} for row in rows(24)]
+    args = arguments(
+        tmp_path / "alone", max_steps=6, lr_scheduler_type="constant", learning_rate=0.3, eval_strategy="steps",
+        eval_steps=3,
+    )  # fmt: skip
+    alone = Trainer(
+        Net().double(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, EMACallback(0.9)]
+    )
+    alone.train()
+    for mine, theirs in zip(alone.model.parameters(), first["clean"]["weights"], strict=True):
+        assert mine.detach().flatten().tolist() == pytest.approx(theirs, abs=1e-12)
+    assert first["clean"]["loss"] == pytest.approx(seen.losses[-1], abs=1e-9)

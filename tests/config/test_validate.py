@@ -219,5 +219,5 @@ def test_names_of_habit_are_answered_with_the_right_one(habit: str, name: str) -
 
 
 def test_what_is_not_built_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"neftune_noise_alpha=5.*is not built yet; leave it out"):
-        TrainingArguments(neftune_noise_alpha=5)
+    with pytest.raises(ConfigError, match=r"liger_kernel_config=.*is not built yet; leave it out"):
+        TrainingArguments(liger_kernel_config={"rope": True})
