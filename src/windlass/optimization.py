@@ -8,6 +8,12 @@ _HOMES = {
     "windlass.compat.schedule_table": ("StreamingAverage", "TYPE_TO_SCHEDULER_FUNCTION"),
     "windlass.config.enums": ("SchedulerType",),
     "windlass.optim.optimizers.adafactor": ("Adafactor",),
+    "windlass.optim.optimizers.adalomo": ("AdaLomo",),
+    "windlass.optim.optimizers.galore_adafactor": ("GaLoreAdafactor",),
+    "windlass.optim.optimizers.apollo_adamw": ("ApolloAdamW",),
+    "windlass.optim.optimizers.galore_adamw": ("GaLoreAdamW",),
+    "windlass.optim.optimizers.galore_adamw_8bit": ("GaLoreAdamW8bit",),
+    "windlass.optim.optimizers.lomo": ("Lomo",),
     "windlass.optim.public": (
         "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
         "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",

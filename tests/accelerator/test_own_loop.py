@@ -381,7 +381,7 @@ def test_the_launchers_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_refused_names_the_fix() -> None:
     accelerator = make(False)
-    with pytest.raises(ConfigError, match="LOMO is not built"):
+    with pytest.raises(ConfigError, match="no prepared optimizer updates in the backward"):
         accelerator.backward(torch.ones(()), learning_rate=0.1)
     with pytest.raises(ConfigError, match="is needed to ask for a rank"):
         _ = accelerator.data_parallel_rank

@@ -285,13 +285,14 @@ class Accelerator(Ranks):
 
         Args:
             loss: a scalar tensor, or `LossTerms`.
-            kwargs: passed to `Tensor.backward`.
+            kwargs: passed to `Tensor.backward`; a `learning_rate` is that of an optimizer that updates in the backward.
 
         Raises:
             ModelError: called outside a training step of the Trainer, or unsupported terms.
         """
-        if kwargs.pop("learning_rate", None) is not None:
-            self.lomo_backward(loss, 0.0)
+        rate = kwargs.pop("learning_rate", None)
+        if rate is not None:
+            self._engine.use_learning_rate(rate)
         self._engine.backward(loss, **kwargs)
 
     accumulate = method_of("_stepping", Stepping.accumulate)

@@ -51,6 +51,14 @@ class LoopEngine(Protocol):
         """Compute the gradients of a micro-batch's loss, normalized by the engine's rules."""
         ...
 
+    def use_learning_rate(self, rate: float) -> None:
+        """Use this learning rate in the next backward, for an optimizer that updates in it.
+
+        Raises:
+            ConfigError: there is no such optimizer.
+        """
+        ...
+
     def free_memory(self) -> None:
         """Free cached device memory; a user's own loop releases its prepared objects too."""
         ...
@@ -107,6 +115,9 @@ class TrainerEngine:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         self._backward(loss, **kwargs)
+
+    def use_learning_rate(self, rate: float) -> None:
+        """Nothing to do: the schedule of the run has set it."""
 
     def free_memory(self) -> None:
         # Runs call this between updates, where a garbage collection would take too long.

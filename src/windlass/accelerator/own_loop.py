@@ -12,6 +12,7 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.device_cache import clear_device_cache
 from windlass.accelerator.prepared import Prepared
 from windlass.config.plan import DistPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.dist.beacon import AFTER, beacon
 from windlass.dist.gang import Gang
 from windlass.engine.normalise import LoopNormaliser, MicroBatch
@@ -39,12 +40,33 @@ class OwnLoop:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         beacon().call("backward")
-        scaled: Any = self._prepared.scaler.scale(self._normaliser.apply(loss, self._micro_batch()))
-        scaled.backward(**kwargs)
+        micro = self._micro_batch()
+        share = self._normaliser.apply(loss, micro)
+        fused = self._prepared.fused
+        if fused is None:
+            scaled: Any = self._prepared.scaler.scale(share)
+            scaled.backward(**kwargs)
+        else:
+            fused.backward_in_loop(share, updates=micro.last, discards=self._prepared.discards)
         factor = self._normaliser.correction()
         if factor is not None:
+            if fused is not None:
+                raise ModelError(
+                    "LossTerms over several micro-batches are corrected after the last one, but the optimizer updates "
+                    "in the backward: pass their mean, or set gradient_accumulation_steps=1"
+                )
             self._correct(factor)
         beacon().call(f"{AFTER}backward")
+
+    def use_learning_rate(self, rate: float) -> None:
+        fused = self._prepared.fused
+        if fused is None:
+            fix = (
+                "no prepared optimizer updates in the backward (Lomo, AdaLomo): leave it out, and call step()"
+            )
+            raise ConfigError(Problem("learning_rate", rate, fix))
+        for group in fused.optimizer.param_groups:
+            group["lr"] = rate
 
     def _micro_batch(self) -> MicroBatch:
         accumulation, loader = self._accumulation, self._accumulation.active_dataloader

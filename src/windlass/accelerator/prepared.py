@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import customizes_state
 from windlass.core.types import Stateful
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
+from windlass.optim.per_parameter import updates_in_backward
 from windlass.precision.scaler import Scaler
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import ForwardState
+from windlass.transforms.ddp import Replicated
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
 
@@ -105,7 +108,7 @@ class Prepared:
         for key, name in names_of(before).items():
             self._before[key] = name, parameters[key]
         self.strategies += [build(module) for module in modules]
-        self._executors = {}
+        self._forget_executors()
         for optimizer in self.optimizers:
             self.follow(optimizer.optimizer)
 
@@ -119,6 +122,12 @@ class Prepared:
         """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
         known = {id(p) for module in (self.everything, *modules) for p in module.parameters()}
         return any(id(p) in known or self._was_replaced(p) for p in parameters_of(optimizer))
+
+    def updates_in_backward(self, model: nn.Module) -> bool:
+        """Return True if a prepared optimizer updates parameters of `model` in the backward."""
+        own = set(map(id, model.parameters()))
+        fused = [o for o in self.optimizers if updates_in_backward(o.optimizer)]
+        return any(id(p) in own for optimizer in fused for p in parameters_of(optimizer))
 
     def _was_replaced(self, parameter: Tensor) -> bool:
         name, reference = self._before.get(id(parameter), ("", None))
@@ -140,9 +149,46 @@ class Prepared:
         if executor is None or known != count:
             parameters: Any = parameters_of(optimizer)
             strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
-            executor = NativeExecutor(strategy, optimizer.optimizer, self._device, self.scaler, parameters)
+            if isinstance(executor, FusedExecutor):
+                executor.remove_hooks()
+            executor = self._new_executor(strategy, optimizer.optimizer, parameters)
             self._executors[id(optimizer)] = count, executor
         return executor
+
+    def _new_executor(self, strategy: Strategy, optimizer: Any, parameters: Any) -> NativeExecutor:
+        if not updates_in_backward(optimizer):
+            return NativeExecutor(strategy, optimizer, self._device, self.scaler, parameters)
+        return FusedExecutor(strategy, optimizer, self._device, self.scaler, parameters)
+
+    @property
+    def fused(self) -> FusedExecutor | None:
+        """The executor of the optimizer that updates in the backward; None if there is none.
+
+        Raises:
+            ConfigError: it was prepared with other optimizers, with fp16, or after its replicated model.
+        """
+        found = [o for o in self.optimizers if updates_in_backward(o.optimizer)]
+        if not found:
+            return None
+        name = type(found[0].optimizer).__name__
+        if len(self.optimizers) > 1:
+            fix = f"it updates in the backward, so it must be the only optimizer; {len(self.optimizers)} were prepared"
+            raise ConfigError(Problem("optimizer", name, fix))
+        if self.scaler.active:
+            fix = f"{name} updates in the backward, before an overflow is known: use bf16, or a Trainer"
+            raise ConfigError(Problem("mixed_precision", "fp16", fix))
+        executor = self.executor_of(found[0])
+        assert isinstance(executor, FusedExecutor)
+        if isinstance(executor.strategy.model, Replicated):
+            fix = "it updates in the backward: pass it to the call of `prepare` that its model is passed to"
+            raise ConfigError(Problem("optimizer", name, fix))
+        return executor
+
+    def _forget_executors(self) -> None:
+        for _, executor in self._executors.values():
+            if isinstance(executor, FusedExecutor):
+                executor.remove_hooks()
+        self._executors = {}
 
     def _strategy_over(self, parameters: list[Tensor], name: str) -> Strategy:
         wanted = {id(p) for p in parameters}
@@ -172,6 +218,11 @@ class Prepared:
             for optimizer in self.optimizers
             if any(id(p) in wanted for p in parameters_of(optimizer))
         ]
+
+    @property
+    def discards(self) -> bool:
+        """True within `discarding`."""
+        return self._discards
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
@@ -226,7 +277,8 @@ class Prepared:
             strategy.release()
         self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []
         self.guards = []
-        self._executors, self._before = {}, {}
+        self._forget_executors()
+        self._before = {}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

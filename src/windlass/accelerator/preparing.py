@@ -161,7 +161,8 @@ class Preparer:
         trained = any(p.requires_grad for p in model.parameters())
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
-        strategy = spread(model, plan, self._gang, self._setup.device if place else device_of(model))
+        device = self._setup.device if place else device_of(model)
+        strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
         if isinstance(strategy.model, Replicated):
             self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
         return strategy

@@ -16,7 +16,7 @@ from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared
 from windlass.config.plugins import DataLoaderConfiguration
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
 from windlass.engine.native import NativeExecutor
@@ -88,9 +88,16 @@ class Stepping:
             yield
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused: optimizers that update inside the backward are not built."""
-        fix = "LOMO is not built: prepare another optimizer and call backward(loss)"
-        raise ConfigError(Problem("lomo_backward", learning_rate, fix))
+        """`backward(loss)` with this learning rate, for an optimizer that updates in the backward.
+
+        Args:
+            loss: as in `backward`.
+
+        Raises:
+            ConfigError: no such optimizer was prepared.
+        """
+        self._engine.use_learning_rate(learning_rate)
+        self._engine.backward(loss)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients by the fp16 loss scale, once per update. Clipping and stepping call it.
@@ -127,6 +134,11 @@ class Stepping:
 
     def _unscaled_executors(self, parameters: list[Any]) -> list[NativeExecutor]:
         executors = self._prepared.executors_over(parameters)
+        if any(executor.updates_in_backward for executor in executors):
+            raise ModelError(
+                "the gradients of these parameters were used and freed in the backward, so they cannot be clipped: "
+                "leave the call out, or choose an optimizer that keeps them"
+            )
         for executor in executors:
             executor.unscale()
         return executors

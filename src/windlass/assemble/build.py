@@ -11,15 +11,21 @@ from torch import nn
 
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
+from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
+from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
 from windlass.transforms.apply import apply_transforms
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategies import spread
+from windlass.transforms.strategy import Strategy
+
+_log = get_job_logger(__name__)
 
 OptimizerFactory = Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
 
@@ -54,7 +60,7 @@ def build(
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms)
     names = names_of(model)
-    strategy = spread(model, plan.dist, gang, device)
+    strategy = spread(model, plan.dist, gang, device, plan.optimizer.in_backward)
     if early is not None and strategy.sharded:
         rebind(early, names, model)
     optimizer, scheduler = create(plan.duration.steps)
@@ -63,8 +69,35 @@ def build(
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
     _check_parameters(optimizer, strategy.module)
-    executor = NativeExecutor(strategy, optimizer, device, build_scaler(plan.precision, device))
-    return Built(executor, as_schedule(scheduler, optimizer))
+    return Built(_executor(strategy, optimizer, plan, device, gang), as_schedule(scheduler, optimizer))
+
+
+def _executor(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, plan: RunPlan, device: torch.device, gang: Gang
+) -> Executor:
+    scaler = build_scaler(plan.precision, device)
+    if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
+        return NativeExecutor(strategy, optimizer, device, scaler)
+    name = type(optimizer).__name__
+    if gang.size > 1 and not plan.optimizer.in_backward:
+        fix = (
+            "it updates in the backward, for which gradients are reduced in another way: choose it by `optim`, or pass "
+            "it as optimizers=(optimizer, None)"
+        )
+        raise ConfigError(Problem("optimizers", name, fix))
+    if plan.stability.max_grad_norm is None:
+        _log.warning(
+            "%s updates in the backward: gradients are not clipped. A max_grad_norm other than 0 and the default clips "
+            "them, with two backwards per update",
+            name,
+        )
+    if plan.batch.accumulation > 1:
+        _log.warning(
+            "%s frees each gradient in the backward, but all of them exist until the last of %d micro-batches",
+            name,
+            plan.batch.accumulation,
+        )
+    return FusedExecutor(strategy, optimizer, device, scaler)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

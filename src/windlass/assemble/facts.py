@@ -33,6 +33,7 @@ class Facts:
         overridden: names of Trainer methods that the subclass overrides.
         resumed: the progress before updates changed their size; None if they did not.
         size: the size of updates; None: that of the arguments.
+        in_backward: the script passed an optimizer that updates in the backward.
     """
 
     world: World
@@ -42,3 +43,4 @@ class Facts:
     overridden: frozenset[str] = frozenset()
     resumed: Progress | None = None
     size: UpdateSize | None = None
+    in_backward: bool = False

@@ -29,6 +29,8 @@ from windlass.config.plan import (
     TransformPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
+from windlass.config.sections.setting import default_of
+from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World, world_from_environment
@@ -87,14 +89,15 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     if problems:
         raise ConfigError(problems)
     duration = resolve_duration(args, facts)
+    fused = _updates_in_backward(args, facts)
     return RunPlan(
         seed=args.seed,
         batch=facts.size or update_size(args, facts.world.size)[0],
         duration=duration,
-        optimizer=resolve_optimizer(args, duration.steps),
+        optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
-        stability=StabilityPlan(args.max_grad_norm or None, args.nonfinite_policy),
+        stability=StabilityPlan(_clipping(args, fused), args.nonfinite_policy),
         data=resolve_data(args),
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
@@ -156,6 +159,21 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "ddp_find_unused_parameters",
         lambda args, facts: args.ddp_find_unused_parameters and args.ddp_static_graph,
         "a static graph uses the same parameters in every step: leave one of the two out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: (
+            _updates_in_backward(args, facts)
+            and bool((args.activation_checkpointing_kwargs or {}).get("use_reentrant"))
+        ),
+        "a reentrant checkpoint accumulates gradients block by block, and the optimizer updates when the first part "
+        "arrives: leave use_reentrant out",
+    ),
+    (
+        "torch_compile",
+        lambda args, facts: bool(args.torch_compile) and _takes_two_backwards(args, facts),
+        "an optimizer that updates in the backward needs two backwards of one graph for clipping, nonfinite_policy and "
+        "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
     ),
     (
         "auto_find_batch_size",
@@ -227,6 +245,24 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
         schedule_options=_schedule_options(args),
         warmup_steps=args.get_warmup_steps(total_steps),
     )
+
+
+def _updates_in_backward(args: Any, facts: Facts) -> bool:
+    return facts.in_backward or _text(args.optim) in IN_BACKWARD_OPTIMIZERS
+
+
+def _clipping(args: Any, fused: bool) -> float | None:
+    """The norm that gradients are clipped to. Clipping takes a second backward if the optimizer updates in the first
+    one, so the default of `max_grad_norm` does not ask for it.
+    """
+    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
+    return None if fused and args.max_grad_norm == default else args.max_grad_norm or None
+
+
+def _takes_two_backwards(args: Any, facts: Facts) -> bool:
+    if not _updates_in_backward(args, facts) or update_size(args, facts.world.size)[0].accumulation > 1:
+        return False
+    return bool(_clipping(args, True) or args.nonfinite_policy != "raise" or args.fp16)
 
 
 def resolve_parallel(args: Any, world: World) -> Parallel:
@@ -319,6 +355,7 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
         recompute_options=dict(args.activation_checkpointing_kwargs or {}),
         compile_backend=parallel.compile_backend,
         compile_mode=parallel.compile_mode,
+        neftune_alpha=args.neftune_noise_alpha,
     )
 
 

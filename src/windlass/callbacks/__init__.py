@@ -11,6 +11,7 @@ _HOMES = {
     "windlass.callbacks.printer": ("PrinterCallback",),
     "windlass.callbacks.progress": ("ProgressCallback",),
     "windlass.callbacks.report": ("ReportCallback",),
+    "windlass.callbacks.weight_averaging": ("EMACallback", "SWACallback"),
     "windlass.core.events": ("ExportableState", "TrainerCallback", "TrainerControl", "TrainerState"),
 }
 _NAMES = reverse(_HOMES)

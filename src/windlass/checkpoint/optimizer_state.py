@@ -235,8 +235,9 @@ def _load_parameter(
         optimizer.state.pop(parameter, None)  # never updated when it was saved: it starts as it did then
         return
     live = optimizer.state[parameter]
+    like = None if _has_whole_state(optimizer, group) else parameter
     values = {
-        key: _placed(value, live.get(key), _device_for(group, parameter, key, value), parameter)
+        key: _placed(value, live.get(key), _device_for(group, parameter, key, value), like)
         for key, value in saved.items()
     }
     live.clear()
@@ -292,6 +293,12 @@ def _is_spread(value: Tensor | Deferred, parameter: Tensor) -> bool:
     return is_sharded(parameter) and (value.numel() > 1 or value.shape == parameter.shape)
 
 
+def _has_whole_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Return True if every rank has all of the state of a group's parameters, as the optimizer says."""
+    declared: Callable[[dict[str, Any]], bool] | None = getattr(optimizer, "has_whole_state", None)
+    return declared is not None and declared(group)
+
+
 def _check_spread(
     optimizer: torch.optim.Optimizer,
     fresh: dict[Tensor, dict[Any, Any]],
@@ -299,7 +306,11 @@ def _check_spread(
     entries: dict[str, Any],
 ) -> None:
     """Refuse tensors of another shape than their sharded parameter: only the optimizer knows how to shard them."""
+    groups = [group for group in optimizer.param_groups if _has_whole_state(optimizer, group)]
+    kept_whole = {id(parameter) for group in groups for parameter in group["params"]}
     for name, parameter in by_name.items():
+        if id(parameter) in kept_whole:
+            continue
         live = optimizer.state.get(parameter) or fresh.get(parameter, {})
         for key, value in entries.get(name, {}).items():
             if not isinstance(value, Tensor | Deferred) or not _is_spread(value, parameter):

@@ -74,6 +74,7 @@ class OptimizerPlan:
     Attributes:
         groups: pattern that is searched for in names of parameters -> the options of their group.
         layer_decay: the learning rate of a layer is that of the layer above times this.
+        in_backward: it updates each parameter in the backward.
     """
 
     name: str = "adamw_torch"
@@ -87,6 +88,7 @@ class OptimizerPlan:
     schedule: str = "linear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     warmup_steps: int = 0
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,16 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled."""
+    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled.
+
+    `neftune_alpha` is the scale of noise on the input embeddings while the run lasts.
+    """
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile_backend: str | None = None
     compile_mode: str | None = None
+    neftune_alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ _SEQ2SEQ = "text-to-text training is not built yet; override prediction_step of 
 _LAYERWISE = "optimizers that update layer by layer are not built; adafactor keeps the smallest state of those that are"
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
-_NEFTUNE = "NEFTune is not built yet"
+_NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"
 _LIGER = "Liger kernels are not built yet; torch_compile=True fuses much of the same"
 _SIGNALS = "every run saves and leaves on the signals that preemption_signals names"
 _LOADERS = "one class reads prepared data, whatever it comes from; prepare the loader with Accelerator"

@@ -9,12 +9,22 @@ from windlass.config.plugin_words import LoggerType
 _WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
+PROJECTING_OPTIMIZERS = (
+    "galore_adamw", "galore_adafactor", "galore_adamw_layerwise", "galore_adafactor_layerwise", "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise", "apollo_adamw", "apollo_adamw_layerwise",
+)  # fmt: skip
+IN_BACKWARD_OPTIMIZERS = (
+    "lomo",
+    "adalomo",
+    *(name for name in PROJECTING_OPTIMIZERS if name.endswith("_layerwise")),
+)
 OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", "muon", "lion_32bit", "ademamix",
     "stable_adamw", "grokadamw", "adamw_anyprecision", "schedule_free_adamw", "schedule_free_radam",
     "schedule_free_sgd", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
     "paged_adamw_8bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "ademamix_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
+    "paged_ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit", "lomo", "adalomo",
+    *PROJECTING_OPTIMIZERS,
 )  # fmt: skip
 GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",
@@ -103,7 +113,7 @@ ACCELERATOR_REFUSED = {
 SAFETENSORS = "safe_serialization=False is mapped to True, with one warning: pickle is never written"
 MEMBERS = """
 prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler unwrap_model
-accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward
+accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward lomo_backward
 clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped sync_gradients
 gradient_accumulation_steps autocast profile
 gather gather_for_metrics reduce pad_across_processes split_between_processes set_trigger check_trigger
@@ -134,7 +144,6 @@ MEMBERS_MAPPED = {
 }
 
 MEMBERS_REFUSED = {
-    "lomo_backward": "LOMO is not built; prepare another optimizer and call backward",
     "pipeline_parallel_rank": "pipelines are not built",
     "deepspeed_ulysses_dl_adapter": "DeepSpeed's sequence parallelism is not built; prepare the loader",
 }

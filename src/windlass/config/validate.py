@@ -19,7 +19,7 @@ from windlass.config.canonical import normalise, read_document
 from windlass.config.enums import METRIC_DRIVEN
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.sections.setting import default_of, rules_of
-from windlass.config.support_rows import unbuilt_optimizer, unbuilt_trackers
+from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
@@ -239,6 +239,17 @@ def _unbuilt_words(args: Any) -> Iterator[Problem]:
         yield Problem("optim", str(args.optim), reason)
     for tracker, why in unbuilt_trackers(args.report_to):
         yield Problem("report_to", tracker, why)
+
+
+@_rule("optim", "optim_target_modules")
+def _projection(args: Any) -> Iterator[Problem]:
+    projects, targets = str(args.optim) in PROJECTING_OPTIMIZERS, args.optim_target_modules
+    if projects and not targets:
+        fix = f"{args.optim} needs the linear layers to project: parts of their names, or 'all-linear'"
+        yield Problem("optim_target_modules", targets, fix)
+    elif targets and not projects:
+        fix = f"needs an optimizer that projects gradients: optim={' or '.join(PROJECTING_OPTIMIZERS)}"
+        yield Problem("optim_target_modules", targets, fix)
 
 
 @_rule(*FIELDS)

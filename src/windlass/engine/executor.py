@@ -89,10 +89,14 @@ class Executor(Protocol):
     """One model-and-optimizer set on one strategy.
 
     `Trainer` drives `run_step`; a loop that the user owns drives the primitives.
+
+    Attributes:
+        updates_in_backward: parameters change in the backward already, so one that fails may leave some changed.
     """
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
+    updates_in_backward: bool
 
     @property
     def model(self) -> torch.nn.Module:

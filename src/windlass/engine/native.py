@@ -33,6 +33,8 @@ class NativeExecutor:
             gradients, and all others of the optimizer.
     """
 
+    updates_in_backward = False
+
     def __init__(
         self,
         strategy: Strategy,

@@ -15,12 +15,18 @@ from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
+from windlass.optim.optimizers.adalomo import adalomo
 from windlass.optim.optimizers.adamw import adamw, adamw_fused
 from windlass.optim.optimizers.ademamix import ademamix
 from windlass.optim.optimizers.anyprecision import anyprecision
+from windlass.optim.optimizers.apollo_adamw import apollo_adamw
 from windlass.optim.optimizers.bnb import bnb_adamw, bnb_ademamix, bnb_lion, bnb_rmsprop
+from windlass.optim.optimizers.galore_adafactor import galore_adafactor
+from windlass.optim.optimizers.galore_adamw import galore_adamw
+from windlass.optim.optimizers.galore_adamw_8bit import galore_adamw_8bit
 from windlass.optim.optimizers.grokadamw import grokadamw
 from windlass.optim.optimizers.lion import lion
+from windlass.optim.optimizers.lomo import lomo
 from windlass.optim.optimizers.muon import muon
 from windlass.optim.optimizers.schedule_free import (
     schedule_free_adamw,
@@ -64,6 +70,16 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "rmsprop_bnb": rmsprop_bnb,
     "rmsprop_bnb_32bit": rmsprop_bnb,
     "rmsprop_bnb_8bit": bnb_rmsprop,
+    "galore_adamw": galore_adamw,
+    "galore_adafactor": galore_adafactor,
+    "lomo": lomo,
+    "adalomo": adalomo,
+    "galore_adamw_layerwise": galore_adamw,
+    "galore_adafactor_layerwise": galore_adafactor,
+    "galore_adamw_8bit": galore_adamw_8bit,
+    "galore_adamw_8bit_layerwise": galore_adamw_8bit,
+    "apollo_adamw": apollo_adamw,
+    "apollo_adamw_layerwise": apollo_adamw,
 }
 
 

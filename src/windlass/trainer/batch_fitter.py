@@ -78,7 +78,7 @@ class BatchFitter:
         why = (
             "Other processes may wait for this one, so it cannot continue alone with smaller batches"
             if self._session.gang.size > 1
-            else "A sharded model cannot be restored within an update"
+            else "A sharded model, or one that was updated in the backward, cannot be restored within an update"
         )
         raise MemoryShortError(
             f"{error}\n{why}. {noted}. Start the job again, with resume_from_checkpoint='auto'; "
@@ -176,7 +176,8 @@ class UpdateFitter:
                 "auto_find_batch_size=True continues with smaller micro-batches, and as many samples in an update"
             )
             return False
-        if not unchanged:
+        partly = not unchanged and self._executor.updates_in_backward
+        if not unchanged and not partly:
             error.add_note(
                 "the optimizer ran out of memory while it changed the weights; smaller batches would not help. "
                 "Resume from the last checkpoint with an optimizer that needs less memory"
@@ -187,7 +188,7 @@ class UpdateFitter:
         if size.micro == 1:
             tried = ", ".join(map(str, self._tried))
             raise MemoryShortError(f"out of memory at every micro-batch size: tried {tried}") from error
-        if self._session.gang.size > 1 or self._executor.strategy.sharded:
+        if self._session.gang.size > 1 or self._executor.strategy.sharded or partly:
             self._fitter.exit_for_smaller(error, train=size.within(size.micro // 2).micro)
         return True
 

@@ -18,6 +18,7 @@ from windlass.optim.groups import (
 from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import build_schedule
+from windlass.optim.targets import projected_groups
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
 
@@ -37,7 +38,8 @@ def new_optimizer(
         decaying: names of the parameters that weight decay applies to.
 
     Raises:
-        ConfigError: `optim_groups` or `layerwise_lr_decay` do not fit the model or the optimizer.
+        ConfigError: `optim_groups`, `layerwise_lr_decay` or `optim_target_modules` do not fit the model or the
+            optimizer.
     """
     plan, kwargs = resolve_optimizer(args, max(args.max_steps, 0)), dict(kwargs)
     given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
@@ -46,7 +48,10 @@ def new_optimizer(
             fix = "has no effect on an optimizer that is given its own parameters; leave one of them out"
             raise ConfigError(Problem("optim_groups", plan.groups or plan.layer_decay, fix))
         return make_optimizer(given[0], cls, kwargs)
-    optimizer = make_optimizer(arranged(model, cls, parameter_groups(model, plan, decaying)), cls, kwargs)
+    groups = arranged(model, cls, parameter_groups(model, plan, decaying))
+    if getattr(cls, "projects", False):
+        groups = projected_groups(model, groups, args.optim_target_modules)
+    optimizer = make_optimizer(groups, cls, kwargs)
     check_group_options(plan.groups, optimizer.defaults)
     warn_of_lost_updates(optimizer, plan.name)
     return optimizer

@@ -101,7 +101,7 @@ def prepare_run(
     loader = hooks.get_train_dataloader()
     facts = Facts(
         session.world, None, has_training_data=True, has_evaluation_data=hooks.has_evaluation_data,
-        overridden=hooks.overridden,
+        overridden=hooks.overridden, in_backward=getattr(optimizer, "in_backward", False),
     )  # fmt: skip
     plan, source, place = _plan_run(args, session.gang, facts, loader, checkpoint, services.fitter.train)
     align_special_tokens(hooks.model, tokenizer)

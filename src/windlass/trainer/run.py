@@ -46,6 +46,7 @@ from windlass.trainer.run_saver import RunSaver
 from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
 from windlass.trainer.services import Services
 from windlass.trainer.whereabouts import telling_where
+from windlass.transforms.neftune import noisy_embeddings
 
 logger = get_logger(__name__)
 job_logger = get_job_logger(__name__)
@@ -199,6 +200,7 @@ class Run:
             with (
                 self._interruption.taking_ctrl_c(self._stop),
                 telling_where(self._session.world, lambda: state.global_step),
+                noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
             ):
                 started = Moment()
                 self._train(started)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,6 +90,16 @@ class Events:
             wishes = self._gang.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
             for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
                 setattr(self.control, name, count > 0)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of an evaluation within a run: enters `evaluating()` of the callbacks that have it."""
+        with contextlib.ExitStack() as stack:
+            for callback in self.handler.callbacks:
+                context = getattr(callback, "evaluating", None)
+                if callable(context):
+                    stack.enter_context(context())
+            yield
 
     def show(self, **objects: Any) -> None:
         """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""

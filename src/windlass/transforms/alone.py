@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from windlass.core.module_state import bare
 from windlass.transforms.buffers import OwnBuffers
-from windlass.transforms.strategy import device_of
+from windlass.transforms.strategy import device_of, squared_norm
 
 _NOTHING = contextlib.nullcontext()
 
@@ -57,6 +57,18 @@ class Alone:
 
     def agree(self, flag: Tensor) -> Tensor:
         return flag
+
+    def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
+        return (parameter,)
+
+    def left_over(self) -> Iterable[nn.Parameter]:
+        return ()
+
+    def square(self, gradient: Tensor) -> Tensor:
+        return squared_norm(gradient).to(device_of(self._module))
+
+    def norm_of(self, square: Tensor) -> Tensor:
+        return square.sqrt()
 
     def check_reached(self) -> None:
         """No wrapper that a forward could bypass."""

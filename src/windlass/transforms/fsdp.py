@@ -5,7 +5,7 @@ optimizer state. The parameters of a unit are gathered for its forward and its b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -31,7 +31,7 @@ from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import device_of
+from windlass.transforms.strategy import device_of, squared_norm
 from windlass.transforms.unused import SameOnAllRanks
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
@@ -172,6 +172,22 @@ class FullyShardedModel:
         sums = exchange(numbers)
         self._same.compare(host.read(sums[1:]))
         return sums[0]
+
+    def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
+        if self._same is not None:
+            self._same.note(parameter)
+        return () if self._plain.averages(parameter) else (parameter,)
+
+    def left_over(self) -> Iterable[nn.Parameter]:
+        return self._plain.averaged()
+
+    def square(self, gradient: Tensor) -> Tensor:
+        [mine] = locals_of([gradient])
+        return squared_norm(mine).div_(self._copies_of(gradient))
+
+    def norm_of(self, square: Tensor) -> Tensor:
+        total = square.double().to("cpu" if self._on_host else self._device)
+        return self._sum_of_norm(total).sqrt().to(square.dtype)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return locals_of(gradients)
@@ -411,6 +427,14 @@ class _PlainGradients:
             gradient = parameter.grad
             dist.all_reduce(gradient)
             gradient.div_(self._gang.size)
+
+    def averages(self, parameter: nn.Parameter) -> bool:
+        """Return True if the gradient of `parameter` is averaged at the end of a backward."""
+        return any(parameter is own for own in self._parameters)
+
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters whose gradients were averaged."""
+        return [p for p in self._parameters if p.grad is not None]
 
     def release(self) -> None:
         for hook in self._hooks:

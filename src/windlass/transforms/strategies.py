@@ -14,11 +14,14 @@ from windlass.transforms.buffers import check_sparse
 from windlass.transforms.strategy import Strategy
 
 
-def spread(module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device) -> Strategy:
+def spread(
+    module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device, in_backward: bool = False
+) -> Strategy:
     """Distribute `module` over the ranks of `gang` by the plan. Collective.
 
     Args:
         module: on `device` already, unless it is to be sharded.
+        in_backward: the optimizer updates in the backward.
 
     Raises:
         ConfigError: the plan cannot be applied to this module or world.
@@ -32,7 +35,11 @@ def spread(module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device) 
         raise ConfigError(Problem("fsdp", None, fix))
     if gang.size == 1:
         return Alone(module)
+    check_sparse(module, gang)
+    if in_backward:
+        from windlass.transforms.replicas import Replicas
+
+        return Replicas(module, plan, gang)
     from windlass.transforms.ddp import DataParallel
 
-    check_sparse(module, gang)
     return DataParallel(module, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,6 +53,24 @@ class Strategy(Protocol):
         """The largest value of `flag` (scalar, fp32, on the device) over all ranks, in place, if ranks have different
         gradients; `flag` itself if all have the same.
         """
+        ...
+
+    def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
+        """Called in a backward, once the gradient of `parameter` is complete on this rank: the parameters whose
+        gradients are now reduced over ranks, each of which is returned once per backward. May be collective.
+        """
+        ...
+
+    def left_over(self) -> Iterable[nn.Parameter]:
+        """Called after such a backward: the parameters that `reduced` has not returned. May be collective."""
+        ...
+
+    def square(self, gradient: Tensor) -> Tensor:
+        """This rank's part of the squared L2 norm of a reduced gradient: a scalar, at least in fp32. No host sync."""
+        ...
+
+    def norm_of(self, square: Tensor) -> Tensor:
+        """The global norm, from this rank's sum of `square`. Collective if ranks have different gradients."""
         ...
 
     def check_reached(self) -> None:
@@ -121,6 +139,13 @@ def load_own_state(strategy: Strategy, saved: Mapping[str, Any], same_world: boo
     set_state(
         strategy.module, {name: value for name, value in saved.items() if same_world or name in outside}
     )
+
+
+def squared_norm(tensor: Tensor) -> Tensor:
+    """The squared L2 norm of a plain tensor, at least in fp32: a scalar on its device."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return norm.square()
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -78,10 +78,15 @@ class SameOnAllRanks:
         self._reached: list[bool] = []
         self._sums: Sequence[float] | None = None
         self._pending: Pending | None = None
+        self._noted: set[int] = set()
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """The backward reached `parameter`, whose gradient is freed before it could be found."""
+        self._noted.add(id(parameter))
 
     def numbers(self) -> list[float]:
         """What the backward of this rank reached. The sums of these numbers over ranks are for `compare`."""
-        self._reached = [p.grad is not None for p in self._trained.values()]
+        self._reached = [p.grad is not None or id(p) in self._noted for p in self._trained.values()]
         code = zlib.crc32(bytes(self._reached))
         # Numbers of ranks are equal if their variance is zero. In halves, so that squares are exact.
         halves = [float(code & 0xFFFF), float(code >> 16)]
@@ -110,6 +115,7 @@ class SameOnAllRanks:
         if self._pending is not None:
             self._sums, self._pending = self._pending.wait(), None
         sums, self._sums = self._sums, None
+        self._noted.clear()
         assert sums is not None
         if any(
             square * self._gang.size != total * total

@@ -61,7 +61,7 @@ class ComputeSection:
     # --- memory ---
     use_cache: bool = setting(False, "Keep the key/value cache of the model during training.")
     neftune_noise_alpha: float | None = setting(
-        None, "Scale of NEFTune noise on the embeddings.", refused="is not built yet"
+        None, "Scale of NEFTune noise on the input embeddings during training.", bounds=at_least(0)
     )
     torch_empty_cache_steps: int | None = setting(
         None,

@@ -58,8 +58,8 @@ class OptimisationSection:
     adam_epsilon: float = setting(1e-8, "Added to the denominator in Adam optimizers.", bounds=at_least(0))
     optim_target_modules: list[str] | str | None = setting(
         None,
-        "Modules whose gradients a projecting optimizer (GaLore, APOLLO) projects.",
-        refused="needs a projecting optimizer (GaLore, APOLLO), none of which is built yet",
+        "Linear layers whose gradients GaLore and APOLLO project: parts of module names, a regular expression, or "
+        "'all-linear'.",
     )
     optim_groups: dict[str, Any] | str | None = setting(
         None,

@@ -96,15 +96,8 @@ class Adafactor(torch.optim.Optimizer):
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter before its first update; rows and columns are whole on each rank."""
         dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
-        like = parameter.detach()
         state: dict[str, Any] = {"step": 0}
-        if group["beta1"] is not None:
-            state["exp_avg"] = torch.zeros_like(like, dtype=dtype)
-        if like.dim() >= 2:
-            state["exp_avg_sq_row"] = like.new_zeros(like.shape[:-1], dtype=dtype)
-            state["exp_avg_sq_col"] = like.new_zeros(like.shape[:-2] + like.shape[-1:], dtype=dtype)
-        else:
-            state["exp_avg_sq"] = torch.zeros_like(like, dtype=dtype)
+        start_moments(state, parameter.detach(), group["beta1"] is not None, dtype)
         return state
 
     def rate_of(self, group: dict[str, Any]) -> float | Tensor:
@@ -124,8 +117,8 @@ class Adafactor(torch.optim.Optimizer):
             state.update(self.start_state(parameter, group))
         state["step"] += 1
         lr = _learning_rate(weight, group, state["step"])
-        update = _preconditioned(grad, state, group)
-        update.div_((_rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        update = preconditioned(grad, state, group)
+        update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
         if group["beta1"] is not None:
             update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
         if group["weight_decay"] != 0:
@@ -135,6 +128,19 @@ class Adafactor(torch.optim.Optimizer):
             parameter.copy_(weight)
 
 
+def start_moments(state: dict[str, Any], like: Tensor, first: bool, dtype: torch.dtype | None = None) -> None:
+    """Set the moments of `preconditioned` to zero, for gradients like `like`; with `first` the first moment too, as
+    "exp_avg".
+    """
+    if first:
+        state["exp_avg"] = torch.zeros_like(like, dtype=dtype)
+    if like.dim() >= 2:
+        state["exp_avg_sq_row"] = like.new_zeros(like.shape[:-1], dtype=dtype)
+        state["exp_avg_sq_col"] = like.new_zeros(like.shape[:-2] + like.shape[-1:], dtype=dtype)
+    else:
+        state["exp_avg_sq"] = torch.zeros_like(like, dtype=dtype)
+
+
 def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | Tensor:
     """A number, or with `scale_parameter` a scalar tensor on the device. No host sync."""
     lr = group["lr"]
@@ -142,12 +148,16 @@ def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | 
         lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
     if not group["scale_parameter"]:
         return float(lr)
-    scaled: Tensor = _rms(weight).clamp(min=group["eps"][1]) * lr
+    scaled: Tensor = rms(weight).clamp(min=group["eps"][1]) * lr
     return scaled
 
 
-def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """The gradient over the root of its running second moment, shape of `grad`."""
+def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """The gradient over the root of its running second moment, shape of `grad`; moves that moment in `state`.
+
+    Args:
+        group: has `eps` and `decay_rate`.
+    """
     beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
     square = grad**2 + group["eps"][0]
     if grad.dim() < 2:
@@ -159,6 +169,7 @@ def _preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     return torch.mul(row_part, column.unsqueeze(-2).rsqrt()).mul_(grad)
 
 
-def _rms(tensor: Tensor) -> Tensor:
+def rms(tensor: Tensor) -> Tensor:
+    """The root mean square of all elements, a scalar on the device."""
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm / math.sqrt(tensor.numel())

@@ -1,0 +1,64 @@
+"""AdaLomo (Lv et al., arXiv:2310.10195): factored second moments and normalised updates, applied in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.dist.sharded import whole
+from windlass.optim.optimizers.adafactor import preconditioned, rms, start_moments
+from windlass.optim.optimizers.options import read_options
+from windlass.optim.per_parameter import PerParameterOptimizer, move
+
+
+def adalomo(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    known = {"clip_threshold": float, "decay_rate": float}
+    return AdaLomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, known)}
+
+
+class AdaLomo(PerParameterOptimizer):
+    """One row and one column of second moments per matrix; each update is clipped and scaled by its parameter's size.
+
+    Args:
+        eps: what is added to squared gradients, and the least size of a parameter.
+        clip_threshold: an update whose root mean square exceeds it is scaled down to it.
+        decay_rate: second moments decay with `1 - step ** decay_rate`.
+        weight_decay: decoupled, times the learning rate and the parameter's size.
+        in_backward: False keeps all gradients for `step`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        weight_decay: float = 0.0,
+        in_backward: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, in_backward)
+
+    def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        grad = whole(grad)  # rows and columns of all of it
+        if not state.keys() & {"exp_avg_sq", "exp_avg_sq_row"}:
+            start_moments(state, grad, first=False)
+        size = rms(whole(parameter).to(grad.dtype)).clamp(min=group["eps"][1])
+        lr = size * group["lr"]
+        update = preconditioned(grad, state, group)
+        update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        move(parameter, update, lr * group["weight_decay"] if group["weight_decay"] else 0.0)
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        return True

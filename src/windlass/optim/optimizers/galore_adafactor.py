@@ -1,0 +1,69 @@
+"""GaLore with Adafactor (Zhao et al., arXiv:2403.03507; Shazeer & Stern, arXiv:1804.04235)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.dist.sharded import whole
+from windlass.optim.optimizers.adafactor import preconditioned, rms, start_moments
+from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
+
+
+def galore_adafactor(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    options = low_rank_options(plan, clip_threshold=float, decay_rate=float, beta1=float)
+    return GaLoreAdafactor, {"lr": plan.learning_rate, **options}
+
+
+class GaLoreAdafactor(LowRankOptimizer):
+    """Adafactor whose moments are those of projected gradients; for the arguments of the projection see
+    `LowRankOptimizer`.
+
+    Args:
+        lr: an outside learning rate; there is no relative step, and no scaling by the size of the parameter.
+        eps: the first number is added to squared gradients.
+        clip_threshold, decay_rate, beta1, weight_decay: as in `Adafactor`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        in_backward: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
+
+    def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        grad = whole(grad)  # rows and columns of all of it
+        if not state.keys() & {"exp_avg_sq", "exp_avg_sq_row"}:
+            start_moments(state, grad, group["beta1"] is not None)
+        update = preconditioned(grad, state, group)
+        update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(group["lr"])
+        if group["beta1"] is None:
+            return update
+        first: Tensor = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        return first
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        return True

@@ -1,0 +1,34 @@
+"""LOMO (Lv et al., arXiv:2306.09782): SGD whose updates are applied in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.config.plan import OptimizerPlan
+from windlass.optim.optimizers.options import read_options
+from windlass.optim.per_parameter import PerParameterOptimizer, move
+
+
+def lomo(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    return Lomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, {})}
+
+
+class Lomo(PerParameterOptimizer):
+    """`p -= lr * grad`, without any state.
+
+    Args:
+        weight_decay: decoupled, times the learning rate.
+        in_backward: False keeps all gradients for `step`.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, in_backward: bool = True
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, in_backward)
+
+    def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        move(parameter, grad * group["lr"], group["weight_decay"] * group["lr"])

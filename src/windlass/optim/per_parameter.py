@@ -1,0 +1,96 @@
+"""The base of optimizers that update one parameter at a time, so that a backward can apply each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from windlass.dist.sharded import is_sharded, local, part
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class PerParameterOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update of a parameter depends on nothing but that parameter, its gradient and its state.
+
+    Attributes:
+        in_backward: each update is applied in the backward, once the gradient is complete, which is freed then
+            (`engine/fused.py`). `step` does it for all parameters that have a gradient.
+        projects: it projects the gradients of chosen weights, which are its groups with `projected`.
+
+    Half-precision parameters are updated in fp32 and rounded once.
+    """
+
+    projects = False
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], in_backward: bool = False) -> None:
+        self.in_backward = in_backward
+        super().__init__(params, defaults)
+
+    def has_whole_state(self, group: dict[str, Any]) -> bool:
+        """Return True if every rank has all of the state of this group's parameters, also if they are sharded."""
+        return False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. `closure`, if given, recomputes and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+        return loss
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter of `group` by its gradient. Collective if the parameter is sharded."""
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse:
+            name = type(self).__name__
+            raise RuntimeError(f"{name} cannot use sparse gradients; build the embedding with sparse=False")
+        grad = grad.float() if grad.dtype in _LOW else grad
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        self.apply(parameter, grad, state, group)
+
+    def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Change `parameter` and its `state`, whose "step" counts this update already.
+
+        Args:
+            grad: of the parameter's shape; sharded as it is; in fp32 or fp64.
+        """
+        raise NotImplementedError
+
+
+def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if `optimizer` updates parameters in the backward."""
+    return isinstance(optimizer, PerParameterOptimizer) and optimizer.in_backward
+
+
+def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -> None:
+    """`parameter -= decay * parameter + displacement`, in place.
+
+    Args:
+        displacement: of the parameter's shape, sharded as it is or whole; in fp32 or fp64.
+    """
+    mine = local(parameter)
+    change = (
+        part(parameter).of(displacement)
+        if is_sharded(parameter) and not is_sharded(displacement)
+        else local(displacement)
+    )
+    if mine.dtype in _LOW:
+        wide = mine.float()
+        mine.copy_(wide.sub_(wide * decay).sub_(change))
+        return
+    if isinstance(decay, Tensor) or decay:
+        mine.mul_(1 - decay)
+    mine.sub_(change)

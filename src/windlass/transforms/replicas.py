@@ -1,0 +1,155 @@
+"""Replicas that reduce one gradient at a time, for optimizers that update in the backward.
+
+PyTorch's wrapper (`ddp.py`) reduces gradients in buckets, which hold all of them until the end of the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.config.plan import DistPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.rng import preserved_rng
+from windlass.dist.gang import Gang
+from windlass.transforms.alone import Alone
+from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
+from windlass.transforms.strategy import device_of
+
+_SHOWN = 10
+
+
+class Replicas(Alone):
+    """Implements `Strategy`: whole parameters on every rank, gradients that are averaged in the backward, in one order.
+
+    The order is the same on all ranks, so that their exchanges match. It is that in which the first backward reached
+    the parameters, or the reverse of the model's if `warm_up` was not called.
+
+    Args:
+        module: on its device already. All ranks get rank 0's weights and buffers. Collective.
+
+    Raises:
+        ConfigError: the plan has options of PyTorch's wrapper.
+    """
+
+    def __init__(self, module: nn.Module, plan: DistPlan, gang: Gang) -> None:
+        super().__init__(module)
+        _check(plan)
+        self._gang = gang
+        broadcast(p.detach() for p in module.parameters())
+        share_buffers(module)
+        self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        self._order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        self._ready: set[int] = set()
+        self._next = 0
+        self._recorded: list[nn.Parameter] | None = None
+        self._shares = plan.broadcast_buffers is not False
+        self._sharing = False
+        self._hook = module.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if self._sharing:
+            share_buffers(module)
+
+    @contextlib.contextmanager
+    def micro(self, last: bool) -> Iterator[None]:
+        self._ready.clear()
+        self._next = 0
+        self._sharing = self._shares and last
+        try:
+            yield
+        finally:
+            self._sharing = False
+
+    def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
+        if self._recorded is not None:
+            self._recorded.append(parameter)
+            yield parameter
+            return
+        self._ready.add(id(parameter))
+        while self._next < len(self._order) and id(self._order[self._next]) in self._ready:
+            yield self._reduce_next()
+
+    def _reduce_next(self) -> nn.Parameter:
+        parameter = self._order[self._next]
+        self._next += 1
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(self._gang.size)
+        return parameter
+
+    def left_over(self) -> Iterable[nn.Parameter]:
+        if self._recorded is not None:
+            return
+        missing = [p for p in self._order if id(p) not in self._ready]
+        while self._next < len(self._order):
+            parameter = self._order[self._next]
+            if parameter.grad is None:  # other ranks may have reached it, and wait for this one
+                parameter.grad = parameter.new_zeros(parameter.shape)
+            yield self._reduce_next()
+        self._ready.clear()
+        self._next = 0
+        if missing:
+            raise self._unused([self._names[id(p)] for p in missing])
+
+    def _unused(self, names: list[str]) -> ModelError:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return ModelError(
+            f"the loss of some rank does not depend on {len(names)} of {len(self._names)} trained parameters: "
+            f"{', '.join(names[:_SHOWN])}{more}. An optimizer that updates in the backward needs all of their "
+            "gradients on every rank. Freeze them (requires_grad_(False)), or use them in the loss"
+        )
+
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        """Run one discarded backward, to find the order of gradients. Buffers, extra states and random generators are
+        restored. Collective.
+        """
+        before = ForwardState(self._module)
+        self._recorded = []
+        with preserved_rng(device_of(self._module)):
+            backward()
+        before.restore()
+        found, self._recorded = self._recorded, None
+        by_name = {self._names[id(p)]: p for p in self._order}
+        everywhere: list[list[str]] = self._gang.gather_objects([self._names[id(p)] for p in found])
+        missing = [name for name in by_name if any(name not in names for names in everywhere)]
+        if missing:
+            raise self._unused(missing)
+        self._order = [by_name[name] for name in everywhere[0]]
+
+    def share_buffers(self) -> None:
+        share_buffers(self._module)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """All of them if they are not shared before forwards; else ranks have rank 0's, saved with the weights."""
+        return super().own_buffers() if self._shares else self._buffers.all()
+
+    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
+        return buffers_of_first_rank(self._module)
+
+    def release(self) -> None:
+        self._hook.remove()
+
+
+def _check(plan: DistPlan) -> None:
+    defaults = DistPlan()
+    names = {
+        "bucket_cap_mb": "ddp_bucket_cap_mb",
+        "static_graph": "ddp_static_graph",
+        "find_unused_parameters": "ddp_find_unused_parameters",
+        "comm_hook": "comm_hook",
+        "comm_wrapper": "comm_wrapper",
+    }
+    fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
+    problems = [
+        Problem(said, getattr(plan, name), fix)
+        for name, said in names.items()
+        if getattr(plan, name) != getattr(defaults, name)
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,141 @@
+"""Averages of weights: the formula, which weights are used when, and resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.trainer.small import Net, arguments, rows, weights_hash
+from torch import Tensor
+
+from windlass import EMACallback, SWACallback, Trainer, TrainerCallback
+from windlass.core.errors import ConfigError
+
+
+class Seen(TrainerCallback):
+    """The weights of training after each update, and the losses of evaluations."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights.append([p.detach().clone() for p in model.parameters()])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.losses.append(metrics["eval_loss"])
+
+
+def train(
+    folder: Path, average: Any, steps: int = 6, resume: bool = False, **changes: Any
+) -> tuple[Trainer, Seen]:
+    seen = Seen()
+    options = {"max_steps": steps, "lr_scheduler_type": "constant", "learning_rate": 0.3, **changes}
+    args = arguments(folder, **options)
+    data = rows(24)
+    trainer = Trainer(Net(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, average])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, seen
+
+
+def assert_weights(model: Any, expected: list[Tensor]) -> None:
+    for mine, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(mine.detach(), wanted, rtol=0, atol=1e-6)
+
+
+def test_the_exponential_average_is_the_formula(tmp_path: Path) -> None:
+    trainer, seen = train(tmp_path, EMACallback(decay=0.9))
+    expected = seen.weights[0]
+    for weights in seen.weights[1:]:
+        expected = [0.9 * a + 0.1 * w for a, w in zip(expected, weights, strict=True)]
+    assert_weights(trainer.model, expected)
+
+
+def test_the_uniform_average_is_the_mean_of_what_counts(tmp_path: Path) -> None:
+    trainer, seen = train(tmp_path, SWACallback(start_step=2, every=2))
+    counted = [seen.weights[step - 1] for step in (2, 4, 6)]
+    assert_weights(trainer.model, [torch.stack(group).mean(0) for group in zip(*counted, strict=True)])
+
+
+def test_evaluations_use_the_average_and_training_goes_on_from_its_own_weights(tmp_path: Path) -> None:
+    plain, alone = train(tmp_path / "a", SWACallback(start_step=100))
+    trainer, seen = train(tmp_path / "b", EMACallback(0.9), eval_strategy="steps", eval_steps=2)
+    for one, other in zip(seen.weights, alone.weights, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert trainer.evaluate()["eval_loss"] == seen.losses[-1], "what is left after training is the average"
+    assert plain.evaluate()["eval_loss"] != seen.losses[-1]
+
+
+@pytest.mark.parametrize("average", [lambda: EMACallback(0.9), lambda: SWACallback(2)], ids=["EMA", "SWA"])
+def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, average: Any) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    clean, _ = train(tmp_path / "a", average(), 6, **saves)
+    train(tmp_path / "b", average(), 3, **saves)
+    again, _ = train(tmp_path / "b", average(), 6, resume=True, **saves)
+    assert weights_hash(clean.model) == weights_hash(again.model)
+
+
+def test_a_checkpoint_has_the_weights_of_training(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    _, seen = train(tmp_path, EMACallback(0.9), 3, save_strategy="steps", save_steps=3)
+    saved = safetensors.load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert torch.equal(saved["layer.weight"], seen.weights[-1][0])
+
+
+def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
+    callback = EMACallback(0.5)
+    model = Net().bfloat16()
+
+    class Arguments:
+        load_best_model_at_end = False
+
+    callback.on_train_begin(Arguments(), None, None, model=model)  # type: ignore[arg-type]
+    state: Any = type("State", (), {"global_step": 1})
+    callback.on_step_end(None, state, None)  # type: ignore[arg-type]
+    assert {t.dtype for t in callback.state_dict()["average"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EMACallback(decay=1.0), "decay=1.0"),
+        (lambda: EMACallback(every=0), "every=0"),
+        (lambda: SWACallback(start_step=-1), "start_step=-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        train(
+            tmp_path, EMACallback(), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+            load_best_model_at_end=True,
+        )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_sharded_weights_have_the_same_average(tmp_path: Path) -> None:
+    launch(2, Path(__file__).parent / "averaging_ranks.py", tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["clean"] == first["again"]
+    seen = Seen()
+    data = [{**row, "x": row["x"].double()} for row in rows(24)]
+    args = arguments(
+        tmp_path / "alone", max_steps=6, lr_scheduler_type="constant", learning_rate=0.3, eval_strategy="steps",
+        eval_steps=3,
+    )  # fmt: skip
+    alone = Trainer(
+        Net().double(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, EMACallback(0.9)]
+    )
+    alone.train()
+    for mine, theirs in zip(alone.model.parameters(), first["clean"]["weights"], strict=True):
+        assert mine.detach().flatten().tolist() == pytest.approx(theirs, abs=1e-12)
+    assert first["clean"]["loss"] == pytest.approx(seen.losses[-1], abs=1e-9)
