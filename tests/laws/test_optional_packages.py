@@ -15,7 +15,16 @@ TRACKERS = (
 )  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {
-    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms"},
+    "transformers": {
+        "cli",
+        "trainer",
+        "data",
+        "config",
+        "callbacks",
+        "checkpoint",
+        "transforms",
+        "finetuning",
+    },
     "tokenizers": {"cli"},
     "datasets": {"data", "cli"},
     "rich": {"callbacks", "cli"},

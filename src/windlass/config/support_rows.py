@@ -71,6 +71,8 @@ METHODS_REFUSED = {
     "init_hf_repo": HUB,
 }
 
+SEQ2SEQ = "evaluate predict prediction_step load_generation_config"
+
 CALLBACKS = """
 DefaultFlowCallback ProgressCallback PrinterCallback NotebookProgressCallback EarlyStoppingCallback TrainerCallback
 """
