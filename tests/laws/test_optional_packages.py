@@ -36,10 +36,15 @@ HOMES: dict[str, set[str]] = {
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
+    "sacrebleu": {"cli"},
+    "rouge_score": {"cli"},
+    "sklearn": {"cli"},
+    "PIL": {"cli"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
+    "sacrebleu", "rouge_score", "sklearn", "PIL", *TRACKERS,
 }  # fmt: skip
 
 

@@ -42,6 +42,8 @@ def load_recipe(
     recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
     training, unfit = merge_parallel(recipe.training, recipe.parallel, draft)
     problems += unfit
+    if recipe.task == "seq2seq":
+        training.setdefault("predict_with_generate", recipe.metric is not None)
     recipe = replace(recipe, training=training)
     problems += [conflict for conflict in find_conflicts(recipe, draft) if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, draft)

@@ -21,6 +21,10 @@ EXTRAS = {
     "ray": "ray",
     "fsspec": "remote",
     "peft": "peft",
+    "sacrebleu": "metrics",
+    "rouge_score": "metrics",
+    "sklearn": "images",
+    "PIL": "images",
 }
 
 
