@@ -134,5 +134,5 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
         return f"{fault}; quote it to make it text" if is_number else fault
     choices, bounds = item.metadata.get("choices"), rules_in(item).bounds
     if choices:
-        return choice_fault(value, choices)
+        return None if value is None else choice_fault(value, choices)
     return bounds.words if bounds and value is not None and not bounds.holds(value) else None
