@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     recipe = parts.recipe
     shape = parts.train.shape if isinstance(parts.train, Images) else None
     model = build_model(recipe, parts.tokenizer, parts.labels, shape)
-    compute_metrics = accuracy if parts.labels else None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = accuracy if parts.labels else None
     if recipe.metric is not None:
         compute_metrics = of_predictions(parts.tokenizer, SCORES[recipe.metric])
     trainer = (Seq2SeqTrainer if recipe.task == "seq2seq" else Trainer)(
@@ -139,8 +140,8 @@ def _collator(recipe: Recipe, tokenizer: Any, model: Any) -> Any:
 
 def _with_length(args: TrainingArguments, recipe: Recipe) -> TrainingArguments:
     """The arguments, whose generated texts are by default as long as the targets may be."""
-    if getattr(args, "predict_with_generate", False) and args.generation_max_length is None:  # type: ignore[attr-defined]
-        args.generation_max_length = recipe.data.max_length  # type: ignore[attr-defined]
+    if getattr(args, "predict_with_generate", False) and args.generation_max_length is None:
+        args.generation_max_length = recipe.data.max_length
     return args
 
 

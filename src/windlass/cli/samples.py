@@ -113,7 +113,7 @@ class Pairs:
 
 def encode_pairs(sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int) -> Pairs:
     """Encode sources and targets, each truncated to `max_length` tokens, special tokens included."""
-    options = {"truncation": True, "max_length": max_length}
+    options: dict[str, Any] = {"truncation": True, "max_length": max_length}
     return Pairs(
         list(_encode(sources, tokenizer, **options)),
         list(_encode(targets, tokenizer, target=True, **options)),

@@ -63,9 +63,9 @@ class Seq2SeqTrainer(Trainer):
         args = Seq2SeqTrainingArguments() if args is None else args
         if not hasattr(args, "predict_with_generate"):
             raise ConfigError(Problem("args", type(args).__name__, "must be Seq2SeqTrainingArguments"))
-        by_default = data_collator is None and hasattr(processing_class or tokenizer, "pad")
-        if by_default:
-            data_collator = DataCollatorForSeq2Seq(processing_class or tokenizer)
+        padding: DataCollatorForSeq2Seq | None = None
+        if data_collator is None and hasattr(processing_class or tokenizer, "pad"):
+            data_collator = padding = DataCollatorForSeq2Seq(processing_class or tokenizer)
         given = args.generation_config
         self._generation_config = None if given is None else self.load_generation_config(given)
         self._gen_kwargs: dict[str, Any] = {}
@@ -76,8 +76,8 @@ class Seq2SeqTrainer(Trainer):
             compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
             tokenizer=tokenizer, callback=callback,
         )  # fmt: skip
-        if by_default:
-            self.data_collator.model = self.model  # it makes `decoder_input_ids`, which label smoothing needs
+        if padding is not None:
+            padding.model = self.model  # it makes `decoder_input_ids`, which label smoothing needs
         if args.predict_with_generate and not hasattr(self.model, "generate"):
             raise ModelError(
                 f"predict_with_generate=True needs a model with a `generate` method, and {type(self.model).__name__} "
