@@ -20,6 +20,8 @@ _HOMES = {
     "windlass.compat.seeds": ("synchronize_rng_states",),
     "windlass.compat.state": ("PartialState",),
     "windlass.trainer.trainer": ("Trainer",),
+    "windlass.finetuning.seq2seq_trainer": ("Seq2SeqTrainer",),
+    "windlass.finetuning.seq2seq_arguments": ("Seq2SeqTrainingArguments",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.plugins": (
         "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
-from windlass.cli.schema import DataSpec, Recipe, SampleSpec
+from windlass.cli.schema import TASKS, DataSpec, Recipe, SampleSpec
 from windlass.config.documents import loads
 from windlass.core.errors import ConfigError
 
@@ -80,7 +80,7 @@ def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Pa
     found = complaint(path, ["data.max_samples=many", "sample.temperature=-1"])
     wanted = [
         f"{path}:4: data.blok_size=16: no such key; did you mean data.block_size?",
-        f"{path}:1: task='causal': must be one of causal-lm, classification; did you mean 'causal-lm'?",
+        f"{path}:1: task='causal': must be one of {', '.join(TASKS)}; did you mean 'causal-lm'?",
         f"{path}:13: learning_rate=1: no such key here; did you mean training.learning_rate?",
         "data.max_samples='many': must be a whole number or None, and is str",
         "sample.temperature=-1.0: must be 0 or more",
@@ -237,5 +237,5 @@ def test_data_laid_over_the_built_in_recipe_takes_the_place_of_its_text(tmp_path
 def test_data_beside_the_built_in_text_is_refused_not_ignored(tmp_path: Path) -> None:
     text = tmp_path / "mine.txt"
     text.write_text("hello\n")
-    with pytest.raises(ConfigError, match="brings its own text"):
+    with pytest.raises(ConfigError, match="brings its own data"):
         load_recipe(None, [f"data.train={text}", "data.format=python-docs"])

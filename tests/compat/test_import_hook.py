@@ -35,6 +35,30 @@ print("engine", Trainer.__module__, transformers.Trainer is Trainer)
 print("models", AutoConfig.__module__.partition(".")[0], internal.__name__)
 print("checkpoint", get_last_checkpoint("out"))
 """
+GENERATES = """
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
+from transformers import T5ForConditionalGeneration
+from transformers.trainer_seq2seq import Seq2SeqTrainer as again
+
+class Tokenizer:
+    padding_side, pad_token_id = "right", 0
+    def pad(self, rows, **options):
+        import torch
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+config = T5Config(vocab_size=12, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+rows = [{"input_ids": [i + 2, 3, 4], "labels": [i + 2, 1]} for i in range(4)]
+args = Seq2SeqTrainingArguments(
+    "out", max_steps=1, predict_with_generate=True, generation_max_length=5, report_to="none", disable_tqdm=True
+)
+trainer = Seq2SeqTrainer(
+    T5ForConditionalGeneration(config), args, DataCollatorForSeq2Seq(Tokenizer()), rows, rows,
+    compute_metrics=lambda p: {"width": p.predictions.shape[1]},
+)
+trainer.train()
+print("engine", Seq2SeqTrainer.__module__, type(args).__module__, again is Seq2SeqTrainer)
+print("width", trainer.evaluate()["eval_width"])
+"""
 LOOPS = """
 import sys
 import torch
@@ -53,6 +77,16 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "windlass", "run", *(words or ("script.py",))]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_a_script_that_generates_runs_on_this_engine(tmp_path: Path) -> None:
+    ended = run(tmp_path, GENERATES)
+    assert ended.returncode == 0, ended.stderr
+    assert (
+        "engine windlass.finetuning.seq2seq_trainer windlass.finetuning.seq2seq_arguments True"
+        in ended.stdout
+    )
+    assert "width 5" in ended.stdout
 
 
 def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:

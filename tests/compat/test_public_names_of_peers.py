@@ -142,6 +142,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_refused_name_says_what_to_use_instead() -> None:
     with pytest.raises(
-        ImportError, match=r"Seq2SeqTrainer: text-to-text training is not built yet; override prediction_step"
+        ImportError,
+        match=r"JITCheckpointCallback: every run saves and leaves on the signals that preemption_signals",
     ):
-        from windlass.trainer_seq2seq import Seq2SeqTrainer  # noqa: F401
+        from windlass.trainer_jit_checkpoint import JITCheckpointCallback  # noqa: F401

@@ -29,16 +29,17 @@ def launch(
     timeout: float = 200,
     expect: int = 0,
     environ: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> str:
     """Run `script` on `world` ranks, forked from a process that has imported everything; gives what they printed, on
     either stream.
     """
-    codes, text = _run(world, script, arguments, ROOT, timeout, environ or {})
+    codes, text = _run(world, script, arguments, cwd, timeout, environ or {})
     assert (not any(codes)) == (expect == 0), f"exit codes {codes}\n{text[-6000:]}"
     return text
 
 
-def launch_as(*words: object, timeout: float = 200) -> str:
+def launch_as(*words: object, timeout: float = 200, cwd: Path = ROOT) -> str:
     """Run on forked ranks what `windlass launch` with these words starts on this machine, with the variables that it
     hands on: for tests of what is started. Gives what was printed on either stream.
     """
@@ -46,7 +47,7 @@ def launch_as(*words: object, timeout: float = 200) -> str:
     add_launch_flags(parser)
     plan = resolve_launch(parser.parse_args([str(word) for word in words]), os.environ)
     script, environ = Path(plan.script), worker_environment(plan)
-    return launch(plan.processes, script, *plan.arguments, timeout=timeout, environ=environ)
+    return launch(plan.processes, script, *plan.arguments, timeout=timeout, environ=environ, cwd=cwd)
 
 
 def run_script(

@@ -15,7 +15,17 @@ TRACKERS = (
 )  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {
-    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms", "text"},
+    "transformers": {
+        "cli",
+        "trainer",
+        "data",
+        "config",
+        "callbacks",
+        "checkpoint",
+        "transforms",
+        "text",
+        "finetuning",
+    },  # fmt: skip
     "tokenizers": {"cli"},
     "datasets": {"text"},
     "rich": {"callbacks", "cli"},
@@ -30,11 +40,15 @@ HOMES: dict[str, set[str]] = {
     "huggingface_hub": {"hub"},
     "bitsandbytes": {"optim"},
     "torchao": {"optim"},
+    "sacrebleu": {"cli"},
+    "rouge_score": {"cli"},
+    "sklearn": {"cli"},
+    "PIL": {"cli"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "torchao", *TRACKERS,
+    "bitsandbytes", "torchao", "sacrebleu", "rouge_score", "sklearn", "PIL", *TRACKERS,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import DataSpec, ModelSpec, Recipe, SampleSpec, TokenizerSpec
+from windlass.cli.training import GENERATION
 from windlass.config.nearest import nearest
 from windlass.core.errors import Problem
 
@@ -22,9 +23,26 @@ ENDINGS = {
     ".md": "txt",
     ".parquet": "parquet",
 }
-PATHLESS = ("hub", "python-docs")
+IMAGES = "image-classification"
+PATHLESS = ("hub", "python-docs", "digits")
 # Keys that apply to one task or to some formats only. Elsewhere they would be ignored, so they are refused.
-ONLY_FOR_TASK = {"label_column": "classification", "max_length": "classification", "block_size": "causal-lm"}
+ONLY_FOR_TASK = {
+    "label_column": ("classification", "image-classification"),
+    "target_column": ("seq2seq",),
+    "test": ("seq2seq",),
+    "max_length": ("classification", "seq2seq"),
+    "block_size": ("causal-lm", "masked-lm"),
+    "mlm_probability": ("masked-lm",),
+    "image_size": ("image-classification",),
+}
+# Formats without labels or targets, and the tasks that read them.
+PLAIN_TEXT = ("causal-lm", "masked-lm")
+TASKS_OF_FORMAT = {
+    "txt": PLAIN_TEXT,
+    "python-docs": PLAIN_TEXT,
+    "parallel": ("seq2seq",),
+    "digits": (IMAGES,),
+}
 ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), "subset": ("hub",), "split": ("hub",), "eval_split": ("hub",)}
 Conflict = tuple[str, object, str]  # dotted key, value, fix
 
@@ -35,7 +53,7 @@ def format_of(source: str, data: DataSpec) -> str | None:
         return data.format
     if os.path.isdir(source):
         return "folder"
-    return ENDINGS.get(Path(source).suffix.lower())
+    return ENDINGS.get(Path(source.lower().removesuffix(".gz")).suffix)
 
 
 def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
@@ -43,8 +61,10 @@ def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     found = chain(
         _sources(recipe),
         _out_of_place(recipe),
-        _model_and_tokenizer(recipe.model, recipe.tokenizer),
+        _model_and_tokenizer(recipe.model, recipe.tokenizer, recipe.task),
+        _tokenizer_of_images(recipe),
         _sample(recipe),
+        _generation(recipe),
         _evaluation(recipe),
     )
     return [Problem(draft.label(*dotted.split(".")), value, fix) for dotted, value, fix in found]
@@ -52,23 +72,20 @@ def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
 
 def _sources(recipe: Recipe) -> Iterator[Conflict]:
     data = recipe.data
-    if data.format == "python-docs":
-        if recipe.task != "causal-lm":
-            fix = "is plain text without labels; classification needs a labelled file"
-            yield "data.format", data.format, fix
+    readers = TASKS_OF_FORMAT.get(data.format, (recipe.task,))
+    if recipe.task not in readers:
+        yield "data.format", data.format, f"is for task {' and '.join(readers)}; {recipe.task} needs another"
+    if data.format in ("python-docs", "digits"):
         if data.eval is not None:
-            yield "data.eval", data.eval, "python-docs holds out its own part; leave this out"
+            yield "data.eval", data.eval, f"{data.format} holds out its own part; leave this out"
         if data.train:
-            yield (
-                "data.train",
-                data.train,
-                "python-docs brings its own text; to read this, set data.format=auto",
-            )
+            fix = f"{data.format} brings its own data; to read this, set data.format=auto"
+            yield "data.train", data.train, fix
         return
     if not data.train:
         fix = "names the training data: a file, a folder or (format: hub) a hub name"
         yield "data.train", data.train, fix
-    for key, source in (("data.train", data.train), ("data.eval", data.eval)):
+    for key, source in (("data.train", data.train), ("data.eval", data.eval), ("data.test", data.test)):
         if source and data.format not in PATHLESS and (problem := _path_problem(source, recipe)):
             yield key, source, problem
     if data.eval is not None and data.eval_split is not None:
@@ -82,8 +99,13 @@ def _path_problem(source: str, recipe: Recipe) -> str | None:
     kind = format_of(source, recipe.data)
     if kind is None:
         return f"unknown file ending (known: {', '.join(sorted(ENDINGS))}); set data.format"
-    if kind == "txt" and recipe.task == "classification":
-        return "a txt file has no labels; classification reads jsonl, csv, tsv, parquet, folder or hub"
+    if kind == "txt" and recipe.task not in PLAIN_TEXT:
+        also = "parallel or hub" if recipe.task == "seq2seq" else "folder or hub"
+        return f"a txt file has no labels; {recipe.task} reads jsonl, csv, tsv, parquet, {also}"
+    if kind != "folder" and recipe.task == IMAGES:
+        return (
+            "image-classification reads a folder with one folder of images for each class, or format digits"
+        )
     if (kind == "folder") != path.is_dir():
         return f"is {'a folder' if path.is_dir() else 'a file'}, which data.format={kind} does not read"
     return None if os.access(path, os.R_OK) else "cannot be read: permission denied"
@@ -100,8 +122,8 @@ def _neighbour(path: Path) -> str:
 def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
     data, default = recipe.data, DataSpec()
     formats = {format_of(source, data) for source in (data.train, data.eval) if source} - {None}
-    for name, task in ONLY_FOR_TASK.items():
-        if getattr(data, name) != getattr(default, name) and recipe.task != task:
+    for name, tasks in ONLY_FOR_TASK.items():
+        if getattr(data, name) != getattr(default, name) and recipe.task not in tasks:
             yield f"data.{name}", getattr(data, name), f"has no meaning for task {recipe.task}; leave it out"
     for name, allowed in ONLY_FOR_FORMAT.items():
         if getattr(data, name) != getattr(default, name) and formats - set(allowed):
@@ -109,7 +131,7 @@ def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
             yield f"data.{name}", getattr(data, name), fix
 
 
-def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator[Conflict]:
+def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec, task: str) -> Iterator[Conflict]:
     if (model.name is None) == (model.config is None):
         given = "both" if model.name is not None else "neither"
         yield "model", given, "give one: model.name (a pretrained model) or model.config (a new one)"
@@ -117,13 +139,31 @@ def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator
         yield "model.config.model_type", kind, "set the kind of model: llama, bert, gpt2, ..."
     if tokenizer.name is not None and tokenizer.train is not None:
         yield "tokenizer", "both", "give one: tokenizer.name (an existing one) or tokenizer.train (a new one)"
-    if tokenizer.name is None and tokenizer.train is None and model.name is None:
+    if tokenizer.name is None and tokenizer.train is None and model.name is None and task != IMAGES:
         yield "tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name"
     if tokenizer.train is not None and tokenizer.train.lowercase and tokenizer.train.algorithm == "bpe":
         yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
     for dotted, name in (("model.name", model.name), ("tokenizer.name", tokenizer.name)):
         if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
             yield dotted, name, "no such folder"
+
+
+def _tokenizer_of_images(recipe: Recipe) -> Iterator[Conflict]:
+    if recipe.task == IMAGES and recipe.tokenizer != TokenizerSpec():
+        yield "tokenizer", "given", f"has no meaning for task {IMAGES}; leave it out"
+
+
+def _generation(recipe: Recipe) -> Iterator[Conflict]:
+    if recipe.task != "seq2seq":
+        if recipe.metric is not None:
+            yield "metric", recipe.metric, f"has no meaning for task {recipe.task}; leave it out"
+        for name in GENERATION:
+            if name in recipe.training:
+                fix = f"has no meaning for task {recipe.task}; leave it out"
+                yield f"training.{name}", recipe.training[name], fix
+    elif recipe.metric is not None and not recipe.training.get("predict_with_generate"):
+        fix = "is computed from generated text; leave training.predict_with_generate out"
+        yield "metric", recipe.metric, fix
 
 
 def _sample(recipe: Recipe) -> Iterator[Conflict]:

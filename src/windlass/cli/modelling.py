@@ -6,6 +6,7 @@ import inspect
 import sys
 from typing import Any
 
+from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.schema import Recipe
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -13,14 +14,24 @@ from windlass.core.optional import require
 
 # Determined by the data of the recipe.
 DERIVED = ("num_labels", "id2label", "label2id")
-AUTO_CLASSES = {"causal-lm": "AutoModelForCausalLM", "classification": "AutoModelForSequenceClassification"}
+AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
 
 
-def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
+def build_model(
+    recipe: Recipe, tokenizer: Any, labels: list[str], image_shape: tuple[int, int, int] | None = None
+) -> Any:
     """Return a `PreTrainedModel` on the CPU; new weights are drawn from the current default generator.
 
     Args:
+        tokenizer: None for images.
         labels: names of the classes, in the order of their ids; empty for a language model.
+        image_shape: channels, height and width of the images; None for text.
 
     Raises:
         ConfigError: unknown or impossible keys in `model.config`, all at once.
@@ -30,12 +41,13 @@ def build_model(recipe: Recipe, tokenizer: Any, labels: list[str]) -> Any:
     auto = getattr(transformers, AUTO_CLASSES[recipe.task])
     torch_dtype = getattr(require("torch", "train"), recipe.model.dtype)
     head = _head(labels)
+    implied = _of_text(recipe, tokenizer) if image_shape is None else _of_images(image_shape)
     if recipe.model.name is not None:
         model = _loaded(auto, recipe.model.name, {**head, "dtype": torch_dtype})
         _check_against_tokens(recipe, model.config, tokenizer)
         return model
     assert recipe.model.config is not None  # `checks.py` asks for one of the two
-    config = _config(recipe, tokenizer, head)
+    config = _config(recipe, tokenizer, head, implied)
     try:
         return auto.from_config(config, dtype=torch_dtype)
     except ValueError as error:
@@ -63,7 +75,7 @@ def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
         raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
-def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any]) -> Any:
+def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any], implied: dict[str, Any]) -> Any:
     transformers = require("transformers", "run a recipe")
     given = dict(recipe.model.config or {})
     model_type = given.pop("model_type")
@@ -75,9 +87,9 @@ def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any]) -> Any:
     problems += [_derived_key(key, given[key]) for key in DERIVED if key in given]
     if problems:
         raise ConfigError(problems)
-    implied = {**_implied(recipe, tokenizer, known), **head}
+    implied = {key: value for key, value in implied.items() if key in known}
     try:
-        config = kind(**{**implied, **given})
+        config = kind(**{**implied, **head, **given})
     except Exception as error:  # strict config classes raise types of their own
         reason = " ".join(str(error).split())
         raise ConfigError(Problem("model.config", recipe.model.config, reason)) from error
@@ -108,9 +120,9 @@ def _derived_key(key: str, value: Any) -> Problem:
     return Problem(f"model.config.{key}", value, "is taken from the data; leave it out")
 
 
-def _implied(recipe: Recipe, tokenizer: Any, known: set[str]) -> dict[str, Any]:
+def _of_text(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     """Return the defaults that follow from tokenizer and data."""
-    length = recipe.data.block_size if recipe.task == "causal-lm" else recipe.data.max_length
+    length = getattr(recipe.data, _length_key(recipe))
     implied = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": length,
@@ -118,15 +130,28 @@ def _implied(recipe: Recipe, tokenizer: Any, known: set[str]) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return {key: value for key, value in implied.items() if key in known}
+    if recipe.task == "seq2seq":
+        implied |= {"decoder_start_token_id": tokenizer.pad_token_id, "forced_eos_token_id": None}
+    return implied
+
+
+def _of_images(shape: tuple[int, int, int]) -> dict[str, Any]:
+    channels, height, width = shape
+    return {"num_channels": channels, "image_size": height if height == width else [height, width]}
+
+
+def _length_key(recipe: Recipe) -> str:
+    return "block_size" if recipe.task in PLAIN_TEXT else "max_length"
 
 
 def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
+    if tokenizer is None:
+        return
     problems = []
     if getattr(config, "vocab_size", len(tokenizer)) < len(tokenizer):
         fix = f"the tokenizer has {len(tokenizer)} entries; leave it out or give at least that"
         problems.append(Problem("model.config.vocab_size", config.vocab_size, fix))
-    key = "block_size" if recipe.task == "causal-lm" else "max_length"
+    key = _length_key(recipe)
     length, most = getattr(recipe.data, key), getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
         fix = f"the model has {most} positions (max_position_embeddings)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,7 +43,8 @@ def read_records(source: str, data: DataSpec, split: str = "train") -> list[Reco
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, line) without line ends. Only line feeds separate lines, as in other tools."""
-    with path.open("rb") as file:
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with opened(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -106,6 +108,24 @@ def _txt(path: Path, data: DataSpec) -> Iterator[Record]:
         yield str(path), {data.text_column: text + "\n"}
 
 
+def _parallel(path: Path, data: DataSpec) -> Iterator[Record]:
+    """Lines of two files: `train.de` and `train.en` for the columns de and en."""
+    name = path.name.replace(f".{data.text_column}", f".{data.target_column}")
+    other = path.with_name(name)
+    if name == path.name or not other.is_file():
+        raise DataError(
+            f"{path}: parallel text is a file with .{data.text_column} in its name (data.text_column), and one beside "
+            f"it with .{data.target_column} instead (data.target_column)"
+        )
+    sources, targets = ([line for _, line in _lines(file)] for file in (path, other))
+    if len(sources) != len(targets):
+        raise DataError(
+            f"{path} has {len(sources)} lines and {other} has {len(targets)}: they must be parallel"
+        )
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True), 1):
+        yield f"{path}:{number}", {data.text_column: source, data.target_column: target}
+
+
 def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
     """Each text file below `path` is a record, with the name of its folder as label."""
     endings = (".txt", ".text", ".md")
@@ -115,7 +135,7 @@ def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
 
 
 def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
-    rows = parquet_rows(path, (data.text_column, data.label_column))
+    rows = parquet_rows(path, (data.text_column, data.label_column, data.target_column))
     for row, values in enumerate(rows, 1):
         yield f"{path}: row {row}", values
 
@@ -139,6 +159,7 @@ READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
     "csv": partial(_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
     "tsv": partial(_table, delimiter="\t", quoting=csv.QUOTE_NONE),  # quotation marks are text there
     "txt": _txt,
+    "parallel": _parallel,
     "folder": _folder,
     "parquet": _parquet,
     "python-docs": _python_docs,

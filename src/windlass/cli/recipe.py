@@ -42,6 +42,8 @@ def load_recipe(
     recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
     training, unfit = merge_parallel(recipe.training, recipe.parallel, draft)
     problems += unfit
+    if recipe.task == "seq2seq":
+        training.setdefault("predict_with_generate", recipe.metric is not None)
     recipe = replace(recipe, training=training)
     problems += [conflict for conflict in find_conflicts(recipe, draft) if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, draft)
@@ -132,5 +134,5 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
         return f"{fault}; quote it to make it text" if is_number else fault
     choices, bounds = item.metadata.get("choices"), rules_in(item).bounds
     if choices:
-        return choice_fault(value, choices)
+        return None if value is None else choice_fault(value, choices)
     return bounds.words if bounds and value is not None and not bounds.holds(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,32 +13,48 @@ from torch import Tensor
 
 from windlass.callbacks.report import ReportCallback
 from windlass.checkpoint.store import Store
+from windlass.cli.images import Images, load_images
 from windlass.cli.modelling import build_model
-from windlass.cli.readers import Record, texts
-from windlass.cli.samples import Blocks, LabelledTexts, encode_labelled, pack
+from windlass.cli.readers import Record, read_records, texts
+from windlass.cli.samples import (
+    Blocks,
+    LabelledTexts,
+    MaskedBlocks,
+    Pairs,
+    encode_labelled,
+    encode_pairs,
+    pack,
+)
 from windlass.cli.schema import Recipe
 from windlass.cli.splits import label_ids, label_names, load_records
+from windlass.cli.text_metrics import SCORES, of_predictions
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.cli.training import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.rng import preserved_rng, set_seed
 from windlass.core.types import EvalPrediction
-from windlass.data.collators import DataCollatorWithPadding, default_data_collator
+from windlass.data.collators import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
-Dataset = Blocks | LabelledTexts
+Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images
 # Of the texts generated before and after training, so that only the training differs.
 SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeParts:
-    """Tokenizer and data of a recipe; `evaluation` is None without evaluation."""
+    """Tokenizer (None for images) and data of a recipe; `evaluation` and `test` are None without them."""
 
     recipe: Recipe
     tokenizer: Any
     train: Dataset
     evaluation: Dataset | None
     labels: list[str]
+    test: Dataset | None = None
 
 
 def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None) -> RecipeParts:
@@ -49,13 +66,21 @@ def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path |
     Raises:
         DataError, ConfigError, ModelError: with the file, the line or the key.
     """
+    if recipe.task == "image-classification":
+        images, held_images, labels = load_images(recipe, args.seed)
+        return RecipeParts(recipe, None, images, held_images, labels)
     train, held = load_records(recipe, args.seed)
-    column = recipe.data.text_column
-    tokenizer = build_tokenizer(recipe, texts(train, column), saved_tokenizer)
+    data = recipe.data
+    columns = (data.text_column, data.target_column) if recipe.task == "seq2seq" else (data.text_column,)
+    text = [text for column in columns for text in texts(train, column)]
+    tokenizer = build_tokenizer(recipe, text, saved_tokenizer)
     labels = label_names(train, recipe.data.label_column) if recipe.task == "classification" else []
-    encoded = [_encoded(records, recipe, tokenizer, labels) if records else None for records in (train, held)]
-    assert encoded[0] is not None  # a source without records is an error
-    return RecipeParts(recipe, tokenizer, encoded[0], encoded[1], labels)
+    test = read_records(data.test, data) if data.test else []
+    first, *rest = (
+        _encoded(records, recipe, tokenizer, labels) if records else None for records in (train, held, test)
+    )
+    assert first is not None  # a source without records is an error
+    return RecipeParts(recipe, tokenizer, first, rest[0], labels, rest[1])
 
 
 def _encoded(records: list[Record], recipe: Recipe, tokenizer: Any, labels: list[str]) -> Dataset:
@@ -63,6 +88,10 @@ def _encoded(records: list[Record], recipe: Recipe, tokenizer: Any, labels: list
     found = texts(records, data.text_column)
     if recipe.task == "causal-lm":
         return pack(found, tokenizer, data.block_size)
+    if recipe.task == "masked-lm":
+        return MaskedBlocks(pack(found, tokenizer, data.block_size))
+    if recipe.task == "seq2seq":
+        return encode_pairs(found, texts(records, data.target_column), tokenizer, data.max_length)
     return encode_labelled(found, label_ids(records, data.label_column, labels), tokenizer, data.max_length)
 
 
@@ -77,23 +106,43 @@ def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
 
 def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     """Return a `Trainer` with new weights (seeded by `args.seed`) or those of the named model."""
+    from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer
     from windlass.trainer.trainer import Trainer
 
     set_seed(args.seed)
-    is_classification = parts.recipe.task == "classification"
-    collator = DataCollatorWithPadding(parts.tokenizer) if is_classification else default_data_collator
-    trainer = Trainer(
-        model=build_model(parts.recipe, parts.tokenizer, parts.labels),
-        args=args,
-        data_collator=collator,
+    recipe = parts.recipe
+    shape = parts.train.shape if isinstance(parts.train, Images) else None
+    model = build_model(recipe, parts.tokenizer, parts.labels, shape)
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = accuracy if parts.labels else None
+    if recipe.metric is not None:
+        compute_metrics = of_predictions(parts.tokenizer, SCORES[recipe.metric])
+    trainer = (Seq2SeqTrainer if recipe.task == "seq2seq" else Trainer)(
+        model=model,
+        args=_with_length(args, recipe),
+        data_collator=_collator(recipe, parts.tokenizer, model),
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
         processing_class=parts.tokenizer,
-        compute_metrics=accuracy if is_classification else None,
-        preprocess_logits_for_metrics=_predicted_class if is_classification else None,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=_predicted_class if parts.labels else None,
     )
     trainer.add_callback(ReportCallback(run_folder(args)))
     return trainer
+
+
+def _collator(recipe: Recipe, tokenizer: Any, model: Any) -> Any:
+    if recipe.task == "classification":
+        return DataCollatorWithPadding(tokenizer)
+    if recipe.task == "masked-lm":
+        return DataCollatorForLanguageModeling(tokenizer, mlm_probability=recipe.data.mlm_probability)
+    return DataCollatorForSeq2Seq(tokenizer, model) if recipe.task == "seq2seq" else default_data_collator
+
+
+def _with_length(args: TrainingArguments, recipe: Recipe) -> TrainingArguments:
+    """The arguments, whose generated texts are by default as long as the targets may be."""
+    if getattr(args, "predict_with_generate", False) and args.generation_max_length is None:
+        args.generation_max_length = recipe.data.max_length
+    return args
 
 
 def _predicted_class(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:

@@ -70,8 +70,51 @@ def encode_labelled(
     return LabelledTexts(list(_encode(texts, tokenizer, truncation=True, max_length=max_length)), labels)
 
 
-def _encode(texts: Sequence[str], tokenizer: Any, **options: Any) -> Iterator[list[int]]:
+def _encode(
+    texts: Sequence[str], tokenizer: Any, target: bool = False, **options: Any
+) -> Iterator[list[int]]:
     for start in range(0, len(texts), ENCODE_BATCH):
-        batch = list(texts[start : start + ENCODE_BATCH])
+        part = list(texts[start : start + ENCODE_BATCH])
+        # Some tokenizers, as Marian's, encode the texts to generate in another way.
+        batch = {"text_target": part} if target else {"text": part}
         # verbose=False: no warning of texts longer than the model's context, which are cut into blocks
-        yield from tokenizer(batch, return_attention_mask=False, verbose=False, **options)["input_ids"]
+        yield from tokenizer(**batch, return_attention_mask=False, verbose=False, **options)["input_ids"]
+
+
+class MaskedBlocks:
+    """`Blocks` for a masked language model: items `{"input_ids": int64 [block], "attention_mask": int64 [block]}`.
+
+    The collator hides tokens and makes the labels; padding of the last block is neither seen nor hidden.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks, self.tokens = blocks, blocks.tokens
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._blocks[index]
+        return {"input_ids": row["input_ids"], "attention_mask": (row["labels"] != IGNORED).long()}
+
+
+class Pairs:
+    """Encoded sources and targets: items `{"input_ids": list[int], "labels": list[int]}`; a collator pads them."""
+
+    def __init__(self, sources: list[list[int]], targets: list[list[int]]) -> None:
+        self._sources, self._targets = sources, targets
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._sources[index], "labels": self._targets[index]}
+
+
+def encode_pairs(sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int) -> Pairs:
+    """Encode sources and targets, each truncated to `max_length` tokens, special tokens included."""
+    options: dict[str, Any] = {"truncation": True, "max_length": max_length}
+    return Pairs(
+        list(_encode(sources, tokenizer, **options)),
+        list(_encode(targets, tokenizer, target=True, **options)),
+    )

@@ -11,8 +11,11 @@ from typing import Any
 
 from windlass.config.sections.setting import Range, at_least, between, setting
 
-TASKS = ("causal-lm", "classification")
-FORMATS = ("auto", "jsonl", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs")
+TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification")
+FORMATS = (
+    "auto", "jsonl", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
+)  # fmt: skip
+METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
@@ -27,15 +30,23 @@ class DataSpec:
     eval_fraction: float = setting(
         0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=between(0, 1)
     )
+    test: str | None = setting(None, "measured once, after training; seq2seq only")
     format: str = setting("auto", "auto follows the file's ending", choices=FORMATS)
     columns: list[str] | None = setting(
         None, "names of the columns of a csv/tsv file that has no header line"
     )
     text_column: str = setting("text", "column (jsonl key) with the text")
     label_column: str = setting("label", "column (jsonl key) with the class; classification only")
-    block_size: int = setting(256, "tokens in a training sample; causal-lm only", bounds=at_least(2))
+    target_column: str = setting("target", "column (jsonl key) with the text to generate; seq2seq only")
+    block_size: int = setting(256, "tokens in a sample; causal-lm and masked-lm only", bounds=at_least(2))
     max_length: int = setting(
-        128, "longer texts are cut to so many tokens; classification only", bounds=at_least(4)
+        128, "longer texts are cut to so many tokens; classification and seq2seq only", bounds=at_least(4)
+    )
+    mlm_probability: float = setting(
+        0.15, "share of the tokens that are hidden; masked-lm only", bounds=between(0, 1)
+    )
+    image_size: int | None = setting(
+        None, "width and height that images are scaled to; image-classification only", bounds=at_least(1)
     )
     max_samples: int | None = setting(
         None, "use only the first so many records of each source", bounds=at_least(1)
@@ -64,7 +75,7 @@ class TokenizerTraining:
         2048, "entries, special tokens included; what the text offers when that is less", bounds=at_least(260)
     )
     algorithm: str = setting(
-        "auto", "auto: bpe (byte level) for causal-lm, wordpiece for classification", choices=ALGORITHMS
+        "auto", "auto: bpe (byte level) for causal-lm and seq2seq, else wordpiece", choices=ALGORITHMS
     )
     lowercase: bool = setting(False, "fold case first; wordpiece only")
 
@@ -94,6 +105,9 @@ class Recipe:
     data: DataSpec = field(default_factory=DataSpec)
     model: ModelSpec = field(default_factory=ModelSpec)
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
+    metric: str | None = setting(
+        None, "of generated text, and for load_best_model_at_end; seq2seq only", choices=METRICS
+    )
     sample: SampleSpec = field(default_factory=SampleSpec)
     parallel: dict[str, Any] = setting(
         {}, "how it is spread over processes: {strategy: fsdp}, {precision: bf16}"

@@ -8,14 +8,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.cli.checks import PLAIN_TEXT
+from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.samples import Blocks
+from windlass.cli.samples import Blocks, MaskedBlocks
+from windlass.cli.text_metrics import PREDICTIONS, ROUGE
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
 
 WIDTH = 100
 MARGIN = 15
-FILES = (("log", "metrics.jsonl"), ("report", "report.html"), ("picture", "training.png"))
+SHOWN = ("eval_loss", "eval_accuracy", "test_loss")
+TEXT_METRICS = ("bleu", *ROUGE)
+FILES = (
+    ("log", "metrics.jsonl"),
+    ("predictions", PREDICTIONS),
+    ("report", "report.html"),
+    ("picture", "training.png"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +57,18 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
     held = "no evaluation"
     if parts.evaluation is not None:
         held = f"{_amount(parts.evaluation)} held out for evaluation"
+    vocabulary = "" if parts.tokenizer is None else f", vocabulary {len(parts.tokenizer):,}"
     return (
-        f"Model       {config.model_type}, {count(size)} parameters, vocabulary {len(parts.tokenizer):,}\n"
+        f"Model       {config.model_type}, {count(size)} parameters{vocabulary}\n"
         f"Data        {_amount(parts.train)}, {held}\n"
         f"Output      {trainer.args.output_dir}"
     )
 
 
 def _amount(data: Any) -> str:
-    if isinstance(data, Blocks):
+    if isinstance(data, Blocks | MaskedBlocks):
         return f"{data.tokens:,} tokens in {len(data):,} blocks"
-    return f"{len(data):,} texts"
+    return f"{len(data):,} {'images' if isinstance(data, Images) else 'texts'}"
 
 
 def count(number: float) -> str:
@@ -95,9 +106,13 @@ def _results(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         yield "loss", f"{first:.4f} (step {first_step}) -> {last:.4f} (step {last_step})"
     else:
         yield "loss", f"{outcome.output.training_loss:.4f} (mean of this run)"
-    for name in ("eval_loss", "eval_accuracy"):
+    for name in SHOWN:
         if name in outcome.evaluation:
             yield name.replace("_", " "), f"{outcome.evaluation[name]:.4f}"
+    for name in TEXT_METRICS:
+        for split in ("eval", "test"):
+            if f"{split}_{name}" in outcome.evaluation:
+                yield f"{split} {name}", f"{outcome.evaluation[f'{split}_{name}']:.2f}"
     yield "speed", _speed(outcome)
 
 
@@ -112,7 +127,7 @@ def _speed(outcome: RunOutcome) -> str:
     runtime = float(outcome.output.metrics["train_runtime"])
     seconds = max(runtime - evaluating, 1e-9)
     samples = steps * outcome.trainer.get_total_train_batch_size(outcome.trainer.args)
-    if parts.recipe.task == "causal-lm":
+    if parts.recipe.task in PLAIN_TEXT:
         rate = f"{samples * parts.recipe.data.block_size / seconds:,.0f} tokens/s"
     else:
         rate = f"{samples / seconds:,.0f} samples/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.readers import Record, column, read_records, texts
 from windlass.cli.schema import DataSpec, Recipe
 from windlass.core.errors import DataError
@@ -23,7 +24,7 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
         return train, read_records(data.train, data, data.eval_split)
     if data.eval_fraction == 0:
         return train, []
-    if recipe.task == "causal-lm" and len(train) < ENOUGH_DOCUMENTS:
+    if recipe.task in PLAIN_TEXT and len(train) < ENOUGH_DOCUMENTS:
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
     return _hold_out_records(train, data, data.eval_fraction, seed)
 

@@ -15,6 +15,18 @@ PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 CLASSIFIER_TOKENS = {
     "pad_token": PAD, "unk_token": UNKNOWN, "cls_token": CLASS, "sep_token": SEPARATOR, "mask_token": MASK,
 }  # fmt: skip
+TRANSLATOR_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END_OF_TEXT}
+SPECIAL_TOKENS = {
+    "causal-lm": {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
+    "classification": CLASSIFIER_TOKENS,
+    "masked-lm": CLASSIFIER_TOKENS,
+    "seq2seq": TRANSLATOR_TOKENS,
+}
+# What is put around a text, and around a pair of them.
+TEMPLATES = {
+    "classification": (f"{CLASS} $A {SEPARATOR}", f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1"),
+    "seq2seq": (f"$A {END_OF_TEXT}", f"$A $B:1 {END_OF_TEXT}:1"),
+}
 
 
 def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = None) -> Any:
@@ -51,17 +63,15 @@ def _with_padding(tokenizer: Any) -> Any:
 def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> Any:
     algorithm = training.algorithm
     if algorithm == "auto":
-        algorithm = "bpe" if task == "causal-lm" else "wordpiece"
-    special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-    if task == "classification":
-        special = CLASSIFIER_TOKENS
+        algorithm = "bpe" if task in ("causal-lm", "seq2seq") else "wordpiece"
+    special = SPECIAL_TOKENS[task]
     specials = list(dict.fromkeys(special.values()))
     if algorithm == "bpe":
         tokenizer = _byte_level_bpe(texts, training.vocab_size, specials)
     else:
         tokenizer = _wordpiece(texts, training, specials)
-    if task == "classification":
-        _add_special_tokens(tokenizer)
+    if task in TEMPLATES:
+        _add_special_tokens(tokenizer, *TEMPLATES[task])
     transformers = require("transformers", "run a recipe")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
@@ -117,11 +127,8 @@ def _letters_within_words(tokenizer: Any, texts: Sequence[str]) -> list[str]:
     return [f"##{letter}" for letter in sorted(letters)]
 
 
-def _add_special_tokens(tokenizer: Any) -> None:
+def _add_special_tokens(tokenizer: Any, single: str, pair: str) -> None:
     tk = require("tokenizers", "train a tokenizer")
-    ids = [(mark, tokenizer.token_to_id(mark)) for mark in (CLASS, SEPARATOR)]
-    tokenizer.post_processor = tk.processors.TemplateProcessing(
-        single=f"{CLASS} $A {SEPARATOR}",
-        pair=f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
-        special_tokens=ids,
-    )
+    marks = dict.fromkeys(word.partition(":")[0] for word in pair.split() if not word.startswith("$"))
+    ids = [(mark, tokenizer.token_to_id(mark)) for mark in marks]
+    tokenizer.post_processor = tk.processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)

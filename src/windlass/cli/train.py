@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
@@ -17,6 +17,9 @@ from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.output import say
 from windlass.core.world import world_from_environment
+
+if TYPE_CHECKING:
+    from windlass.cli.recipe_parts import RecipeParts
 
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -105,6 +108,8 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     if ends.interrupted:
         return _interrupted(args, command)
     evaluation = _final_evaluation(trainer, parts.evaluation is not None)
+    if parts.recipe.metric is not None:
+        evaluation |= _write_predictions(trainer, parts, args)
     if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
         _save_last(trainer, args)
     outcome = RunOutcome(
@@ -119,6 +124,20 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     )
     say(render_screen(outcome))
     return 0
+
+
+def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
+    """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics."""
+    from windlass.cli.text_metrics import PREDICTIONS, decoded
+
+    chosen = parts.evaluation if parts.test is None else parts.test
+    if chosen is None:
+        return {}
+    output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
+    if trainer.is_world_process_zero():
+        lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
+        (run_folder(args) / PREDICTIONS).write_text(lines, encoding="utf-8")
+    return dict(output.metrics)
 
 
 def _save_last(trainer: Any, args: TrainingArguments) -> None:

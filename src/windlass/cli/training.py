@@ -14,25 +14,35 @@ from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
+from windlass.config.sections.generation import GenerationSection
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
+from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 
 _ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with the flag or a launch file"
 
 
+GENERATION = tuple(item.name for item in fields(GenerationSection))
+
+
 def training_fields() -> list[str]:
     """Return the keys of the `training` section."""
-    return [item.name for item in fields(TrainingArguments) if item.init]
+    return [item.name for item in fields(Seq2SeqTrainingArguments) if item.init]
+
+
+def _kind(values: Mapping[str, Any]) -> type[TrainingArguments]:
+    """The class of arguments that has all these fields."""
+    return TrainingArguments if values.keys().isdisjoint(GENERATION) else Seq2SeqTrainingArguments
 
 
 def coerced(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
-    return coerce(TrainingArguments, values)
+    return coerce(_kind(values), values)
 
 
 def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
     """Return the arguments of a checked recipe."""
-    return TrainingArguments(**coerced(values))
+    return _kind(values)(**coerced(values))
 
 
 def run_folder(args: TrainingArguments) -> Path:

@@ -28,7 +28,10 @@ MODULES = {
     "transformers.trainer": "windlass.trainer",
     **{
         f"transformers.{name}": f"windlass.{name}"
-        for name in ("trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization")
+        for name in (
+            "trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization",
+            "trainer_seq2seq", "training_args_seq2seq",
+        )
     },
     "transformers.hf_argparser": "windlass",
     "accelerate": "windlass",
@@ -41,6 +44,8 @@ MODULES = {
         )
     },
 }  # fmt: skip
+# Slow to import, and no other module of the library imports them.
+_SLOW = ("transformers.trainer", "transformers.trainer_seq2seq")
 # Libraries whose own modules use each other's names, or a model's hooks: they get the real ones.
 _MACHINERY = ("importlib._bootstrap", "importlib._bootstrap_external")
 _REAL = frozenset({"transformers", "accelerate", "peft", "diffusers", "importlib", "windlass"})
@@ -159,8 +164,8 @@ class _AnsweringLoader(Loader):
         return _Answered(spec.name, self._answers, self._real)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Now, in the order of the library itself; but not the trainer, which is slow and which no other module imports.
-        if self._real is not None and module.__name__ != "transformers.trainer":
+        # Now, in the order of the library itself.
+        if self._real is not None and module.__name__ not in _SLOW:
             assert isinstance(module, _Answered)
             module.library()
 

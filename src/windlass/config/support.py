@@ -22,6 +22,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
+from windlass.config.sections.generation import GenerationSection
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
 
@@ -103,6 +104,7 @@ def _of_setting(key: Key, spelling: str, first: str) -> Support:
 
 SECTIONS: dict[str, Table] = {
     "TrainingArguments": _declared(TrainingArguments),
+    "Seq2SeqTrainingArguments": _declared(GenerationSection),
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _helpers(Helpers, Setters),
     "accelerator_config": _declared(AcceleratorConfig),
@@ -111,6 +113,7 @@ SECTIONS: dict[str, Table] = {
     "report_to": _table((*rows.TRACKERS, "all"), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)),
     "Trainer constructor": _table(rows.CONSTRUCTOR.split(), rows.CONSTRUCTOR_MAPPED),
     "Trainer methods": _table(rows.METHODS.split(), rows.METHODS_MAPPED, rows.METHODS_REFUSED),
+    "Seq2SeqTrainer": _table(rows.SEQ2SEQ.split()),
     "Callbacks": _table(rows.CALLBACKS.split(), {}, rows.CALLBACKS_REFUSED),
     "Data collators": _table(rows.COLLATORS.split()),
     "Accelerator arguments": _table(rows.ACCELERATOR.split(), {}, rows.ACCELERATOR_REFUSED),

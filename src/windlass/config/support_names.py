@@ -28,7 +28,6 @@ _SHARDING = "sharded models are prepared, saved and loaded by Accelerator and Tr
 _OWN_NAMES = "checkpoints have a layout of their own; save_state and load_state, or the Trainer, know it"
 _OFFLOADED = "weights are offloaded into safetensors files, which OffloadedWeightsLoader reads"
 _SEARCH = "Trainer.hyperparameter_search is not built; call train() in a loop over TrainingArguments, with model_init"
-_SEQ2SEQ = "text-to-text training is not built yet; override prediction_step of Trainer and call model.generate in it"
 _LAYERWISE = "optimizers that update layer by layer are not built; adafactor keeps the smallest state of those that are"
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
@@ -95,7 +94,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "WandbBackend", "default_hp_search_backend", "run_hp_search_optuna", "run_hp_search_ray",
         "run_hp_search_wandb",
     ),
-    _SEQ2SEQ: ("Seq2SeqTrainer", "Seq2SeqTrainingArguments"),
     _LAYERWISE: ("LayerWiseDummyOptimizer", "LayerWiseDummyScheduler"),
     _NOT_A_TRACKER: (
         "AzureMLCallback", "CodeCarbonCallback", "DagsHubCallback", "FlyteCallback", "KubeflowCallback",

@@ -82,6 +82,8 @@ METHODS_REFUSED = {
     "hyperparameter_search": "is not built yet; call train() in a loop over TrainingArguments, with model_init",
 }
 
+SEQ2SEQ = "evaluate predict prediction_step load_generation_config"
+
 CALLBACKS = """
 DefaultFlowCallback ProgressCallback PrinterCallback NotebookProgressCallback EarlyStoppingCallback TrainerCallback
 """

@@ -24,6 +24,10 @@ EXTRAS = {
     "huggingface_hub": "hub",
     "bitsandbytes": "bnb",
     "torchao": "torchao",
+    "sacrebleu": "metrics",
+    "rouge_score": "metrics",
+    "sklearn": "images",
+    "PIL": "images",
 }
 
 

@@ -105,6 +105,17 @@ def overrides(instance: object, owner: type, *names: str) -> frozenset[str]:
     )
 
 
+def replaced(instance: object, *names: str) -> frozenset[str]:
+    """The methods of these names that a script replaces, not one of Windlass's own trainers."""
+    classes = type(instance).__mro__
+    owners = {name: next((cls for cls in classes if name in vars(cls)), object) for name in names}
+    return frozenset(
+        name
+        for name, owner in owners.items()
+        if name in vars(instance) or (owner is not object and not owner.__module__.startswith("windlass."))
+    )
+
+
 def loss_hooks(trainer: Overridable, owner: type) -> LossHooks:
     """The hooks of a loss. `owner` is the class whose methods are the defaults."""
     return LossHooks(
@@ -188,7 +199,7 @@ class TrainHooks:
             owner: the class whose methods are the defaults.
             ignore_keys: keys of the model's output that are not predictions.
         """
-        overridden = overrides(trainer, owner, *WATCHED)
+        overridden = replaced(trainer, *WATCHED)
         own_evaluation = overridden & {"get_eval_dataloader", "evaluate"}
 
         def create_optimizer(steps: int) -> tuple[torch.optim.Optimizer | None, Any]:

@@ -31,7 +31,7 @@ from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.compare_ranks import Compared, check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, overrides
+from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
@@ -64,7 +64,7 @@ def begin_call(
         session.memory.begin(stage, within=trainer.is_in_train)
     services.loss.adopt(loss_hooks(trainer, owner))
     if not trainer.is_in_train:  # an evaluation within training was compared with the run
-        check_call_alike(trainer, session.gang, call, overrides(trainer, owner, *WATCHED), resume)
+        check_call_alike(trainer, session.gang, call, replaced(trainer, *WATCHED), resume)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
         None, None,

@@ -1,0 +1,107 @@
+"""Images with a class: those of a folder, or the digits of scikit-learn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from windlass.cli.schema import Recipe
+from windlass.core.errors import DataError
+from windlass.core.optional import require
+from windlass.core.rng import STREAM_ORDER, derive_seed
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+class Images:
+    """Items `{"pixel_values": float32 [channels, height, width] from -1 to 1, "labels": int}`.
+
+    Args:
+        sources: arrays [channels, height, width] of whole numbers up to `white`, or paths.
+        size: width and height that files are scaled to; None: as they are.
+    """
+
+    def __init__(self, sources: list[Any], labels: list[int], white: float, size: int | None) -> None:
+        self._sources, self._labels, self._white, self._size = sources, labels, white, size
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        source = self._sources[index]
+        pixels = _read(source, self._size) if isinstance(source, Path) else source
+        values = torch.from_numpy(np.asarray(pixels, dtype=np.float32)) * (2 / self._white) - 1
+        return {"pixel_values": values, "labels": self._labels[index]}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the first image."""
+        channels, height, width = self[0]["pixel_values"].shape
+        return channels, height, width
+
+
+def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
+    """The image as RGB, of shape [3, height, width]. Raises DataError if it cannot be read."""
+    pillow = require("PIL.Image", "read images")
+    try:
+        with pillow.open(path) as image:
+            colours = image.convert("RGB")
+            return np.asarray(colours if size is None else colours.resize((size, size))).transpose(2, 0, 1)
+    except OSError as error:
+        raise DataError(f"{path}: not a readable image ({error})") from None
+
+
+def load_images(recipe: Recipe, seed: int) -> tuple[Images, Images | None, list[str]]:
+    """Return the training images, those of the evaluation (None without any), and the names of the classes.
+
+    Raises:
+        DataError: a folder has no images, or the evaluation has another class.
+    """
+    data = recipe.data
+    if data.format == "digits":
+        found = require("sklearn.datasets", "read its images of digits").load_digits()
+        sources = [np.asarray(image)[None] for image in found.images][: data.max_samples]
+        train = [
+            (source, str(label)) for source, label in zip(sources, found.target[: len(sources)], strict=True)
+        ]
+        white = 16.0
+    else:
+        train, white = _files(Path(data.train), data.max_samples), 255.0
+    held = _files(Path(data.eval), data.max_samples) if data.eval else []
+    if data.eval is None and data.eval_fraction:
+        train, held = _hold_out(train, data.eval_fraction, seed)
+    names = sorted({label for _, label in train})
+    sets = [_images(part, names, white, data.image_size) if part else None for part in (train, held)]
+    assert sets[0] is not None
+    return sets[0], sets[1], names
+
+
+def _images(rows: list[tuple[Any, str]], names: list[str], white: float, size: int | None) -> Images:
+    for source, label in rows:
+        if label not in names:
+            raise DataError(f"{source}: class {label!r} never occurs in the training data")
+    return Images([source for source, _ in rows], [names.index(label) for _, label in rows], white, size)
+
+
+def _files(folder: Path, most: int | None) -> list[tuple[Any, str]]:
+    files = [file for file in sorted(folder.glob("*/*")) if file.suffix.lower() in ENDINGS][:most]
+    if not files:
+        raise DataError(f"{folder}: has no images ({', '.join(ENDINGS)}) in folders of their classes")
+    return [(file, file.parent.name) for file in files]
+
+
+def _hold_out(
+    rows: list[tuple[Any, str]], fraction: float, seed: int
+) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
+    count = round(len(rows) * fraction)
+    if count == 0 or count == len(rows):
+        raise DataError(
+            f"{len(rows)} images cannot give data.eval_fraction={fraction} for evaluation; name data.eval, raise the "
+            "fraction, or set it to 0"
+        )
+    held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(rows)), count))
+    return [r for i, r in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]

@@ -1,0 +1,1 @@
+"""Trainers for one kind of task, on `Trainer`."""
