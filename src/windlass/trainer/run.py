@@ -153,7 +153,7 @@ class Run:
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
-                RankPart(f"registered-{number}", owner, optional=True, adopt=self._begin_anew)
+                RankPart(f"registered-{number}", owner, optional=True, adopt=_adopter(owner) or self._begin_anew)
                 for number, owner in enumerate(self._registered)
             ),
             RankPart("rng", Generators(self._session.device), adopt=self._reseed),
