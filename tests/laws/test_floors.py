@@ -11,7 +11,7 @@ FLOORS = [
     {"core"},
     {"config", "dist"},
     {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
-    {"engine", "callbacks"},
+    {"engine", "callbacks", "text"},
     {"assemble"},
     {"accelerator"},
     {"trainer"},

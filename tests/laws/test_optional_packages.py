@@ -15,13 +15,13 @@ TRACKERS = (
 )  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {
-    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms"},
+    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms", "text"},
     "tokenizers": {"cli"},
-    "datasets": {"data", "cli"},
+    "datasets": {"text"},
     "rich": {"callbacks", "cli"},
     "IPython": {"callbacks"},
     "matplotlib": {"callbacks"},
-    "pyarrow": {"data", "cli"},
+    "pyarrow": {"text"},
     "submitit": {"cli"},
     "ray": {"cli", "compat"},  # the engine for clusters, and the words of a search space
     "fsspec": {"checkpoint"},

@@ -16,7 +16,7 @@ ROOMS = (
     "__main__", "accelerator", "assemble", "big_modeling", "callbacks", "checkpoint", "cli", "compat",
     "config", "core", "data", "data_loader", "dist", "engine", "hooks", "launchers", "local_sgd", "logging",
     "metrics", "optim", "optimizer", "parallelism_config", "precision", "scheduler", "state", "tracking",
-    "trainer", "transforms", "utils",
+    "text", "trainer", "transforms", "utils",
 )  # fmt: skip
 
 # What does not belong, and what to write instead. Only what has one meaning, so that no correct sentence is found.

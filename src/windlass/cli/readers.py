@@ -6,15 +6,15 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from windlass.cli.checks import format_of
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
-from windlass.core.optional import require
 from windlass.core.plain_text import parse_json
+from windlass.text.tables import load_hub, parquet_rows
 
 # (file and line or row, values)
 Record = tuple[str, dict[str, Any]]
@@ -115,23 +115,13 @@ def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
 
 
 def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
-    parquet = require("pyarrow.parquet", "read parquet files")
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises several unrelated types for a damaged file
-        raise DataError(f"{path}: not a readable parquet file ({error})") from None
-    wanted = [name for name in (data.text_column, data.label_column) if name in file.schema_arrow.names]
-    batches = file.iter_batches(columns=wanted or None)
-    for row, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+    rows = parquet_rows(path, (data.text_column, data.label_column))
+    for row, values in enumerate(rows, 1):
         yield f"{path}: row {row}", values
 
 
 def _hub(name: str, data: DataSpec, split: str) -> Iterator[Record]:
-    datasets = require("datasets", "read a dataset of the hub")
-    try:
-        dataset = datasets.load_dataset(name, data.subset, split=split)
-    except Exception as error:  # network, name, split and configuration raise different types
-        raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
+    dataset = load_hub(name, data.subset, split)
     for row, values in enumerate(dataset):
         yield f"{name}[{split}] row {row}", values
 

@@ -1,0 +1,210 @@
+"""Render conversations with the chat template of a tokenizer, and find what the assistant wrote in the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from windlass.core.errors import DataError
+from windlass.core.optional import require
+
+Messages = Sequence[Mapping[str, Any]]
+Spans = list[tuple[int, int]]
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Content of a message that represents an assistant's turn while its borders are searched for. A character of the
+# private use area: templates that trim or split a content leave it whole, and text does not hold it.
+_MARK = "\ue000"
+
+# Renders the original template as a macro, and prints its text in pieces: what follows the generation prompt of each
+# assistant turn, up to the end of the turn, is between generation markers. The text is the original's by construction.
+#
+# A turn is proven in one of two ways. If the conversation up to the turn, with the generation prompt, is a prefix of
+# the text, and so is the conversation up to and including the turn, their difference is the turn. Otherwise (templates
+# that remove the reasoning of former turns, or end the last turn in another way) the turn is replaced by a mark:
+# - It begins where the generation prompt and the text before the mark diverge, which is a constant of the template.
+# - What follows the mark is the end of a turn and then the rest, which must be the end of the text. A turn ends with
+#   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt.
+_WRAPPER = """\
+{% macro training_render(messages, add_generation_prompt) %}
+@ORIGINAL@{{ '' }}{% endmacro %}
+{%- set training_asked = add_generation_prompt | default(false) -%}
+{%- set training = namespace(text=training_render(messages, training_asked), at=0, start=-1, end=-1, shared=0) -%}
+{%- for training_message in messages -%}
+{%- if training_message['role'] == 'assistant' -%}
+{%- set training.start = -1 -%}
+{%- set training_past = messages[:loop.index0] -%}
+{%- if training_past -%}
+{%- set training_before = training_render(training_past, true) -%}
+{%- set training_after = training_render(messages[:loop.index], false) -%}
+{%- if training.text.startswith(training_after) and training_after.startswith(training_before) -%}
+{%- set training.start = training_before | length -%}
+{%- set training.end = training_after | length -%}
+{%- else -%}
+{%- set training_mark = [{'role': 'assistant', 'content': '@MARK@'}] -%}
+{%- set training_whole = training_past + training_mark + messages[loop.index:] -%}
+{%- set training_marked = training_render(training_whole, training_asked).split('@MARK@') -%}
+{%- set training_ended = training_render(training_past + training_mark, false).split('@MARK@') -%}
+{%- if training_marked | length == 2 and training_ended | length == 2 -%}
+{%- set training_close = training_ended[1] -%}
+{%- if not training_marked[1].startswith(training_close) -%}
+{%- set training_asks = training_render(training_past + training_mark, true).split('@MARK@')[1] -%}
+{%- set training_bare = training_render(training_past, false) -%}
+{%- if not training_before.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
+{%- set training_bare = training_bare[:(training_bare | length) - (eos_token | length)] -%}
+{%- endif -%}
+{%- set training_header = training_before[training_bare | length:] -%}
+{%- if training_before.startswith(training_bare) and training_header and training_asks.endswith(training_header) -%}
+{%- set training_close = training_asks[:(training_asks | length) - (training_header | length)] -%}
+{%- endif -%}
+{%- endif -%}
+{%- set training.shared = training_before | length -%}
+{%- for training_cut in range(training_before | length) -%}
+{%- if training_marked[0].startswith(training_before[:training.shared]) -%}{%- break -%}{%- endif -%}
+{%- set training.shared = training.shared - 1 -%}
+{%- endfor -%}
+{%- set training_rest = training_marked[1][training_close | length:] -%}
+{%- set training.end = (training.text | length) - (training_rest | length) -%}
+{%- if training_marked[1].startswith(training_close) and training.text.endswith(training_rest)
+    and training.text.startswith(training_before[:training.shared])
+    and training.text[training.shared:training.end].endswith(training_close) -%}
+{%- set training.start = training.shared -%}
+{%- endif -%}
+{%- endif -%}
+{%- endif -%}
+{%- endif -%}
+{%- if training.start < training.at -%}
+{{- raise_exception('the text of the assistant in message ' ~ loop.index0 ~ ' has no provable borders') -}}
+{%- endif -%}
+{{- training.text[training.at:training.start] -}}
+{%- generation -%}{{- training.text[training.start:training.end] -}}{%- endgeneration -%}
+{%- set training.at = training.end -%}
+{%- endif -%}
+{%- endfor -%}
+{{- training.text[training.at:] -}}
+"""
+_USER, _REPLY = {"role": "user", "content": "Good day?"}, {"role": "assistant", "content": "Yes, it is."}
+_SYSTEM = {"role": "system", "content": "Be brief."}
+# The template has to be right for the first of these. It may refuse the others, as some refuse system messages.
+_PROBES: tuple[list[dict[str, str]], ...] = (
+    [_USER, _REPLY],
+    [_SYSTEM, _USER, _REPLY],
+    [_USER, _REPLY, {"role": "user", "content": "Why?"}, {"role": "assistant", "content": " Sun\n"}],
+)
+
+
+class ChatTemplate:
+    """The template that renders conversations, with generation markers if the assistant's spans are needed.
+
+    Args:
+        tokenizer: a `transformers` tokenizer; its special tokens are known to the template.
+        template: Jinja text; None for the tokenizer's own.
+        with_spans: find what the assistant wrote; the template is made trainable if it has no markers.
+
+    Raises:
+        DataError: there is no template, or the assistant's spans cannot be proven.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None, with_spans: bool = False) -> None:
+        self._tokenizer, self._own = tokenizer, template
+        if template is None and not tokenizer.chat_template:
+            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+            raise DataError(
+                f"the dataset holds conversations, and the tokenizer {name!r} has no chat template. "
+                "Set tokenizer.chat_template, or chat_template_path to a Jinja file or to a model that has one."
+            )
+        self._with_spans = with_spans
+        self._trainable: dict[str, str] = {}
+
+    def text(self, messages: Messages, *, add_generation_prompt: bool = False, **options: Any) -> str:
+        """Return the text of a conversation. `options`: tools, and arguments of the template."""
+        return self._rendered(messages, None, add_generation_prompt, options)[0]
+
+    def text_and_spans(self, messages: Messages, **options: Any) -> tuple[str, Spans]:
+        """Return the text, and the (start, end) characters of what the assistant wrote."""
+        template = self._tokenizer.get_chat_template(self._own, options.get("tools"))
+        if template not in self._trainable:
+            self._trainable[template] = (
+                template if has_generation_markers(template) else make_trainable(template, self._tokenizer)
+            )
+        return self._rendered(messages, self._trainable[template], False, options)
+
+    def _rendered(
+        self, messages: Messages, template: str | None, prompted: bool, options: Mapping[str, Any]
+    ) -> tuple[str, Spans]:
+        try:
+            if template is not None:
+                return render(self._tokenizer, template, messages, **options)
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=prompted,
+                **{"chat_template": self._own, **options},
+            )
+            return text, []
+        except Exception as error:  # of the template: jinja2 raises several types, as do its expressions
+            if isinstance(error, MemoryError):
+                raise
+            raise DataError(f"the chat template cannot render the conversation: {error}") from None
+
+
+def has_generation_markers(template: str | None) -> bool:
+    """Return True if a template marks what the assistant wrote with `{% generation %}`."""
+    return template is not None and _MARKERS.search(template) is not None
+
+
+def render(tokenizer: Any, template: str, messages: Messages, **options: Any) -> tuple[str, Spans]:
+    """Return the text of a conversation, and the character spans between generation markers."""
+    library = require("transformers.utils.chat_template_utils", "render chat templates")
+    # `apply_chat_template` removes what is None as well: templates test only if a key exists
+    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    texts, spans = library.render_jinja_template(
+        conversations=[plain],
+        chat_template=template,
+        return_assistant_tokens_mask=has_generation_markers(template),
+        **{**tokenizer.special_tokens_map, **options},
+    )
+    return texts[0], list(spans[0]) if spans else []
+
+
+def make_trainable(template: str, tokenizer: Any) -> str:
+    """Return `template` with generation markers around what the assistant writes; the text that it renders is the same.
+
+    Works for any template: the spans are found from what the template renders, see the comment on the wrapper.
+
+    Raises:
+        DataError: the markers cannot be proven on example conversations.
+    """
+    original = template.removesuffix("\n")  # Jinja removes it at the end of a template, but not in a macro
+    wrapped = _WRAPPER.replace("@MARK@", _MARK).replace("@ORIGINAL@", original)
+    proven = 0
+    for probe in _PROBES:
+        try:
+            expected, _ = render(tokenizer, template, probe)
+        except Exception:
+            continue  # the template itself refuses it, for example because of a system message
+        problem = _problem_of(wrapped, tokenizer, probe, expected)
+        if problem:
+            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+            raise DataError(
+                f"the chat template of {name!r} cannot be made trainable on the assistant's turns: {problem}. "
+                "Put {% generation %} and {% endgeneration %} around them in the template, or train on all tokens."
+            )
+        proven += 1
+    if not proven:
+        raise DataError("the chat template renders none of the conversations that it was tried on")
+    return wrapped
+
+
+def _problem_of(wrapped: str, tokenizer: Any, probe: Messages, expected: str) -> str:
+    try:
+        text, spans = render(tokenizer, wrapped, probe)
+    except Exception as error:
+        return str(error)
+    if text != expected:
+        return "it renders another text inside a macro"
+    replies = [message["content"] for message in probe if message["role"] == "assistant"]
+    whole = len(spans) == len(replies) and all(
+        reply.strip() in text[start:end] for reply, (start, end) in zip(replies, spans, strict=True)
+    )
+    return "" if whole else "the assistant's text is not where it is expected"

@@ -1,0 +1,280 @@
+"""Turn rows of any form into token ids and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.logs import get_logger, warn_once
+from windlass.text.chat_template import ChatTemplate, Spans
+from windlass.text.forms import Form, Row, is_conversational_row, standardised
+
+IGNORED = -100
+_logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class EncodedRows:
+    """Rows as tokens; each row is a list of ids and a list of labels of the same length.
+
+    Attributes:
+        truncated: rows that were cut to the maximum length.
+        dropped: rows that were left out, because none of their tokens had a label.
+    """
+
+    input_ids: list[list[int]] = field(default_factory=list)
+    labels: list[list[int]] = field(default_factory=list)
+    truncated: int = 0
+    dropped: int = 0
+
+
+class RowEncoder:
+    """`encoder(rows, first)` -> `EncodedRows`. A pure function of the rows, in any process.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        options: a `TextOptions`.
+        form: of the dataset.
+        example: its first row, which shows if it holds conversations.
+
+    Raises:
+        ConfigError: the options do not apply to this form.
+        DataError: the first row is invalid, or has no chat template to be rendered with.
+    """
+
+    def __init__(self, tokenizer: Any, options: Any, form: Form, example: Row) -> None:
+        self._tokenizer, self._options, self._form = tokenizer, options, form
+        first = self._standard(example, 0)
+        self._kind = "tokens" if form is Form.TOKENIZED else "pair" if "prompt" in first else "one"
+        self._chats = is_conversational_row(first)
+        self._completion_only = self._wants_completion(first)
+        self._check_masks(first)
+        self._template = self._chat_template() if self._chats else None
+        self._eos = self._end_token() if not self._chats and self._kind != "tokens" else ""
+
+    def _chat_template(self) -> ChatTemplate:
+        spans = self._options.assistant_only_loss
+        if spans and not getattr(self._tokenizer, "is_fast", False):
+            fix = "needs a fast tokenizer, which knows the characters of each token"
+            raise ConfigError(Problem("assistant_only_loss", True, fix))
+        return ChatTemplate(self._tokenizer, self._options.chat_template)
+
+    def _check_masks(self, first: Row) -> None:
+        """Refuse masks that this form has not."""
+        options, has_labels = self._options, "labels" in first
+        if options.assistant_only_loss and self._kind != "tokens" and not self._chats:
+            fix = f"needs conversations, and the dataset has the form {self._form.value!r}"
+            raise ConfigError(Problem("assistant_only_loss", True, fix))
+        wanted = {"assistant_masks": "assistant_only_loss", "completion_mask": "completion_only_loss"}
+        for column, name in wanted.items():
+            if self._kind == "tokens" and getattr(options, name) and column not in first and not has_labels:
+                raise ConfigError(Problem(name, True, f"needs a column {column} or labels in tokenized rows"))
+
+    def _wants_completion(self, first: Row) -> bool:
+        wanted, has = self._options.completion_only_loss, self._kind == "pair"
+        if wanted and not has and self._kind != "tokens":
+            fix = (
+                "needs rows with a prompt and a completion; to train on the assistant's messages, set "
+                "assistant_only_loss=True"
+            )
+            raise ConfigError(Problem("completion_only_loss", True, fix))
+        return has if wanted is None else bool(wanted)
+
+    def _end_token(self) -> str:
+        end = self._options.eos_token or self._tokenizer.eos_token
+        if not end:
+            fix = (
+                "the tokenizer has no end token, so the model would not learn to stop; name one of its tokens"
+            )
+            raise ConfigError(Problem("eos_token", None, fix))
+        return str(end)
+
+    def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
+        """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
+
+        Raises:
+            DataError: a row is invalid; the message has its number.
+        """
+        standard = [self._standard(row, first + at) for at, row in enumerate(rows)]
+        if self._kind == "tokens":
+            pairs: Iterable[tuple[list[int], list[int]]] = [
+                self._of_tokens(row, first + at) for at, row in enumerate(standard)
+            ]
+        else:
+            pairs = self._of_texts(standard, first)
+        return self._fitted(pairs, first)
+
+    def _standard(self, row: Row, number: int) -> dict[str, Any]:
+        options = self._options
+        try:
+            if options.formatting_func is not None and self._form is not Form.TOKENIZED:
+                return {"text": _formatted(options.formatting_func, row)}
+            return standardised(
+                row, self._form, options.dataset_text_field, bool(self._tokenizer.chat_template)
+            )
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from None
+
+    # -- rows that hold tokens already -------------------------------------------------------------------------------
+
+    def _of_tokens(self, row: Row, number: int) -> tuple[list[int], list[int]]:
+        ids = row["input_ids"]
+        labels = row.get("labels")
+        if labels is None:
+            names = ["assistant_masks"]
+            if self._options.completion_only_loss is not False:
+                names.append("completion_mask")
+            masks = [row[name] for name in names if name in row]
+            labels = [i if all(bits) else IGNORED for i, *bits in zip(ids, *masks, strict=True)]
+            if "assistant_masks" in row:
+                self._check_assistant(any(row["assistant_masks"]), number)
+        attended = row.get("attention_mask")
+        if attended is not None and not all(attended):  # rows that were padded
+            labels = [label for label, kept in zip(labels, attended, strict=True) if kept]
+            ids = [token for token, kept in zip(ids, attended, strict=True) if kept]
+        return ids, labels
+
+    # -- rows that hold text -----------------------------------------------------------------------------------------
+
+    def _of_texts(self, rows: Sequence[Row], first: int) -> list[tuple[list[int], list[int]]]:
+        texts, prompts, spans = self._rendered(rows, first)
+        ids, masks = self._tokens(texts, spans)
+        starts = [0] * len(ids)
+        if self._completion_only:
+            starts = [self._start(p, w) for p, w in zip(self._tokens(prompts, None)[0], ids, strict=True)]
+        found = []
+        for at, row in enumerate(ids):
+            labels = [*([IGNORED] * starts[at]), *row[starts[at] :]]
+            if masks is not None:
+                self._check_assistant(any(masks[at]), first + at)
+                labels = [label if bit else IGNORED for label, bit in zip(labels, masks[at], strict=True)]
+            found.append((row, labels))
+        return found
+
+    def _rendered(self, rows: Sequence[Row], first: int) -> tuple[list[str], list[str], list[Spans] | None]:
+        """The whole text of each row, its prompt if there is one, and the assistant's spans if they are needed."""
+        texts, prompts = [], []
+        spans: list[Spans] | None = [] if self._options.assistant_only_loss else None
+        for at, row in enumerate(rows):
+            if is_conversational_row(row) != self._chats:
+                kinds = ("a conversation", "text")
+                found, before = kinds if self._chats is False else kinds[::-1]
+                raise DataError(f"row {first + at}: holds {found}, and the first row holds {before}")
+            if not self._chats:
+                prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
+                texts.append(prompt + (body if body.endswith(self._eos) else body + self._eos))
+                prompts.append(prompt)
+                continue
+            try:
+                prompt, text, where = self._conversation(row)
+            except DataError as error:
+                raise DataError(f"row {first + at}: {error}") from None
+            texts.append(text)
+            prompts.append(prompt)
+            if spans is not None:
+                spans.append(where)
+        return texts, prompts, spans
+
+    def _conversation(self, row: Row) -> tuple[str, str, Spans]:
+        assert self._template is not None
+        options = {**(row.get("chat_template_kwargs") or {}), "tools": row.get("tools")}
+        prompt = ""
+        messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+        if self._completion_only:
+            prompt = self._template.text(row["prompt"], add_generation_prompt=True, **options)
+        if self._options.assistant_only_loss:
+            return prompt, *self._template.text_and_spans(messages, **options)
+        return prompt, self._template.text(messages, **options), []
+
+    def _tokens(
+        self, texts: list[str], spans: list[Spans] | None
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        # verbose=False: no warning of rows longer than the model's context, which are cut later
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=not self._chats,  # a chat template writes them itself
+            return_attention_mask=False,
+            return_offsets_mapping=spans is not None,
+            verbose=False,
+        )
+        if spans is None:
+            return encoded["input_ids"], None
+        return encoded["input_ids"], [
+            token_mask(offsets, where)
+            for offsets, where in zip(encoded["offset_mapping"], spans, strict=True)
+        ]
+
+    def _start(self, prompt: list[int], whole: list[int]) -> int:
+        """Where the completion begins: the length of the longest common prefix of the two sequences of ids."""
+        if prompt == whole[: len(prompt)]:
+            return len(prompt)
+        length = next(
+            at
+            for at, (one, other) in enumerate(zip([*prompt, -1], [*whole, -2], strict=False))
+            if one != other
+        )
+        warn_once(
+            _logger,
+            "the tokens of a prompt alone are not the first tokens of prompt and completion together, so the loss "
+            f"begins where they differ; at inference the prompt ends with {self._tokenizer.decode(prompt[length:])!r}. "
+            "End prompts at a token border, or use a chat template that renders a prompt equally in both cases.",
+        )
+        return length
+
+    def _check_assistant(self, has_target: bool, number: int) -> None:
+        if not has_target:
+            raise DataError(
+                f"row {number}: assistant_only_loss=True, and the chat template marks no token as written by the "
+                "assistant. Check the roles of the row, and that the template has {% generation %} around the "
+                "assistant's text."
+            )
+
+    # -- length ------------------------------------------------------------------------------------------------------
+
+    def _fitted(self, pairs: Iterable[tuple[list[int], list[int]]], first: int) -> EncodedRows:
+        """Truncate by the policy, and drop the rows that have no label."""
+        options, found = self._options, EncodedRows()
+        most = None if options.packing else options.max_length
+        kept = slice(None, most) if options.truncation_mode == "keep_start" else slice(-(most or 0), None)
+        for number, (ids, labels) in enumerate(pairs, first):
+            if most is not None and len(ids) > most:
+                if options.truncation_mode == "error":
+                    raise DataError(
+                        f"row {number}: has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
+                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".'
+                    )
+                ids, labels = ids[kept], labels[kept]
+                found.truncated += 1
+            if labels.count(IGNORED) == len(labels):
+                found.dropped += 1
+                continue
+            found.input_ids.append(ids)
+            found.labels.append(labels)
+        return found
+
+
+def _formatted(function: Any, row: Row) -> str:
+    text = function(row)
+    if not isinstance(text, str):
+        raise DataError(f"formatting_func must return text for a row, not {type(text).__name__}")
+    return text
+
+
+def token_mask(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
+    """Return 1 for each token that has a character in a span, else 0.
+
+    Args:
+        offsets: (start, end) characters of each token.
+        spans: (start, end) characters, in order and disjoint.
+    """
+    mask = [0] * len(offsets)
+    at = 0
+    for start, end in spans:
+        while at < len(offsets) and offsets[at][1] <= start:
+            at += 1
+        while at < len(offsets) and offsets[at][0] < end:
+            mask[at] = int(offsets[at][1] > offsets[at][0])
+            at += 1
+    return mask

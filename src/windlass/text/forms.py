@@ -1,0 +1,206 @@
+"""The forms that a dataset for fine-tuning may have, and how a row of each becomes text or messages.
+
+All forms are reduced to four kinds of rows: tokens, one text, a prompt with its completion, and messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from windlass.core.errors import DataError
+
+Row = Mapping[str, Any]
+
+
+class Form(Enum):
+    """A form of rows; the value is the description that error messages print."""
+
+    TOKENIZED = (
+        "pre-tokenized: input_ids, with optional labels, completion_mask, assistant_masks, attention_mask"
+    )
+    PROMPT_COMPLETION = "prompt-completion: prompt, completion (both text, or both lists of messages)"
+    MESSAGES = "conversational: messages (role, content), with optional tools and chat_template_kwargs"
+    SHAREGPT = "ShareGPT: conversations (from, value)"
+    TEXT = "text: a column of text, named by dataset_text_field"
+    ALPACA = "Alpaca: instruction, output, with optional input"
+
+
+# The first that fits is chosen: a rendered "text" beside its sources is what Alpaca's authors trained on, and a bare
+# "prompt" beside "messages" is a copy of the first message.
+_COLUMNS: dict[Form, tuple[str, ...]] = {
+    Form.TOKENIZED: ("input_ids",),
+    Form.PROMPT_COMPLETION: ("prompt", "completion"),
+    Form.MESSAGES: ("messages",),
+    Form.SHAREGPT: ("conversations",),
+    Form.TEXT: (),
+    Form.ALPACA: ("instruction", "output"),
+}
+# Beside the messages of a row.
+_EXTRAS = ("tools", "chat_template_kwargs")
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+_SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "model": "assistant", "observation": "tool", "function_response": "tool", "function_call": "assistant",
+}  # fmt: skip
+# The two prompts of Stanford Alpaca (Taori et al. 2023), which models without a chat template were trained on.
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
+    """Return the form of a dataset with these columns.
+
+    Args:
+        text_field: name of the column with plain text.
+
+    Raises:
+        DataError: no form fits; lists the forms and the columns found.
+    """
+    found = list(columns)
+    for form, needed in _COLUMNS.items():
+        if all(name in found for name in needed or (text_field,)):
+            return form
+    known = "".join(f"\n  - {form.value}" for form in _COLUMNS)
+    raise DataError(
+        f"the columns of the dataset fit no known form; found: {', '.join(found) or 'none'}. Known forms:{known}\n"
+        f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func."
+    )
+
+
+def is_conversational_row(row: Row) -> bool:
+    """Return True if a standardised row holds messages rather than text."""
+    return "messages" in row or isinstance(row.get("prompt"), list)
+
+
+def standardised(row: Row, form: Form, text_field: str, has_template: bool) -> dict[str, Any]:
+    """Return `row` with the columns of its kind only: tokens, "text", "prompt" and "completion", or "messages".
+
+    Args:
+        has_template: the tokenizer has a chat template, so that an instruction is rendered as a message.
+
+    Raises:
+        DataError: a value of the wrong type, an unknown role or an empty conversation.
+    """
+    return _STANDARDISERS[form](row, text_field, has_template)
+
+
+def _text(row: Row, text_field: str, _: bool) -> dict[str, Any]:
+    return {"text": _string(row, text_field)}
+
+
+def _messages(row: Row, *_: object) -> dict[str, Any]:
+    return {"messages": checked_messages(row.get("messages"), "messages"), **_extras(row)}
+
+
+def _sharegpt(row: Row, *_: object) -> dict[str, Any]:
+    messages = row.get("conversations")
+    if isinstance(messages, list):
+        messages = [_from_value(message) for message in messages]
+    extras = _extras(row)
+    if isinstance(row.get("system"), str) and row["system"] and isinstance(messages, list):
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    return {"messages": checked_messages(messages, "conversations"), **extras}
+
+
+def _from_value(message: Any) -> Any:
+    if not isinstance(message, Mapping) or "from" not in message:
+        return message
+    kept = {name: value for name, value in message.items() if name not in ("from", "value")}
+    role = message["from"]
+    return {"role": _SHAREGPT_ROLES.get(role, role), "content": message.get("value"), **kept}
+
+
+def _prompt_completion(row: Row, *_: object) -> dict[str, Any]:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        found = {"prompt": prompt, "completion": completion}
+        return {**{n: checked_messages(v, n) for n, v in found.items()}, **_extras(row)}
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise DataError("prompt and completion must both be text, or both be lists of messages")
+    return {"prompt": _string(row, "prompt"), "completion": _string(row, "completion")}
+
+
+def _alpaca(row: Row, _: str, has_template: bool) -> dict[str, Any]:
+    instruction, output = _string(row, "instruction"), _string(row, "output")
+    context = row.get("input") or ""
+    if has_template:
+        content = f"{instruction}\n\n{context}" if context else instruction
+        system = row.get("system")
+        before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+        return {
+            "prompt": [*before, {"role": "user", "content": content}],
+            "completion": [{"role": "assistant", "content": output}],
+        }
+    template = _ALPACA_WITH_INPUT if context else _ALPACA
+    return {"prompt": template.format(instruction=instruction, input=context), "completion": output}
+
+
+def _tokenized(row: Row, *_: object) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask"):
+        if row.get(name) is not None:
+            found[name] = list(row[name])
+            if len(found[name]) != len(found["input_ids"]):
+                lengths = f"{len(found[name])} values, input_ids {len(found['input_ids'])}"
+                raise DataError(f"{name} has {lengths}; they must have equal lengths")
+    if "input_ids" not in found:
+        raise DataError("input_ids is missing or null")
+    return found
+
+
+_STANDARDISERS: dict[Form, Callable[[Row, str, bool], dict[str, Any]]] = {
+    Form.TOKENIZED: _tokenized,
+    Form.PROMPT_COMPLETION: _prompt_completion,
+    Form.MESSAGES: _messages,
+    Form.SHAREGPT: _sharegpt,
+    Form.TEXT: _text,
+    Form.ALPACA: _alpaca,
+}
+
+
+def _string(row: Row, name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        kind = "is missing or null" if value is None else f"must hold text, not {type(value).__name__}"
+        raise DataError(f"column {name!r} {kind}")
+    return value
+
+
+def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Return `messages` if it is a conversation: a list of mappings with a known role.
+
+    Raises:
+        DataError: it is not, or it is empty.
+    """
+    if not isinstance(messages, list):
+        raise DataError(f"{name} must be a list of messages, not {type(messages).__name__}")
+    if not messages:
+        raise DataError(f"{name} is an empty conversation; remove the row, or add messages")
+    for at, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{name}[{at}] must be a mapping with a role and a content")
+        if message["role"] not in ROLES:
+            known = ", ".join(sorted(ROLES))
+            raise DataError(f"{name}[{at}] has the unknown role {message['role']!r}; known roles: {known}")
+    return messages
+
+
+def _extras(row: Row) -> dict[str, Any]:
+    """The tools and template arguments of a row, without empty ones."""
+    found = {name: row[name] for name in _EXTRAS if row.get(name)}
+    if isinstance(found.get("tools"), str):
+        try:
+            found["tools"] = json.loads(found["tools"]) or None
+        except json.JSONDecodeError as error:
+            raise DataError(f"column 'tools' is not valid JSON: {error}") from None
+    return found

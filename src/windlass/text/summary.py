@@ -1,0 +1,68 @@
+"""What a preparation did: rows, tokens, what was truncated and dropped, and how long the rows are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from windlass.text.encoder import IGNORED
+from windlass.text.token_rows import TokenRows
+
+
+@dataclass(frozen=True, slots=True)
+class TextSummary:
+    """Counts of a prepared dataset.
+
+    Attributes:
+        rows: rows that were kept.
+        tokens: of these rows.
+        trained_tokens: tokens with a label.
+        truncated: rows that were cut to the maximum length.
+        dropped: rows that were left out, because none of their tokens had a label.
+        longest: tokens of the longest row.
+        histogram: (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its
+            lower bound.
+    """
+
+    rows: int
+    tokens: int
+    trained_tokens: int
+    truncated: int
+    dropped: int
+    longest: int
+    histogram: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, rows: TokenRows, truncated: int, dropped: int) -> TextSummary:
+        """Count prepared rows."""
+        lengths = rows.lengths
+        trained = int(np.count_nonzero(rows.flat["labels"] != IGNORED))
+        longest = int(lengths.max()) if len(lengths) else 0
+        return cls(len(rows), int(lengths.sum()), trained, truncated, dropped, longest, _histogram(lengths))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as JSON values."""
+        return {**asdict(self), "histogram": [list(pair) for pair in self.histogram]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TextSummary:
+        """Return the summary that `to_dict` described."""
+        return cls(**{**values, "histogram": tuple((low, rows) for low, rows in values["histogram"])})
+
+    def __str__(self) -> str:
+        share = self.trained_tokens / self.tokens if self.tokens else 0.0
+        return (
+            f"{self.rows:,} rows, {self.tokens:,} tokens ({share:.0%} trained), longest {self.longest:,}; "
+            f"{self.truncated:,} truncated, {self.dropped:,} dropped"
+        )
+
+
+def _histogram(lengths: Any) -> tuple[tuple[int, int], ...]:
+    if not len(lengths):
+        return ()
+    powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(powers)
+    first = int(np.flatnonzero(counts)[0])
+    return tuple((1 << power, int(counts[power])) for power in range(first, len(counts)))
