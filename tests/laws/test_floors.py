@@ -15,7 +15,7 @@ FLOORS = [
     {"assemble"},
     {"accelerator"},
     {"trainer"},
-    {"compat"},
+    {"compat", "finetuning"},
     {"cli"},
     {
         # what scripts import by the names of their old library
