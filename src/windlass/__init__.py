@@ -21,6 +21,9 @@ _HOMES = {
     "windlass.compat.state": ("PartialState",),
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.config.arguments": ("TrainingArguments",),
+    "windlass.config.sft": ("SFTConfig",),
+    "windlass.finetuning.sft_trainer": ("SFTTrainer",),
+    "windlass.finetuning.templates": ("clone_chat_template",),
     "windlass.config.plugins": (
         "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
         "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",

@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.nearest import did_you_mean
+from windlass.config.sections.setting import default_of
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import warn_of_argument
@@ -66,7 +67,9 @@ def _converted(args: TrainingArguments, values: dict[str, Any]) -> SFTConfig:
     """An `SFTConfig` with the values of `args`; what a script's subclass adds to them is kept as attributes."""
     known = {field.name for field in dataclasses.fields(SFTConfig)}
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    converted = SFTConfig(**{**{k: v for k, v in given.items() if k in known}, **values})
+    # All fields, so that nothing that the script did not ask for is remarked on a second time.
+    defaults = {f.name: default_of(f) for f in dataclasses.fields(SFTConfig)}
+    converted = SFTConfig(**{**defaults, **{k: v for k, v in given.items() if k in known}, **values})
     for name in given.keys() - known:
         setattr(converted, name, given[name])
     return converted

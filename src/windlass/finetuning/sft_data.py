@@ -9,9 +9,9 @@ from typing import Any
 
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.text.options import TextOptions
+from windlass.text.text_options import TextOptions
 from windlass.text.packing import pack_dataset
-from windlass.text.prepare import prepare_text
+from windlass.text.prepare_text import prepare_text
 
 _MASKS = ("completion_mask", "assistant_masks")
 _IMAGES = ("image", "images")

@@ -60,7 +60,8 @@ class Run:
 
     Args:
         manager: of the checkpoints in `folder`.
-        registered: objects of the script's own that are saved with the run, one state per rank.
+        registered: objects of the script's own that are saved with the run, one state per rank. A method `adopt` of
+            them gets the states of all ranks if their number has changed.
         pad_token: the id that input counts leave out; None if there is none.
     """
 
@@ -153,7 +154,7 @@ class Run:
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
-                RankPart(f"registered-{number}", owner, optional=True, adopt=_adopter(owner) or self._begin_anew)
+                RankPart(f"registered-{number}", owner, optional=True, adopt=getattr(owner, "adopt", self._begin_anew))
                 for number, owner in enumerate(self._registered)
             ),
             RankPart("rng", Generators(self._session.device), adopt=self._reseed),

@@ -1,0 +1,111 @@
+"""Batches of token ids and labels for a causal language model: padded rows, or one row without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.data.collate_default import Batch, Features
+from windlass.data.collate_pad import framed, pad_rows
+
+IGNORED = -100
+
+
+@dataclass
+class DataCollatorForCausalLM:
+    """Collate samples with `input_ids` and, if they have them, `labels` and `seq_lengths` (of packed rows).
+
+    Without `padding_free`: `input_ids`, `labels` and `attention_mask` of shape (samples, longest), padded on the right.
+
+    With `padding_free`: one row of shape (1, tokens), and what models and attention kernels need to keep its documents
+    apart: `position_ids` that restart with each document, `cu_seq_lens_q` and `cu_seq_lens_k` (its borders, int32, of
+    shape (documents + 1,)), `max_length_q` and `max_length_k` (ints), `seq_idx` (the document of each token, int32, of
+    shape (1, tokens)). The first label of a document is -100, because the token before it belongs to another one.
+    There is no attention mask: kernels would ignore the borders.
+
+    Args:
+        pad_token_id: fills `input_ids`.
+        padding_free: one row without padding.
+        return_position_ids: return `position_ids` for padded rows too.
+        pad_to_multiple_of: round the length up to a multiple of this; in one row, what fills it is a document of its own.
+        return_tensors: "pt" or "np".
+    """
+
+    pad_token_id: int
+    padding_free: bool = False
+    return_position_ids: bool = False
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ConfigError(
+                Problem("pad_to_multiple_of", self.pad_to_multiple_of, "use at least 1, or None")
+            )
+
+    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
+        ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in features]
+        labels = [np.asarray(s.get("labels", s["input_ids"]), dtype=np.int64) for s in features]
+        lengths = [_document_lengths(sample, len(row)) for sample, row in zip(features, ids, strict=True)]
+        make = self._one_row if self.padding_free else self._padded
+        chosen = return_tensors or self.return_tensors
+        return {
+            name: framed(value, chosen) if isinstance(value, np.ndarray) else value
+            for name, value in make(ids, labels, lengths).items()
+        }
+
+    def _width(self, longest: int) -> int:
+        step = self.pad_to_multiple_of or 1
+        return -(-longest // step) * step
+
+    def _padded(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:
+        width = self._width(max(map(len, ids)))
+        batch: Batch = {
+            "input_ids": pad_rows(ids, self.pad_token_id, "right", width),
+            "labels": pad_rows(labels, IGNORED, "right", width),
+            "attention_mask": pad_rows([np.ones_like(row) for row in ids], 0, "right", width),
+        }
+        if self.return_position_ids:
+            batch["position_ids"] = pad_rows([_positions(row) for row in lengths], 0, "right", width)
+        return batch
+
+    def _one_row(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:
+        documents = [length for row in lengths for length in row if length]
+        total = sum(documents)
+        padding = self._width(total) - total
+        if padding:
+            documents.append(padding)
+        borders = np.array([0, *accumulate(documents)], dtype=np.int32)
+        targets = np.append(np.concatenate(labels), np.full(padding, IGNORED))
+        targets[borders[:-1]] = IGNORED
+        filling = np.full(padding, self.pad_token_id)
+        return {
+            "input_ids": np.append(np.concatenate(ids), filling)[None],
+            "labels": targets[None],
+            "position_ids": _positions(documents)[None],
+            "cu_seq_lens_q": borders,
+            "cu_seq_lens_k": borders.copy(),
+            "max_length_q": max(documents),
+            "max_length_k": max(documents),
+            "seq_idx": np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None],
+        }
+
+
+def _document_lengths(sample: Any, tokens: int) -> list[int]:
+    if "seq_lengths" not in sample:
+        return [tokens]
+    lengths = [int(length) for length in sample["seq_lengths"]]
+    if sum(lengths) != tokens:
+        raise DataError(
+            f"a packed row of {tokens} tokens has seq_lengths={lengths}, which add up to {sum(lengths)}: pack the data "
+            "again, or remove the column."
+        )
+    return lengths
+
+
+def _positions(lengths: list[int]) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.arange(length) for length in lengths])
