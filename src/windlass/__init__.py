@@ -66,6 +66,13 @@ _HOMES = {
     ),
     "windlass.optim.optimizers.adafactor": ("Adafactor",),
     "windlass.optim.schedules.greedy": ("GreedyLR",),
+    "windlass.text.conversations": (
+        "apply_chat_template", "extract_prompt", "get_training_chat_template", "is_conversational",
+        "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset", "unpair_preference_dataset",
+    ),
+    "windlass.text.prepare_text": ("PreparedText", "prepare_text"),
+    "windlass.text.text_options": ("TextOptions",),
     "windlass.utils.imports": ("is_rich_available",),
     "windlass.checkpoint.weights": ("load_weights", "save_weights"),
     "windlass.compat.meta": ("init_empty_weights", "init_on_device"),

@@ -43,6 +43,10 @@ THIRD_PARTY = {
     "_getframe": "sys has this under no other name",
     "_exit": "os has this under no other name",
     "_close": "torch.elastic ends its processes there, with a signal of the caller's choice",
+    **dict.fromkeys(
+        ("_attn_implementation", "_can_set_attn_implementation"),
+        "transformers' configurations name a model's attention there, and models whether it can be changed",
+    ),
     "_no_split_modules": "transformers' models name there the layers that stay on one device",
     **dict.fromkeys(("_hf_peft_config_loaded", "_keys_to_ignore_on_save", "_weight_conversions"), _LAYOUT),
     "_name_or_path": "transformers' configurations remember there where they came from",

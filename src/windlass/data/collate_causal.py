@@ -31,7 +31,7 @@ class DataCollatorForCausalLM:
         pad_token_id: fills `input_ids`.
         padding_free: one row without padding.
         return_position_ids: return `position_ids` for padded rows too.
-        pad_to_multiple_of: round the length up to a multiple of this; in one row, what fills it is a document of its own.
+        pad_to_multiple_of: round the length up to a multiple of this; in one row, what fills it is a document.
         return_tensors: "pt" or "np".
     """
 

@@ -1,0 +1,336 @@
+"""Attention document by document: the documents of a packed row do not see each other, and no mask of the row is made.
+
+Linear layers run over the whole row; queries, keys and values are split at the borders of documents, each document is
+attended by itself, and the results are joined. That costs the square of each document instead of the square of the row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from windlass.core.errors import ModelError
+from windlass.core.optional import is_available, is_imported, require
+
+NAME = "windlass_documents"
+
+
+class DocumentMask(NamedTuple):
+    """What the layers of a model get instead of a mask.
+
+    Attributes:
+        lengths: tokens of each document of all rows, in order.
+        masks: for each document None if its attention is causal, else which keys a query sees: bool, (tokens, tokens).
+    """
+
+    lengths: list[int]
+    masks: list[Tensor | None]
+
+
+@contextlib.contextmanager
+def documents_apart(model: nn.Module) -> Iterator[None]:
+    """Within the context `model` keeps the documents of packed rows apart; its attention is restored at the end.
+
+    A model whose attention is "eager" or "sdpa" gets flash or flex attention on a GPU that has it, and attention
+    document by document elsewhere. Rows that are not packed give the same results as before. Models that are not of
+    transformers, or have an attention of their own, are left as they are: see `refuse_leaks`.
+    """
+    changed = []
+    for part in _models_of_transformers(model):
+        before = part.config._attn_implementation
+        chosen = _chosen(part, before)
+        if chosen != before:
+            part.set_attn_implementation(chosen)
+            changed.append((part.config, before))
+    try:
+        yield
+    finally:
+        for config, before in changed:
+            config._attn_implementation = before
+
+
+def refuse_leaks(model: nn.Module) -> None:
+    """Raise if the logits of one document of a packed row depend on another one.
+
+    Two small documents are run in one row, then again with other tokens in the first one. To be called within
+    `documents_apart`, on a model that is not yet wrapped or sharded.
+
+    Raises:
+        ModelError: they do, or the model fails on such a row.
+    """
+    device = next(model.parameters()).device
+    vocabulary = _vocabulary(model)
+    lengths = [7, 6]
+    first = torch.arange(sum(lengths), device=device)[None] * 3 % vocabulary
+    second = first.clone()
+    second[:, : lengths[0]] = (second[:, : lengths[0]] + 1) % vocabulary
+    with _evaluating(model):
+        one, other = (_logits(model, ids, lengths)[:, lengths[0] :] for ids in (first, second))
+    difference = (one - other).abs().max().item()
+    scale = one.abs().max().item()
+    if not difference <= 64 * torch.finfo(one.dtype).eps * scale:
+        raise ModelError(
+            f"{type(model).__name__} lets documents of a packed row see each other: other tokens in one document "
+            f"changed the logits of the next by {difference:.2g} (logits up to {scale:.2g}). Train it without packing "
+            "and padding_free; batches of similar lengths (train_sampling_strategy='group_by_length') need little "
+            "padding."
+        )
+
+
+def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
+    """The outermost models of transformers in `model`, which may be wrapped."""
+    if not is_imported("transformers"):
+        return
+    kind = require("transformers", "change a model's attention").PreTrainedModel
+    if isinstance(model, kind):
+        yield model
+        return
+    for child in model.children():
+        yield from _models_of_transformers(child)
+
+
+def _chosen(model: Any, before: str | None) -> str | None:
+    """The attention for packed rows."""
+    if before not in ("eager", "sdpa"):
+        return before
+    parameter = next(model.parameters())
+    if parameter.is_cuda:
+        if is_available("flash_attn") and parameter.dtype in (torch.float16, torch.bfloat16):
+            return "flash_attention_2"
+        if getattr(model, "_supports_flex_attn", False):
+            return "flex_attention"
+    if not model._can_set_attn_implementation():
+        return before
+    _register()
+    return NAME
+
+
+def _register() -> None:
+    transformers = require("transformers", "attend document by document")
+    transformers.AttentionInterface.register(NAME, document_attention)
+    transformers.AttentionMaskInterface.register(NAME, document_mask)
+
+
+def document_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any
+) -> DocumentMask | Tensor | None:
+    """The mask of a forward, as transformers requests it once for each kind of layer.
+
+    Returns:
+        A `DocumentMask` if rows hold several documents; else what "sdpa" gets.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    device = options.get("device", "cpu")
+    plain = options.get("attention_mask") is None and not options.get("use_vmap") and q_length == kv_length
+    if plain and q_length > 1:
+        lengths = _document_lengths(mask_function, batch_size, q_length, device)
+        if lengths is not None and len(lengths) > batch_size:
+            return DocumentMask(lengths, _masks(mask_function, lengths, q_length, device))
+    return sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options
+    )
+
+
+def _document_lengths(function: Callable[..., Any], rows: int, length: int, device: Any) -> list[int] | None:
+    """Lengths of the stretches in which each token sees the one before it; None if some token sees the one after it."""
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros_like(row)
+    earlier, later = (
+        torch.arange(length - 1, device=device)[None],
+        torch.arange(1, length, device=device)[None],
+    )
+    if _seen(function, row, head, earlier, later, (rows, length - 1)).any():
+        return None
+    joined = _seen(function, row, head, later, earlier, (rows, length - 1))
+    starts = torch.cat([torch.ones_like(joined[:, :1]), ~joined], dim=1).flatten().nonzero().flatten()
+    return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+
+
+def _masks(function: Callable[..., Any], lengths: list[int], length: int, device: Any) -> list[Tensor | None]:
+    """The mask of each document that is more than causal: its last token does not see its first one."""
+    sizes = torch.tensor(lengths, device=device)
+    ends = sizes.cumsum(0)
+    rows, starts = (ends - sizes) // length, (ends - sizes) % length
+    whole = _seen(function, rows, torch.zeros_like(rows), starts + sizes - 1, starts, sizes.shape).tolist()
+    return [
+        None if causal else _mask(function, row, start, size, device)
+        for causal, row, start, size in zip(whole, rows.tolist(), starts.tolist(), lengths, strict=True)
+    ]
+
+
+def _mask(function: Callable[..., Any], row: int, start: int, size: int, device: Any) -> Tensor:
+    places = torch.arange(start, start + size, device=device)
+    at = torch.full((1, 1), row, device=device)
+    return _seen(function, at, torch.zeros_like(at), places[:, None], places[None], (size, size))
+
+
+def _seen(function: Callable[..., Any], row: Any, head: Any, query: Any, key: Any, shape: Any) -> Tensor:
+    """Which queries see which keys: bool of `shape`. Indices are broadcast."""
+    return torch.as_tensor(function(row, head, query, key)).expand(shape)
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: DocumentMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' layers call it.
+
+    Args:
+        query: shape (rows, heads, tokens, size); `key` and `value` may have fewer heads.
+        attention_mask: the documents, or a mask for all rows, or None.
+        softcap: bound of the scores (Gemma 2).
+        s_aux: one more score for each head, for nothing (the sinks of gpt-oss).
+
+    Returns:
+        Shape (rows, tokens, heads, size).
+    """
+    attend = _Attend(dropout, scaling, softcap, s_aux)
+    if not isinstance(attention_mask, DocumentMask):
+        attention_mask = _by_borders(attention_mask, kwargs.get("cu_seq_lens_q"), query)
+    if not isinstance(attention_mask, DocumentMask):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if softcap is not None or s_aux is not None:
+            # One query, as in generation, sees all keys.
+            causal = causal and attention_mask is None and query.shape[2] > 1
+            return attend(query, key, value, attention_mask, causal), None
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
+        joined, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return joined, None
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
+            "not support. Train the model without packing and padding_free."
+        )
+    rows = query.shape[0]
+    parts = [_split(states, attention_mask.lengths) for states in (query, key, value)]
+    joined = torch.cat(
+        [
+            attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mask is None)
+            for q, k, v, mask in zip(*parts, attention_mask.masks, strict=True)
+        ],
+        dim=1,
+    )
+    return joined.reshape(rows, -1, *joined.shape[2:]), None
+
+
+def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:
+    """The documents of a row by the borders that came with the batch: some models make masks without positions."""
+    if borders is None or len(borders) <= 2 or query.shape[0] != 1:
+        return mask
+    documents = list(pairwise(borders.tolist()))
+    masks = [None if mask is None else mask[..., start:end, start:end] for start, end in documents]
+    return DocumentMask([end - start for start, end in documents], masks)
+
+
+def _split(states: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    """(rows, heads, tokens, size) as (1, tokens, heads, size) of each document: the layout in which they are joined."""
+    return states.transpose(1, 2).flatten(0, 1)[None].split(lengths, dim=1)
+
+
+class _Attend(NamedTuple):
+    """Attention of one kind of layer; see `document_attention`."""
+
+    dropout: float
+    scaling: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """(rows, heads, tokens, size) to (rows, tokens, heads, size)."""
+        if self.softcap is None and self.sinks is None:
+            attended = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=self.dropout,
+                scale=self.scaling,
+                is_causal=causal,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            attended = self._by_scores(query, key, value, mask, causal)
+        return attended.transpose(1, 2)
+
+    def _by_scores(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        scores = (
+            query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+        )
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if self.sinks is not None:
+            sinks = self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
+        weights = nn.functional.dropout(weights, self.dropout)
+        return weights[..., : value.shape[2]] @ value
+
+
+def _vocabulary(model: Any) -> int:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    count = getattr(embedding, "num_embeddings", None)
+    return int(count) if count else 16
+
+
+def _logits(model: nn.Module, ids: Tensor, lengths: list[int]) -> Tensor:
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])[None]
+    borders = torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(0, dtype=torch.int32)
+    try:
+        outputs = model(
+            input_ids=ids,
+            position_ids=positions,
+            cu_seq_lens_q=borders,
+            cu_seq_lens_k=borders,
+            max_length_q=max(lengths),
+            max_length_k=max(lengths),
+            use_cache=False,
+        )
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot run a packed row: {type(error).__name__}: {error} Train it without packing "
+            "and padding_free."
+        ) from error
+    logits: Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout and no gradients; every module's mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

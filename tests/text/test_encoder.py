@@ -1,0 +1,125 @@
+"""Tokens and labels equal those of TRL's own preparation, in every form, with every mask and truncation."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.text.tokenizers import TEMPLATES, byte_tokenizer, word_tokenizer
+
+from windlass.text.encoder import token_mask
+from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
+
+datasets = pytest.importorskip("datasets")
+sft_trainer = pytest.importorskip("trl.trainer.sft_trainer")
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    """A conversation that alternates between user and assistant."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
+
+
+TURNS = [chat("Hi 😀", " Yes.\n"), chat("a", "b", "c", "Well, well.", "e", "f"), chat("x" * 30, "The end.")]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "Once"}, {"text": "upon a time.<eos>"}, {"text": "a longer text, which is cut"}],
+    "prompt-completion": [
+        {"prompt": "2 + 2 = ", "completion": "4"},
+        {"prompt": "A prompt that is much longer than what is kept of it:", "completion": " ok<eos>"},
+        {"prompt": "Say", "completion": "ing" * 9},
+    ],
+    "messages": [{"messages": turns} for turns in TURNS],
+    "chat completion": [{"prompt": turns[:-1], "completion": turns[-1:]} for turns in TURNS],
+    "sharegpt": [
+        {"conversations": [{"from": m["role"], "value": m["content"]} for m in turns]} for turns in TURNS
+    ],
+    "labelled tokens": [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4]}],
+    "masked tokens": [{"input_ids": [1, 2, 3], "assistant_masks": [0, 1, 1]}],
+    "tokens": [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}],
+}
+CHATS = ("messages", "chat completion", "sharegpt")
+
+
+def of_trl(
+    rows: list[dict[str, Any]], tokenizer: Any, template: str | None, **options: Any
+) -> list[dict[str, Any]]:
+    """What `SFTTrainer` of trl would train on, from its method, called on what it reads of a trainer."""
+    from trl import SFTConfig
+
+    args = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
+    completion = args.completion_only_loss
+    if completion is None:
+        completion = "prompt" in rows[0] and "completion" in rows[0]
+    own = SimpleNamespace(_tokenizer=tokenizer, chat_template=template, completion_only_loss=completion)
+    prepare = sft_trainer.SFTTrainer._prepare_dataset
+    table = prepare(own, datasets.Dataset.from_list(rows), tokenizer, args, False, None, "train")
+    return [{name: row[name] for name in ("input_ids", "labels")} for row in table]
+
+
+def compared(form: str, tokenizer: Any, **options: Any) -> None:
+    import windlass
+
+    template = None
+    if options.get("assistant_only_loss") and form in CHATS:
+        template = windlass.get_training_chat_template(tokenizer)
+    expected = of_trl(ROWS[form], tokenizer, template, **options)
+    found = prepare_text(ROWS[form], tokenizer, TextOptions(**options))
+    assert list(found.dataset) == expected
+    assert any(label != -100 for row in expected for label in row["labels"])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    """No progress bars of trl's preparation, nor its messages."""
+    datasets.disable_progress_bars()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.mark.parametrize(
+    "cut", [{"max_length": 24}, {"max_length": 24, "truncation_mode": "keep_end"}], ids=str
+)
+@pytest.mark.parametrize("form", sorted(ROWS))
+def test_forms_and_truncation(form: str, cut: dict[str, Any]) -> None:
+    compared(form, word_tokenizer(TEMPLATES["chatml"]), **cut)
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_templates_and_masks(template: str) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES[template])
+    for form in ("messages", "chat completion"):
+        compared(form, tokenizer, max_length=None)
+        compared(form, tokenizer, assistant_only_loss=True)
+    compared("chat completion", tokenizer, completion_only_loss=False)
+
+
+def test_completions_may_be_trained_with_their_prompts() -> None:
+    compared("prompt-completion", word_tokenizer(), completion_only_loss=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3_instruct_2507", "qwen3_vl", "gemma", "gemma3", "cohere", "lfm2"]
+)
+def test_spans_equal_those_of_the_templates_that_trl_marked_by_hand(name: str) -> None:
+    from importlib.resources import files
+
+    from windlass.text.chat_template import make_trainable, render
+
+    folder = files("trl") / "chat_templates"
+    original, marked = ((folder / f"{name}{end}.jinja").read_text("utf-8") for end in ("", "_training"))
+    tokenizer = byte_tokenizer()
+    made = make_trainable(original, tokenizer)
+    for turns in TURNS:
+        assert render(tokenizer, made, turns) == render(tokenizer, marked, turns)
+        assert render(tokenizer, made, turns)[0] == render(tokenizer, original, turns)[0]
+
+
+def test_tokens_that_touch_a_span_are_in_the_mask() -> None:
+    offsets = [(0, 0), (0, 2), (2, 5), (5, 5), (5, 6), (6, 8), (6, 8), (8, 9)]
+    assert token_mask(offsets, []) == [0] * 8
+    assert token_mask(offsets, [(2, 3), (6, 8)]) == [0, 0, 1, 0, 0, 1, 1, 0]
+    assert token_mask(offsets, [(1, 5)]) == [0, 1, 1, 0, 0, 0, 0, 0]
+    assert token_mask(offsets, [(0, 9)]) == [0, 1, 1, 0, 1, 1, 1, 1]
