@@ -60,9 +60,11 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     try:
         adapted: nn.Module = peft.get_peft_model(model, peft_config)
     except ValueError as error:
-        if "not found in the base model" not in str(error) and "target_modules" not in str(error):
-            raise
-        raise ConfigError(_target_problem(model, peft_config, str(error))) from error
+        if "not found in the base model" in str(error):
+            raise ConfigError(_target_problem(model, peft_config, "matches no module")) from error
+        if "specify `target_modules`" in str(error):
+            raise ConfigError(_target_problem(model, peft_config, "is needed: peft has no default")) from error
+        raise
     return adapted
 
 
@@ -137,8 +139,8 @@ def _target_problem(model: nn.Module, peft_config: Any, reason: str) -> Problem:
     targets = getattr(peft_config, "target_modules", None)
     shown = sorted(targets) if isinstance(targets, (set, frozenset)) else targets
     found = ", ".join(_linear_names(model))
-    fix = f"{reason} of {type(model).__name__}" if reason == "matches no module" else reason.splitlines()[0]
-    return Problem("peft_config.target_modules", shown, f"{fix}; use names such as {found}, or 'all-linear'")
+    fix = f"{reason} for {type(model).__name__}; use names such as {found}, or 'all-linear'"
+    return Problem("peft_config.target_modules", shown, fix)
 
 
 def _linear_names(model: nn.Module) -> Iterable[str]:

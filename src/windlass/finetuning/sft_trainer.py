@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.config.sft import SFTConfig
 from windlass.core.logs import get_job_logger
-from windlass.core.types import EvalLoopOutput
+from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.adapters import add_adapter, describe_trained, is_peft_model, let_gradients_in
 from windlass.finetuning.base_model import open_model, open_tokenizer, set_special_tokens
@@ -25,6 +25,7 @@ from windlass.finetuning.token_figures import TokenFigures
 from windlass.text.tables import is_stream
 from windlass.trainer.defaults import seed_all
 from windlass.trainer.trainer import Trainer
+from windlass.transforms.document_attention import documents_apart, refuse_leaks
 
 logger = get_job_logger(__name__)
 
@@ -117,10 +118,22 @@ class SFTTrainer(Trainer):
             self.accelerator.device, lambda sums: self.accelerator.reduce(sums, "sum"), self.accelerator.process_index
         )
         self.accelerator.register_for_checkpointing(self._figures)
+        if args.joins_rows:
+            with self._documents_apart():
+                refuse_leaks(self.model)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(_TAGS)
         if is_peft_model(self.model):
             logger.info(describe_trained(self.model))
+
+    def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which no document of a row without padding sees another one."""
+        return documents_apart(self.model) if self.args.joins_rows else contextlib.nullcontext()
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; the documents of packed rows do not see each other."""
+        with self._documents_apart():
+            return super().train(*args, **kwargs)
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -202,9 +215,10 @@ class SFTTrainer(Trainer):
     ) -> EvalLoopOutput:
         """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens."""
         self._figures.forget(training=False)
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        with self._documents_apart():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         figures = self._figures.read(training=False)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
