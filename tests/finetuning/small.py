@@ -9,7 +9,29 @@ import torch
 
 from windlass.config.sft import SFTConfig
 
-WORDS = "the cat sat on a mat and saw two dogs run past one old red barn near my quiet green field".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "two",
+    "dogs",
+    "run",
+    "past",
+    "one",
+    "old",
+    "red",
+    "barn",
+    "near",
+    "my",
+    "quiet",
+    "green",
+    "field",
+]
 CHAT = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -93,7 +93,9 @@ def test_the_trained_share_is_reported() -> None:
 
 def test_targets_that_match_nothing_are_refused_with_examples(tmp_path: Path) -> None:
     for targets in (["wq", "wv"], "wq", r".*\.wq"):
-        with pytest.raises(ConfigError, match=r"peft_config.target_modules=.*LlamaForCausalLM.*q_proj.*all-linear"):
+        with pytest.raises(
+            ConfigError, match=r"peft_config.target_modules=.*LlamaForCausalLM.*q_proj.*all-linear"
+        ):
             trainer_of(tmp_path, small.texts(), peft_config=lora(target_modules=targets))
 
 
@@ -101,11 +103,15 @@ def test_a_wrong_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="must be a `peft.PeftConfig` instance"):
         trainer_of(tmp_path, small.texts(), peft_config={"r": 2})
     with pytest.raises(ValueError, match="merge and unload"):
-        trainer_of(tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), peft_config=lora())
+        trainer_of(
+            tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), peft_config=lora()
+        )
 
 
 def test_a_peft_model_is_trained_as_it_is(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), packing=True)
+    trainer = trainer_of(
+        tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), packing=True
+    )
     assert is_peft_model(trainer.model)
     assert {"windlass", "sft"} <= set(trainer.model.model_tags)
     trainer.train()

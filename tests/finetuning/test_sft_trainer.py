@@ -60,11 +60,15 @@ def test_labels_are_in_the_dataset(tmp_path: Path, rows: Any, changes: Any, targ
 
 def test_every_weight_is_trained_packed_or_not(tmp_path: Path) -> None:
     for packing in (False, True):
-        trainer = trainer_of(tmp_path / str(packing), small.texts(), packing=packing, max_steps=-1, num_train_epochs=3)
+        trainer = trainer_of(
+            tmp_path / str(packing), small.texts(), packing=packing, max_steps=-1, num_train_epochs=3
+        )
         before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
         trainer.train()
         assert trainer.state.log_history[-1]["train_loss"] > 0
-        assert not [name for name, weight in trainer.model.named_parameters() if torch.equal(weight, before[name])]
+        assert not [
+            name for name, weight in trainer.model.named_parameters() if torch.equal(weight, before[name])
+        ]
 
 
 def test_packed_rows_have_their_lengths(tmp_path: Path) -> None:
@@ -87,7 +91,9 @@ def test_evaluation_sets_are_prepared_by_name_and_when_passed(tmp_path: Path) ->
     trainer = trainer_of(tmp_path, small.texts(), eval_dataset=sets)
     found = trainer.evaluate()
     for name in ("first", "second"):
-        assert {f"eval_{name}_{figure}" for figure in ("loss", "entropy", "mean_token_accuracy")} <= found.keys()
+        assert {
+            f"eval_{name}_{figure}" for figure in ("loss", "entropy", "mean_token_accuracy")
+        } <= found.keys()
     assert trainer.evaluate("first")["eval_loss"] == found["eval_first_loss"]
     assert trainer.evaluate(small.table(small.texts(4)))["eval_loss"] == found["eval_first_loss"]
     assert trainer.state.log_history[-1].keys() >= {"eval_entropy", "eval_num_tokens"}
@@ -197,7 +203,9 @@ def plain_loop(model: Any, batches: list[list[Any]], rate: float) -> list[float]
         total = 0.0
         for ids, labels in documents:
             logits = model(torch.tensor([ids])).logits[0, :-1]
-            loss = F.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum") / count
+            loss = (
+                F.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum") / count
+            )
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -239,7 +247,10 @@ def test_fifty_updates_as_a_plain_loop(tmp_path: Path, packing: bool, lora: bool
     trainer.train()
     batches, at = [], 0
     while len(batches) < 50:  # updates do not go beyond the end of an epoch
-        size = min(trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps, len(rows) - at % len(rows))
+        size = min(
+            trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps,
+            len(rows) - at % len(rows),
+        )
         batches.append([d for i in order[at : at + size] for d in documents_of(rows[i])])
         at += size
     found = [r["loss"] for r in trainer.state.log_history if "loss" in r]
@@ -255,7 +266,9 @@ def test_fifty_updates_as_a_plain_loop(tmp_path: Path, packing: bool, lora: bool
 def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     folder = small.saved(tmp_path / "model")
     for model in (folder, small.model().from_pretrained(folder)):
-        trainer = SFTTrainer(model, small.arguments(tmp_path / "out"), train_dataset=small.table(small.texts()))
+        trainer = SFTTrainer(
+            model, small.arguments(tmp_path / "out"), train_dataset=small.table(small.texts())
+        )
         assert trainer.model.dtype == torch.float32
         assert trainer.processing_class.eos_token == "<eos>"
     args = small.arguments(tmp_path / "out", model_init_kwargs={"dtype": "bfloat16"})

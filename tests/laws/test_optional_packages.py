@@ -15,7 +15,17 @@ TRACKERS = (
 )  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {
-    "transformers": {"cli", "trainer", "data", "config", "callbacks", "checkpoint", "transforms", "text", "finetuning"},
+    "transformers": {
+        "cli",
+        "trainer",
+        "data",
+        "config",
+        "callbacks",
+        "checkpoint",
+        "transforms",
+        "text",
+        "finetuning",
+    },
     "tokenizers": {"cli"},
     "datasets": {"text"},
     "rich": {"callbacks", "cli"},

@@ -39,7 +39,9 @@ class SFTConfig(TrainingArguments):
 
     # --- defaults that differ ---
     learning_rate: float = setting(2e-5, "Learning rate at the end of warm-up.", bounds=at_least(0))
-    logging_steps: float = setting(10, "Updates between two reports; below 1 a share of all updates.", bounds=STRIDE)
+    logging_steps: float = setting(
+        10, "Updates between two reports; below 1 a share of all updates.", bounds=STRIDE
+    )
     gradient_checkpointing: bool | None = setting(
         True,
         "Recompute activations in the backward.",
@@ -134,7 +136,9 @@ class SFTConfig(TrainingArguments):
         if self.pad_token is not None:
             self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         if self.truncation_mode == "keep_end":
-            self._warn_old("truncation_mode='keep_end' is deprecated: the end of a sample may lack its context")
+            self._warn_old(
+                "truncation_mode='keep_end' is deprecated: the end of a sample may lack its context"
+            )
 
     @staticmethod
     def _warn_old(message: str) -> None:

@@ -63,7 +63,9 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
         if "not found in the base model" in str(error):
             raise ConfigError(_target_problem(model, peft_config, "matches no module")) from error
         if "specify `target_modules`" in str(error):
-            raise ConfigError(_target_problem(model, peft_config, "is needed: peft has no default")) from error
+            raise ConfigError(
+                _target_problem(model, peft_config, "is needed: peft has no default")
+            ) from error
         raise
     return adapted
 
@@ -84,7 +86,10 @@ def let_gradients_in(model: nn.Module) -> None:
 
     A second call changes nothing.
     """
-    if getattr(model, "_require_grads_hook", None) is None and getattr(model, "_require_grads_hooks", None) is None:
+    if (
+        getattr(model, "_require_grads_hook", None) is None
+        and getattr(model, "_require_grads_hooks", None) is None
+    ):
         enable = getattr(model, "enable_input_require_grads", None)
         if enable is not None:
             enable()

@@ -51,7 +51,9 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
         ModelError: it cannot be loaded.
     """
     transformers = require("transformers", _PURPOSE)
-    of_config = {k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")}
+    of_config = {
+        k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")
+    }
     try:
         config = transformers.AutoConfig.from_pretrained(name, **of_config)
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
@@ -86,7 +88,10 @@ def _dtype(value: Any) -> Any:
 
 
 def _warn_of_unused(args: SFTConfig, quantization_config: Any) -> None:
-    for name, value in (("model_init_kwargs", args.model_init_kwargs), ("quantization_config", quantization_config)):
+    for name, value in (
+        ("model_init_kwargs", args.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
         if value is not None:
             logger.warning("%s is ignored: the model is not loaded by name", name)
 

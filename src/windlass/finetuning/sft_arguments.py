@@ -42,7 +42,9 @@ def sft_arguments(args: Any, model: Any, earlier: dict[str, Any]) -> SFTConfig:
         args = SFTConfig(f"{name or 'model'}-SFT")
     elif not isinstance(args, TrainingArguments):
         kind = f"{type(args).__module__}.{type(args).__qualname__}"
-        raise ConfigError(Problem("args", kind, "give windlass.SFTConfig(...) or windlass.TrainingArguments(...)"))
+        raise ConfigError(
+            Problem("args", kind, "give windlass.SFTConfig(...) or windlass.TrainingArguments(...)")
+        )
     values = _checked(earlier)
     if isinstance(args, SFTConfig):
         return dataclasses.replace(args, **values) if values else args
@@ -51,7 +53,9 @@ def sft_arguments(args: Any, model: Any, earlier: dict[str, Any]) -> SFTConfig:
 
 def _checked(earlier: dict[str, Any]) -> dict[str, Any]:
     unknown = [
-        Problem(name, type(value).__name__, f"SFTTrainer has no such argument{did_you_mean(name, list(_EARLIER))}")
+        Problem(
+            name, type(value).__name__, f"SFTTrainer has no such argument{did_you_mean(name, list(_EARLIER))}"
+        )
         for name, value in earlier.items()
         if name not in _EARLIER
     ]

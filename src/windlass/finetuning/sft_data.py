@@ -9,9 +9,9 @@ from typing import Any
 
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.text.text_options import TextOptions
 from windlass.text.packing import pack_dataset
 from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
 
 _MASKS = ("completion_mask", "assistant_masks")
 _IMAGES = ("image", "images")
@@ -79,7 +79,9 @@ class SFTData:
         if not self.args.shuffle_dataset:
             return dataset
         if not hasattr(dataset, "shuffle"):
-            fix = f"a {type(dataset).__name__} has no method shuffle; pass a datasets.Dataset, or leave it out"
+            fix = (
+                f"a {type(dataset).__name__} has no method shuffle; pass a datasets.Dataset, or leave it out"
+            )
             raise ConfigError(Problem("shuffle_dataset", True, fix))
         return dataset.shuffle(seed=self.args.seed)
 

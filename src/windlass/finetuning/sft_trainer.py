@@ -115,7 +115,9 @@ class SFTTrainer(Trainer):
         if type(self).compute_loss is SFTTrainer.compute_loss and compute_loss_func is None:
             self.loss_is_scaled_for_ga = True  # by the update's targets and the ranks, as `compute_loss` does
         self._figures = TokenFigures(
-            self.accelerator.device, lambda sums: self.accelerator.reduce(sums, "sum"), self.accelerator.process_index
+            self.accelerator.device,
+            lambda sums: self.accelerator.reduce(sums, "sum"),
+            self.accelerator.process_index,
         )
         self.accelerator.register_for_checkpointing(self._figures)
         if args.joins_rows:

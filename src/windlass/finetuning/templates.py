@@ -29,7 +29,9 @@ def adopt_template(path: str | None, model: nn.Module, tokenizer: Any) -> list[i
         try:
             tokenizer.chat_template = read_text(Path(path).expanduser())
         except OSError as error:
-            raise ConfigError(Problem("chat_template_path", path, f"cannot be read: {error.strerror}")) from error
+            raise ConfigError(
+                Problem("chat_template_path", path, f"cannot be read: {error.strerror}")
+            ) from error
         return []
     return clone_chat_template(model, tokenizer, path)[2]
 
@@ -58,7 +60,9 @@ def clone_chat_template(
         fix = f"is neither a {' or '.join(_ENDINGS)} file nor a tokenizer: {error}"
         raise ConfigError(Problem("chat_template_path", source_tokenizer_path, fix)) from error
     if source.chat_template is None:
-        raise ConfigError(Problem("chat_template_path", source_tokenizer_path, "its tokenizer has no chat template"))
+        raise ConfigError(
+            Problem("chat_template_path", source_tokenizer_path, "its tokenizer has no chat template")
+        )
     tokenizer.chat_template = source.get_chat_template()
     known = tokenizer.get_vocab()
     added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
@@ -70,7 +74,9 @@ def clone_chat_template(
     added_names = [token.content for token in added]
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     rows = model.get_input_embeddings().weight.shape[0]
-    for name in (f"<extra_id_{number}>" for number in range(10 * rows)):  # every row of the embedding has a token
+    for name in (
+        f"<extra_id_{number}>" for number in range(10 * rows)
+    ):  # every row of the embedding has a token
         if len(tokenizer) >= rows:
             break
         if tokenizer.add_tokens(name):

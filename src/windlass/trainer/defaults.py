@@ -140,7 +140,9 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
         value = getattr(tokenizer, name, None)
         for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
             given = getattr(config, name, value)
-            ends_too = isinstance(given, (list, tuple)) and value in given  # one of several tokens that end a text
+            ends_too = (
+                isinstance(given, (list, tuple)) and value in given
+            )  # one of several tokens that end a text
             if value is not None and config is not None and given != value and not ends_too:
                 setattr(config, name, value)
                 changed[name] = value
