@@ -38,7 +38,8 @@ TEMPLATES = {
         "{%- for m in messages -%}"
         "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
         "{{ raise_exception('roles must alternate') }}{%- endif -%}"
-        "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' + (first if loop.first else '')"
+        "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n'"
+        " + (first if loop.first else '')"
         " + m['content'] | trim + '<end_of_turn>\\n' }}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
     ),

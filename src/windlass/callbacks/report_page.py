@@ -139,6 +139,7 @@ def _tables(history: History, facts: Mapping[str, Any]) -> str:
     cards = [
         _pairs("Final metrics", facts.get("final") or _final(history)),
         _pairs("Arguments that differ from their defaults", facts.get("arguments")),
+        _pairs("Data", facts.get("data")),
         _pairs("Environment", facts.get("environment")),
         _pairs("Events", _events(facts.get("events", ()))),
         _pairs("Samples", facts.get("samples")),

@@ -52,6 +52,7 @@ _COMMANDS = {
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory of a model"),
     "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
+    "data": ("data_command", "data_command", "show or prepare what a model is trained on"),
     "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
     "env": ("environment_command", "environment_command", "print versions and devices, for a bug report"),
 }  # fmt: skip

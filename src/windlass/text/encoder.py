@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -45,7 +45,9 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer: Any, options: Any, form: Form, example: Row) -> None:
-        self._tokenizer, self._options, self._form = tokenizer, options, form
+        self._tokenizer, self._form = tokenizer, form
+        # the function has been applied, and one of a script cannot be sent to another process
+        self._options = replace(options, formatting_func=None)
         first = self._standard(example, 0)
         self._kind = "tokens" if form is Form.TOKENIZED else "pair" if "prompt" in first else "one"
         self._chats = is_conversational_row(first)
@@ -109,8 +111,6 @@ class RowEncoder:
     def _standard(self, row: Row, number: int) -> dict[str, Any]:
         options = self._options
         try:
-            if options.formatting_func is not None and self._form is not Form.TOKENIZED:
-                return {"text": _formatted(options.formatting_func, row)}
             return standardised(
                 row, self._form, options.dataset_text_field, bool(self._tokenizer.chat_template)
             )
@@ -253,13 +253,6 @@ class RowEncoder:
             found.input_ids.append(ids)
             found.labels.append(labels)
         return found
-
-
-def _formatted(function: Any, row: Row) -> str:
-    text = function(row)
-    if not isinstance(text, str):
-        raise DataError(f"formatting_func must return text for a row, not {type(text).__name__}")
-    return text
 
 
 def token_mask(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:

@@ -51,6 +51,12 @@ class TextSummary:
         """Return the summary that `to_dict` described."""
         return cls(**{**values, "histogram": tuple((low, rows) for low, rows in values["histogram"])})
 
+    def facts(self) -> dict[str, Any]:
+        """Return the counts as the report of a run shows them, with a line for each range of lengths."""
+        named = {name.replace("_", " "): value for name, value in asdict(self).items() if name != "histogram"}
+        lengths = {f"rows of {low:,} to {2 * low - 1:,} tokens": rows for low, rows in self.histogram}
+        return {**named, **lengths}
+
     def __str__(self) -> str:
         share = self.trained_tokens / self.tokens if self.tokens else 0.0
         return (

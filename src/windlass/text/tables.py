@@ -45,6 +45,17 @@ def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]
     yield from chain.from_iterable(batch.to_pylist() for batch in batches)
 
 
+def table_bytes(table: Any) -> Iterator[bytes]:
+    """Yield the content of a `datasets.Dataset`: names, types and values, in the order of its rows."""
+    arrow = require("pyarrow", "read a dataset")
+    yield str(table.features).encode()
+    for batch in table.with_format("arrow").iter(1000):
+        sink = arrow.BufferOutputStream()
+        with arrow.ipc.new_stream(sink, batch.schema.remove_metadata()) as writer:
+            writer.write_table(batch.combine_chunks().replace_schema_metadata(None))
+        yield sink.getvalue().to_pybytes()
+
+
 def table_of(rows: TokenRows) -> Any:
     """Return a `datasets.Dataset` of int32 lists on the memory of `rows`, which is not copied."""
     datasets = require("datasets", "make a dataset of prepared rows")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -44,6 +44,15 @@ class TokenRows:
             np.concatenate([empty, *labels]),
             np.cumsum(lengths, dtype=np.int64),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
+        """Return the rows of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        flat = [np.concatenate([part.flat[name] for part in parts]) for name in COLUMNS]
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(flat[0], flat[1], np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
 
     @property
     def column_names(self) -> list[str]:

@@ -1,0 +1,45 @@
+"""`windlass data`: show what a model would be trained on, and prepare it before training."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+_COMMANDS = {"show": ("data_show", "show_command"), "prepare": ("data_prepare", "prepare_command")}
+
+
+def data_command(words: list[str]) -> int:
+    """Run one of the commands, and return the exit code."""
+    options = _parser().parse_args(words)
+    module, function = _COMMANDS[options.action]
+    return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="windlass data",
+        allow_abbrev=False,
+        description="Show what a model would be trained on, or prepare it before training.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="show | prepare")
+    show = actions.add_parser(
+        "show", help="print samples as text, with the trained tokens marked", allow_abbrev=False
+    )
+    prepare = actions.add_parser(
+        "prepare", help="tokenize a dataset, and keep the result for training", allow_abbrev=False
+    )
+    for action in (show, prepare):
+        action.add_argument("source", metavar="RECIPE.yaml | FILE", help="a recipe, or a file with data")
+        action.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="keys of the recipe; for a file: tokenizer=NAME, max_length=512, assistant_only_loss=true, ...",
+        )
+    show.add_argument("--rows", type=int, default=3, metavar="N", help="how many (default: 3)")
+    show.add_argument("--start", type=int, default=0, metavar="N", help="the first of them (default: 0)")
+    show.add_argument("--split", choices=("train", "eval"), default="train", help="(default: train)")
+    prepare.add_argument(
+        "--cache", metavar="DIR", help="where the result is kept (default: the user's cache)"
+    )
+    return parser

@@ -1,0 +1,104 @@
+"""What `windlass data` works on: the rows, the tokenizer and the options of a recipe or of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.readers import read_records, texts
+from windlass.cli.recipe import load_recipe
+from windlass.cli.schema import DataSpec
+from windlass.cli.splits import load_records
+from windlass.cli.tokenizing import build_tokenizer
+from windlass.cli.training import training_arguments
+from windlass.config.documents import coerce, parse_override
+from windlass.config.nearest import nearest
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.optional import require
+from windlass.text.text_options import TextOptions
+
+# Options that a command line cannot hold.
+_CODE_ONLY = ("formatting_func",)
+_NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CODE_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Rows by the name of their split, and what they are prepared with; `tokenizer` is None if none was named."""
+
+    splits: dict[str, list[dict[str, Any]]]
+    tokenizer: Any
+    options: TextOptions
+
+
+def open_source(path: str, overrides: Sequence[str]) -> DataSource:
+    """Read the data of a recipe (`*.yaml`) or of a file.
+
+    Args:
+        overrides: of a recipe: keys of the recipe. Of a file: `tokenizer=NAME`, `data.KEY=...`, and options of the
+            preparation, such as `max_length=512`.
+
+    Raises:
+        ConfigError: an override is not known. DataError: the file cannot be read.
+    """
+    if Path(path).suffix.lower() in (".yaml", ".yml"):
+        return _of_recipe(path, overrides)
+    return _of_file(path, overrides)
+
+
+def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
+    recipe = load_recipe(path, overrides)
+    train, held = load_records(recipe, training_arguments(recipe.training).seed)
+    column = recipe.data.text_column
+    is_text = all(column in record for _, record in train)
+    tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
+    settings = {"dataset_text_field": column}
+    if recipe.task == "classification":
+        settings["max_length"] = recipe.data.max_length
+    settings |= {name: value for name, value in recipe.training.items() if name in _NAMES}
+    splits = {"train": train, "eval": held}
+    return DataSource(
+        {name: [values for _, values in records] for name, records in splits.items() if records},
+        tokenizer,
+        TextOptions(**settings),
+    )
+
+
+def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
+    given: dict[str, dict[str, Any]] = {"data": {}, "": {}}
+    for override in overrides:
+        keys, value = parse_override(override)
+        section = given["data"] if len(keys) == 2 and keys[0] == "data" else given[""]
+        section[keys[-1] if section is given["data"] else ".".join(keys)] = value
+    name = given[""].pop("tokenizer", None)
+    data = _checked(DataSpec, given["data"], [item.name for item in fields(DataSpec)], "data.")
+    options = _checked(TextOptions, given[""], [*_NAMES, "tokenizer"], "")
+    if not Path(path).exists():
+        raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
+    records = read_records(path, DataSpec(**{"train": path, **data}))
+    rows = [values for _, values in records]
+    return DataSource({"train": rows}, _tokenizer(name), TextOptions(**options))
+
+
+def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix: str) -> dict[str, Any]:
+    problems = []
+    for name in values:
+        if name not in known:
+            close = nearest(name, known)
+            fix = f"did you mean {prefix}{close}?" if close else f"known: {', '.join(known)}"
+            problems.append(Problem(prefix + name, values[name], f"is not an option; {fix}"))
+    if problems:
+        raise ConfigError(problems)
+    return coerce(kind, values)
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    transformers = require("transformers", "load a tokenizer")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {error}") from error

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.text.tokenizers import CHATML, byte_tokenizer
+
+from windlass.cli.data_show import marked
+from windlass.cli.main import main
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes 😀"}]
+RECIPE = """\
+data: {train: DATA, eval: DATA}
+model: {config: {model_type: llama}}
+tokenizer: {name: TOKENIZER}
+training: {max_steps: 1}
+"""
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": CHAT, "id": n}) + "\n" for n in range(5)))
+    return str(path)
+
+
+def test_trained_tokens_are_in_brackets(
+    chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "show", chats, f"tokenizer={tokenizer}", "assistant_only_loss=true", "--rows", "1"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "5 rows, conversational: messages (role, content), with optional tools and chat_template_kwargs",
+        "--- row 0: 71 tokens, 19 trained",
+        "<|im_start|>user",
+        "Hi<|im_end|>",
+        "<|im_start|>assistant",
+        "⟦Yes 😀<|im_end|>",
+        "⟧",
+        "--- ⟦trained⟧ tokens have a label; all others are read, and have no loss",
+    ]
+
+
+def test_colours_are_kept_and_control_characters_of_the_text_are_not() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a\x1b[31mb")["input_ids"]
+    text = marked(ids, [*([-100] * (len(ids) - 1)), ids[-1]], tokenizer, ("\x1b[32m", "\x1b[0m"))
+    assert text.endswith("\x1b[32mb\x1b[0m")
+    assert text.count("\x1b") == 2
+
+
+def test_a_file_is_shown_without_a_tokenizer(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", chats, "--start", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "--- row 4",
+        "user: Hi",
+        "assistant: Yes 😀",
+        "Set tokenizer=NAME to see the tokens that a model is trained on.",
+    ]
+
+
+def test_the_data_of_a_recipe_is_shown(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "texts.jsonl"
+    data.write_text('{"text": "one"}\n{"text": "two"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("DATA", str(data)).replace("TOKENIZER", tokenizer))
+    assert main(["data", "show", str(recipe), "--split", "eval"]) == 0
+    assert "⟦two<eos>⟧" in capsys.readouterr().out
+
+
+def test_a_file_is_prepared_once(
+    tmp_path: Path, chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70", "--cache", str(cache)]
+    for _ in range(2):
+        assert main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "train: 5 rows, 350 tokens (100% trained), longest 70; 5 truncated, 0 dropped" in lines
+        assert lines[-2].split() == ["64", "to", "127", "tokens", "5", "#" * 40]
+        assert lines[-1] == f"kept in {cache}"
+        assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prepare", "CHATS"], "name one: tokenizer=NAME"),
+        (["show", "CHATS", "max_lenght=3"], "did you mean max_length?"),
+        (["show", "nowhere.jsonl"], "no such file"),
+        (["show", "CHATS", "--split", "eval"], "there is no split 'eval'"),
+        (["show", "CHATS", "--start", "9"], "must be less than the number of rows, 5"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    words: list[str], message: str, chats: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", *(chats if word == "CHATS" else word for word in words)]) == 2
+    assert message in capsys.readouterr().err

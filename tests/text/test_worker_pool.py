@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.text.tokenizers import CHATML, byte_tokenizer
+
+from windlass.core.errors import DataError
+from windlass.text import worker_pool
+from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "x" * (n % 7)}, {"role": "assistant", "content": str(n)}]}
+    for n in range(1100)
+]
+ALONE, TWO = TextOptions(num_proc=1, max_length=60), TextOptions(num_proc=2, max_length=60)
+
+
+@pytest.fixture
+def children() -> Iterator[None]:
+    """No process is left."""
+    yield
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.usefixtures("children")
+def test_workers_return_the_rows_of_one_process() -> None:
+    datasets = pytest.importorskip("datasets")
+    tokenizer = byte_tokenizer(CHATML)
+    expected = prepare_text(ROWS, tokenizer, ALONE)
+    seen: list[tuple[int, int]] = []
+    found = prepare_text(
+        datasets.Dataset.from_list(ROWS), tokenizer, TWO, progress=lambda *done: seen.append(done)
+    )
+    assert list(found.dataset) == list(expected.dataset)
+    assert found.summary == expected.summary
+    assert seen[-1] == (1100, 1100)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert len(seen) == 5
+
+
+@pytest.mark.usefixtures("children")
+def test_the_first_bad_row_is_reported() -> None:
+    rows = list(ROWS)
+    for bad in (1090, 400, 700):
+        rows[bad] = {"messages": []}
+    for options in (ALONE, TWO):
+        with pytest.raises(DataError, match="row 400: messages is an empty conversation"):
+            prepare_text(rows, byte_tokenizer(CHATML), options)
+
+
+def test_rows_that_cannot_be_sent_are_prepared_here(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**row, "more": lambda: None} for row in ROWS]
+    found = prepare_text(rows, byte_tokenizer(CHATML), TWO)
+    assert len(found.dataset) == 1100
+    assert "the dataset is prepared in this process" in caplog.text
+
+
+SCRIPT = """
+from tests.text.test_worker_pool import ROWS, TWO
+from tests.text.tokenizers import CHATML, byte_tokenizer
+from dataclasses import replace
+from windlass import prepare_text
+options = replace(TWO, formatting_func=lambda row: row["messages"][1]["content"])
+print(len(prepare_text(ROWS, byte_tokenizer(CHATML), options).dataset))
+"""
+
+
+def test_a_script_without_a_main_guard_may_use_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1100\n"), done.stderr
+
+
+def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fatal(worker_pool.Part):
+        def __reduce__(self) -> tuple[object, ...]:
+            return os._exit, (7,)
+
+    monkeypatch.setattr(worker_pool, "Part", Fatal)
+    with pytest.raises(RuntimeError, match="ended with exit code 7"):
+        prepare_text(ROWS, byte_tokenizer(CHATML), TWO)
