@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
+from windlass.transforms.evaluating import evaluating
 
 NAME = "windlass_documents"
 
@@ -70,7 +71,7 @@ def refuse_leaks(model: nn.Module) -> None:
     first = torch.arange(sum(lengths), device=device)[None] * 3 % vocabulary
     second = first.clone()
     second[:, : lengths[0]] = (second[:, : lengths[0]] + 1) % vocabulary
-    with _evaluating(model):
+    with evaluating(model):
         one, other = (_logits(model, ids, lengths)[:, lengths[0] :] for ids in (first, second))
     difference = (one - other).abs().max().item()
     scale = one.abs().max().item()
@@ -321,16 +322,3 @@ def _logits(model: nn.Module, ids: Tensor, lengths: list[int]) -> Tensor:
         ) from error
     logits: Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout and no gradients; every module's mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

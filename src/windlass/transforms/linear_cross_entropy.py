@@ -1,0 +1,249 @@
+"""Cross entropy of a linear head without the logits of all targets in memory at once.
+
+Logits are made for some targets at a time, and so are their gradients, in the forward: what lives on is one gradient of
+the hidden states and one of the head. PyTorch's chunked `linear_cross_entropy` makes them in the same way, but has no
+label smoothing, z-loss or soft-capping, and gives neither entropy nor accuracy, which here come from the same logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from windlass.core.errors import ConfigError, Problem
+
+IGNORED = -100
+_AT_ONCE = 2**25  # logits that are made at once: 128 MiB in single precision
+_FEWEST = 64  # targets at once; matrix products of fewer rows are slow
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What is done to logits, and what is added to the loss.
+
+    Attributes:
+        scale: factor of the logits (Cohere, Granite).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None: they stay.
+        label_smoothing: part of the target that is spread over all classes, from 0 to 1 (arXiv:1512.00567).
+        z_loss: factor of the squared logarithm of the softmax's denominator (PaLM, arXiv:2204.02311).
+        class_weights: weight of each class, shape (classes,), as in `torch.nn.functional.cross_entropy`.
+        dynamic: weight each target with its own probability, which is not differentiated (dynamic fine-tuning,
+            arXiv:2508.05629).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    class_weights: Tensor | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            problems.append(Problem("label_smoothing", self.label_smoothing, "use a number from 0 to 1"))
+        if not self.z_loss >= 0.0:
+            problems.append(Problem("z_loss", self.z_loss, "use 0 or more; 1e-4 is common"))
+        if problems:
+            raise ConfigError(problems)
+
+
+class LinearLoss(NamedTuple):
+    """Sums over the targets; each a scalar. Only `loss` is differentiable.
+
+    Attributes:
+        loss: in the logits' precision, single at least.
+        entropy: of the predicted distributions, in nats.
+        correct: targets that have the largest logit.
+        weight: of the targets: their number, or the sum of their class weights.
+    """
+
+    loss: Tensor
+    entropy: Tensor
+    correct: Tensor
+    weight: Tensor
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions | None = None
+) -> LinearLoss:
+    """The summed cross entropy of `hidden @ weight.T + bias`.
+
+    Args:
+        hidden: shape (targets, size).
+        weight: shape (classes, size).
+        bias: shape (classes,).
+        targets: int64, shape (targets,); -100 is left out.
+
+    The result can be differentiated once: its gradients are made in the forward.
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        learning = torch.is_grad_enabled()
+        return LinearLoss(*_Fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
+        learning: bool,
+    ) -> tuple[Tensor, ...]:
+        needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
+        sums = _Sums(hidden, weight, bias, options, needed)
+        step = max(_FEWEST, _AT_ONCE // max(len(weight), 1))
+        for start in range(0, len(hidden), step):
+            sums.add(slice(start, start + step), targets[start : start + step])
+        ctx.gradients = sums.gradients()
+        results = sums.results
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the memory-lean loss was differentiated twice: its gradients are made in the forward and given away "
+                "in the backward. Compute the loss again, or switch the memory-lean loss off."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in gradients), None, None, None
+
+
+class _Sums:
+    """The loss, the figures and the gradients, added up over chunks of targets.
+
+    Args:
+        needed: which gradients: of the hidden states, of the weight, of the bias.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: LossOptions,
+        needed: tuple[bool, ...],
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._options = hidden, weight, bias, options
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.results = tuple(torch.zeros((), dtype=precise, device=hidden.device) for _ in range(4))
+        self._any = any(needed)
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        # Sums of many products in half precision would lose the small ones.
+        self._of_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=precise) if needed[2] and bias is not None else None
+        weights = options.class_weights
+        self._class_weights = None if weights is None else weights.to(hidden.device, precise)
+        self._precise = precise
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: slice, targets: Tensor) -> None:
+        """Add a chunk."""
+        hidden, options = self._hidden[rows], self._options
+        logits, shares = self._logits(hidden)
+        real = targets != IGNORED
+        classes = torch.where(real, targets, 0)[:, None]
+        largest = logits.amax(dim=1)
+        chosen = logits.gather(1, classes)[:, 0]
+        torch.sub(logits, largest[:, None], out=shares).exp_()
+        total = shares.sum(dim=1)
+        log_total = largest + total.log()
+        weight, of_total, of_chosen = self._factors(classes[:, 0], chosen - log_total, log_total)
+        losses = (
+            of_total[0] * log_total - of_chosen * chosen - self._smoothed(logits) + of_total[1] * log_total
+        )
+        # As a product of matrices: a product of vectors would be as large as the logits.
+        expected = torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0] / total
+        for result, values in zip(
+            self.results, (losses, log_total - expected, (chosen >= largest).to(losses), weight), strict=True
+        ):
+            result.add_(torch.where(real, values, 0).sum())
+        if not self._any:
+            return
+        outer = torch.where(real, options.scale, 0.0)
+        shares.mul_(((of_total[0] + 2 * of_total[1]) / total)[:, None])
+        shares.scatter_add_(1, classes, -of_chosen[:, None])
+        if options.label_smoothing:
+            spread = options.label_smoothing / len(self._weight)
+            shares.sub_(spread if self._class_weights is None else spread * self._class_weights)
+        if options.softcap is not None:
+            shares.mul_(logits.div_(options.softcap).square_().neg_().add_(1.0))
+        self._add_gradients(rows, hidden, shares.mul_(outer[:, None]).to(hidden.dtype))
+
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of a chunk, and memory of the same size: both are used again by the next one."""
+        if self._buffers is None:
+            shape = len(hidden), len(self._weight)
+            self._buffers = tuple(hidden.new_empty(shape, dtype=self._precise) for _ in range(2))  # type: ignore[assignment]
+            assert self._buffers is not None
+        logits, shares = (buffer[: len(hidden)] for buffer in self._buffers)
+        if hidden.dtype == self._precise:
+            torch.mm(hidden, self._weight.T, out=logits)
+            if self._bias is not None:
+                logits.add_(self._bias)
+        else:  # rounded as the model's own head rounds them
+            logits.copy_(torch.nn.functional.linear(hidden, self._weight, self._bias))
+        if self._options.scale != 1.0:
+            logits.mul_(self._options.scale)
+        if self._options.softcap is not None:
+            logits.div_(self._options.softcap).tanh_().mul_(self._options.softcap)
+        return logits, shares
+
+    def _factors(
+        self, classes: Tensor, log_share: Tensor, log_total: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Each target's weight; the factors of `log_total` in its loss (of the cross entropy, of the z-loss); and the
+        factor of its logit.
+        """
+        options, smoothing = self._options, self._options.label_smoothing
+        if self._class_weights is None:
+            weight, mean = torch.ones_like(log_share), 1.0
+        else:
+            weight, mean = self._class_weights[classes], self._class_weights.mean()
+        of_chosen = (1.0 - smoothing) * weight
+        if options.dynamic:
+            of_chosen = of_chosen * log_share.exp()
+        return weight, (of_chosen + smoothing * mean, options.z_loss * log_total), of_chosen
+
+    def _smoothed(self, logits: Tensor) -> Tensor | float:
+        """The logits' part in the smoothed loss, shape (targets,)."""
+        smoothing = self._options.label_smoothing
+        if not smoothing:
+            return 0.0
+        if self._class_weights is None:
+            return logits.mean(dim=1) * smoothing
+        return torch.mv(logits, self._class_weights) * (smoothing / len(self._weight))
+
+    def _add_gradients(self, rows: slice, hidden: Tensor, of_logits: Tensor) -> None:
+        if self._of_hidden is not None:
+            torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            if self._of_weight.dtype == of_logits.dtype:
+                self._of_weight.addmm_(of_logits.T, hidden)
+            else:
+                self._of_weight.add_(of_logits.T @ hidden)
+        if self._of_bias is not None:
+            self._of_bias.add_(of_logits.sum(dim=0))
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """In the precision of what they belong to."""
+        self._buffers = None
+        own = self._hidden, self._weight, self._bias
+        made = self._of_hidden, self._of_weight, self._of_bias
+        return tuple(
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(made, own, strict=True)
+        )

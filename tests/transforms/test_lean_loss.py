@@ -1,0 +1,231 @@
+"""The loss without logits is the model's own, and a model for which it is not keeps its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from windlass.core.errors import ModelError
+from windlass.transforms.lean_loss import LossFigures, lean_causal_lm_loss
+from windlass.transforms.linear_cross_entropy import LossOptions
+
+transformers = pytest.importorskip("transformers")
+
+RANKS = Path(__file__).with_name("lean_loss_ranks.py")
+_SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SIZES),
+    "tied": ("LlamaConfig", _SIZES | {"tie_word_embeddings": True}),
+    "multiplied": ("CohereConfig", _SIZES | {"logit_scale": 0.3}),
+    "divided": ("GraniteConfig", _SIZES | {"logits_scaling": 3.0}),
+    "soft-capping": ("Gemma2Config", _SIZES | {"head_dim": 4, "final_logit_softcapping": 0.2}),
+    "experts": ("MixtralConfig", _SIZES | _EXPERTS | {"router_aux_loss_coef": 0.5}),
+    "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 32}),
+    "masked": ("BertConfig", {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}),
+}
+
+
+def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    config, options = _CONFIGS[name]
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForMaskedLM if name == "masked" else transformers.AutoModelForCausalLM
+    return kind.from_config(getattr(transformers, config)(**options)).to(dtype).eval()
+
+
+def _batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def _logged(caplog: Any) -> list[str]:
+    """Windlass's own lines."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("windlass")]
+
+
+def _same(model: nn.Module, ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
+    """Losses and gradients are equal."""
+    gradients = []
+    for loss in (ours, theirs):
+        model.zero_grad()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", list(_CONFIGS))
+@pytest.mark.parametrize("count", [None, 29])
+def test_loss_and_gradients_are_the_models_own(name: str, count: int | None, caplog: Any) -> None:
+    model, batch = _model(name), _batch()
+    own = model(**batch, **({} if count is None else {"num_items_in_batch": count}), use_cache=False)
+    theirs = own.loss
+    if name == "masked" and count is not None:  # its own loss takes no count
+        theirs = theirs * 14 / count
+    ours, figures = lean_causal_lm_loss(model, batch, count)
+    assert not _logged(caplog)
+    _same(model, ours, theirs)
+    logits, labels = own.logits.detach(), batch["labels"]
+    if name != "masked":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    real = labels != -100
+    logs = logits[real].log_softmax(dim=-1)
+    assert figures.targets == real.sum()
+    assert figures.correct == (logs.argmax(dim=-1) == labels[real]).sum()
+    torch.testing.assert_close(figures.entropy, -(logs.exp() * logs).sum())
+    torch.testing.assert_close(figures.loss, cross_entropy(logits[real], labels[real], reduction="sum"))
+    assert (figures.auxiliary is not None) == (name == "experts")
+
+
+def test_logits_are_not_made() -> None:
+    model, batch = _model("llama"), _batch()
+    lean_causal_lm_loss(model, batch)
+    outputs = []
+    model.lm_head.register_forward_hook(lambda _, __, output: outputs.append(output.numel()))
+    lean_causal_lm_loss(model, batch)
+    assert outputs == [1]
+    assert model(**batch).logits.shape == (2, 9, 23), "the model is as it was"
+
+
+def test_half_precision() -> None:
+    model, batch = _model("multiplied", torch.bfloat16), _batch()
+    ours, _ = lean_causal_lm_loss(model, batch)
+    torch.testing.assert_close(ours, model(**batch).loss, rtol=2e-3, atol=0)
+
+
+def test_options() -> None:
+    model, batch = _model("llama"), _batch()
+    options = LossOptions(label_smoothing=0.1, class_weights=torch.linspace(0.5, 1, 23))
+    logits, targets = model(**batch).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    expected = cross_entropy(logits, targets, weight=options.class_weights, label_smoothing=0.1)
+    ours, _ = lean_causal_lm_loss(model, batch, options=options)
+    _same(model, ours, expected)
+
+
+def test_the_auxiliary_loss_has_its_coefficient() -> None:
+    model, batch = _model("experts"), _batch()
+    plain, figures = lean_causal_lm_loss(model, batch, router_aux_loss_coef=0.0)
+    torch.testing.assert_close(plain, figures.loss / figures.targets)
+    assert figures.auxiliary is not None
+    whole, _ = lean_causal_lm_loss(model, batch, router_aux_loss_coef=0.25)
+    torch.testing.assert_close(whole, plain + 0.25 * figures.auxiliary)
+
+
+def test_labels_that_are_shifted_already() -> None:
+    model, batch = _model("llama"), _batch()
+    theirs = model(**batch).loss
+    shifted = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    ours, _ = lean_causal_lm_loss(model, {**batch, "shift_labels": shifted})
+    _same(model, ours, theirs)
+
+
+def test_no_target() -> None:
+    model, batch = _model("llama"), _batch()
+    loss, figures = lean_causal_lm_loss(model, {**batch, "labels": torch.full_like(batch["labels"], -100)})
+    loss.backward()
+    assert loss == figures.targets == 0
+
+
+class Own(nn.Module):
+    """A language model of nobody's library."""
+
+    def __init__(self, penalty: float = 0.0, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embedding, self.penalty = nn.Embedding(11, 6), penalty
+        self.head = head or nn.Linear(6, 11)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embedding(input_ids)))
+        if labels is None:
+            return {"logits": logits}
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"logits": logits, "loss": loss + self.penalty * logits.square().mean()}
+
+
+def _words() -> dict[str, Tensor]:
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_any_model_with_a_head(caplog: Any) -> None:
+    model = Own()
+    _same(model, lean_causal_lm_loss(model, _words())[0], model(**_words())["loss"])
+    assert not _logged(caplog)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Own(penalty=0.5), "on eight tokens"), (Own(head=nn.Sequential(nn.Linear(6, 11))), "Sequential")],
+    ids=["penalty", "head"],
+)
+@pytest.mark.parametrize("count", [None, 16])
+def test_a_model_with_another_loss_keeps_it(model: Own, reason: str, count: int | None, caplog: Any) -> None:
+    for _ in range(2):
+        loss, figures = lean_causal_lm_loss(model, _words(), count)
+        _same(model, loss, model(**_words())["loss"] * (1 if count is None else 8 / 16))
+    assert figures.targets == 8
+    assert len(_logged(caplog)) <= 1, "logged once"
+    assert all(reason in message for message in _logged(caplog))
+    with pytest.raises(ModelError, match="computes its own loss"):
+        lean_causal_lm_loss(model, _words(), options=LossOptions(z_loss=0.1))
+
+
+def test_a_wrapper_that_adds_positions(caplog: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, batch = peft.get_peft_model(_model("llama"), config), _batch()
+    ours, _ = lean_causal_lm_loss(model, batch)
+    torch.testing.assert_close(ours, model(**batch).loss)
+    assert len(_logged(caplog)) == 1
+
+
+def test_an_adapter(caplog: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model, batch = peft.get_peft_model(_model("llama"), peft.LoraConfig(target_modules=["q_proj"])), _batch()
+    _same(model, lean_causal_lm_loss(model, batch)[0], model(**batch).loss)
+    assert not _logged(caplog)
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    with pytest.raises(ModelError, match="no labels"):
+        lean_causal_lm_loss(Own(), {"input_ids": torch.zeros(1, 2)})
+    with pytest.raises(ModelError, match="no get_output_embeddings"):
+        lean_causal_lm_loss(nn.Linear(2, 2), _words())
+
+
+def test_modes_and_generators_stay() -> None:
+    model = _model("llama").train()
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    _, figures = lean_causal_lm_loss(model, _batch())
+    assert isinstance(figures, LossFigures)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.dist
+def test_replicated_and_sharded_models() -> None:
+    launch(2, RANKS)
