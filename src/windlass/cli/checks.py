@@ -24,7 +24,10 @@ ENDINGS = {
 }
 PATHLESS = ("hub", "python-docs")
 # Keys that apply to one task or to some formats only. Elsewhere they would be ignored, so they are refused.
-ONLY_FOR_TASK = {"label_column": "classification", "max_length": "classification", "block_size": "causal-lm"}
+ONLY_FOR_TASK = {
+    "label_column": "classification", "max_length": "classification", "block_size": "causal-lm",
+    "prompt_column": "sft", "completion_column": "sft",
+}  # fmt: skip
 ONLY_FOR_FORMAT = {"columns": ("csv", "tsv"), "subset": ("hub",), "split": ("hub",), "eval_split": ("hub",)}
 Conflict = tuple[str, object, str]  # dotted key, value, fix
 
@@ -43,7 +46,8 @@ def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     found = chain(
         _sources(recipe),
         _out_of_place(recipe),
-        _model_and_tokenizer(recipe.model, recipe.tokenizer),
+        _tuning(recipe),
+        _model_and_tokenizer(recipe.task, recipe.model, recipe.tokenizer),
         _sample(recipe),
         _evaluation(recipe),
     )
@@ -109,15 +113,44 @@ def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
             yield f"data.{name}", getattr(data, name), fix
 
 
-def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator[Conflict]:
-    if (model.name is None) == (model.config is None):
+def _tuning(recipe: Recipe) -> Iterator[Conflict]:
+    data = recipe.data
+    if recipe.task != "sft":
+        for name in ("base", "adapter", "quantization"):
+            if getattr(recipe, name) is not None:
+                yield name, getattr(recipe, name), f"has no meaning for task {recipe.task}; leave it out"
+        return
+    if (data.prompt_column is None) != (data.completion_column is None):
+        missing = "prompt_column" if data.prompt_column is None else "completion_column"
+        yield f"data.{missing}", None, "prompts and completions need a column each; name both or neither"
+    if recipe.model.config is not None:
+        fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
+        yield "model.config", recipe.model.config, fix
+    if recipe.model.name is not None and recipe.base is not None:
+        yield (
+            "base",
+            "given",
+            f"is trained if no model is named; leave it out, or model.name={recipe.model.name}",
+        )
+    if recipe.quantization is not None and recipe.adapter is None:
+        fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
+        yield "quantization", recipe.quantization, fix
+
+
+def _model_and_tokenizer(task: str, model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator[Conflict]:
+    builds_base = task == "sft" and model.name is None
+    if (model.name is None) == (model.config is None) and not builds_base:
         given = "both" if model.name is not None else "neither"
         yield "model", given, "give one: model.name (a pretrained model) or model.config (a new one)"
-    if model.config is not None and not isinstance(kind := model.config.get("model_type"), str):
+    if (
+        model.config is not None
+        and not builds_base
+        and not isinstance(kind := model.config.get("model_type"), str)
+    ):
         yield "model.config.model_type", kind, "set the kind of model: llama, bert, gpt2, ..."
     if tokenizer.name is not None and tokenizer.train is not None:
         yield "tokenizer", "both", "give one: tokenizer.name (an existing one) or tokenizer.train (a new one)"
-    if tokenizer.name is None and tokenizer.train is None and model.name is None:
+    if tokenizer.name is None and tokenizer.train is None and model.name is None and not builds_base:
         yield "tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name"
     if tokenizer.train is not None and tokenizer.train.lowercase and tokenizer.train.algorithm == "bpe":
         yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
@@ -127,7 +160,7 @@ def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator
 
 
 def _sample(recipe: Recipe) -> Iterator[Conflict]:
-    if recipe.task != "causal-lm" and recipe.sample != SampleSpec():
+    if recipe.task == "classification" and recipe.sample != SampleSpec():
         yield "sample", recipe.sample.prompt, f"has no meaning for task {recipe.task}; leave it out"
 
 

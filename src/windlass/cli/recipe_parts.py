@@ -12,6 +12,7 @@ from torch import Tensor
 
 from windlass.callbacks.report import ReportCallback
 from windlass.checkpoint.store import Store
+from windlass.cli.fine_tuning import build_sft_trainer, tuning_rows, tuning_texts
 from windlass.cli.modelling import build_model
 from windlass.cli.readers import Record, texts
 from windlass.cli.samples import Blocks, LabelledTexts, encode_labelled, pack
@@ -24,7 +25,7 @@ from windlass.core.rng import preserved_rng, set_seed
 from windlass.core.types import EvalPrediction
 from windlass.data.collators import DataCollatorWithPadding, default_data_collator
 
-Dataset = Blocks | LabelledTexts
+Dataset = Blocks | LabelledTexts | list[dict[str, Any]]
 # Of the texts generated before and after training, so that only the training differs.
 SEED = 0
 
@@ -50,6 +51,10 @@ def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path |
         DataError, ConfigError, ModelError: with the file, the line or the key.
     """
     train, held = load_records(recipe, args.seed)
+    if recipe.task == "sft":
+        tokenizer = build_tokenizer(recipe, tuning_texts(train, recipe.data), saved_tokenizer)
+        rows, held_rows = tuning_rows(train, recipe.data), tuning_rows(held, recipe.data)
+        return RecipeParts(recipe, tokenizer, rows, held_rows or None, [])
     column = recipe.data.text_column
     tokenizer = build_tokenizer(recipe, texts(train, column), saved_tokenizer)
     labels = label_names(train, recipe.data.label_column) if recipe.task == "classification" else []
@@ -76,9 +81,15 @@ def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
 
 
 def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
-    """Return a `Trainer` with new weights (seeded by `args.seed`) or those of the named model."""
+    """Return a `Trainer` with new weights (seeded by `args.seed`) or those of the named model; for the task sft an
+    `SFTTrainer`.
+    """
     from windlass.trainer.trainer import Trainer
 
+    if parts.recipe.task == "sft":
+        tuner = build_sft_trainer(parts.recipe, parts.tokenizer, parts.train, parts.evaluation, args)
+        tuner.add_callback(ReportCallback(run_folder(args)))
+        return tuner
     set_seed(args.seed)
     is_classification = parts.recipe.task == "classification"
     collator = DataCollatorWithPadding(parts.tokenizer) if is_classification else default_data_collator

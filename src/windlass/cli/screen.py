@@ -12,6 +12,7 @@ from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import Blocks
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
+from windlass.finetuning.adapters import describe_trained, is_peft_model
 
 WIDTH = 100
 MARGIN = 15
@@ -49,9 +50,14 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
         held = f"{_amount(parts.evaluation)} held out for evaluation"
     return (
         f"Model       {config.model_type}, {count(size)} parameters, vocabulary {len(parts.tokenizer):,}\n"
+        f"{_adapter(trainer.model)}"
         f"Data        {_amount(parts.train)}, {held}\n"
         f"Output      {trainer.args.output_dir}"
     )
+
+
+def _adapter(model: Any) -> str:
+    return f"Adapter     {describe_trained(model)}\n" if is_peft_model(model) else ""
 
 
 def _amount(data: Any) -> str:

@@ -23,7 +23,11 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
         return train, read_records(data.train, data, data.eval_split)
     if data.eval_fraction == 0:
         return train, []
-    if recipe.task == "causal-lm" and len(train) < ENOUGH_DOCUMENTS:
+    if (
+        recipe.task != "classification"
+        and recipe.data.prompt_column is None
+        and len(train) < ENOUGH_DOCUMENTS
+    ):
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
     return _hold_out_records(train, data, data.eval_fraction, seed)
 

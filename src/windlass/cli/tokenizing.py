@@ -26,6 +26,8 @@ def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = N
     """
     transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
+    if recipe.task == "sft" and recipe.tokenizer.name is None and recipe.model.name is None:
+        training = training or TokenizerTraining()
     if training is not None and saved is not None:
         return transformers.AutoTokenizer.from_pretrained(str(saved))
     if training is not None:
@@ -51,7 +53,7 @@ def _with_padding(tokenizer: Any) -> Any:
 def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> Any:
     algorithm = training.algorithm
     if algorithm == "auto":
-        algorithm = "bpe" if task == "causal-lm" else "wordpiece"
+        algorithm = "wordpiece" if task == "classification" else "bpe"
     special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     if task == "classification":
         special = CLASSIFIER_TOKENS

@@ -14,6 +14,7 @@ from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
+from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
 
@@ -21,18 +22,22 @@ _ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with
 
 
 def training_fields() -> list[str]:
-    """Return the keys of the `training` section."""
-    return [item.name for item in fields(TrainingArguments) if item.init]
+    """Return the keys of the `training` section of any task."""
+    return [item.name for item in fields(SFTConfig) if item.init]
 
 
-def coerced(values: Mapping[str, Any]) -> dict[str, Any]:
+def _kind_of(task: str) -> type[TrainingArguments]:
+    return SFTConfig if task == "sft" else TrainingArguments
+
+
+def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
-    return coerce(TrainingArguments, values)
+    return coerce(_kind_of(task), values)
 
 
-def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
-    """Return the arguments of a checked recipe."""
-    return TrainingArguments(**coerced(values))
+def training_arguments(values: Mapping[str, Any], task: str) -> TrainingArguments:
+    """Return the arguments of a checked recipe: an `SFTConfig` for the task sft."""
+    return _kind_of(task)(**coerced(values, task))
 
 
 def run_folder(args: TrainingArguments) -> Path:
@@ -41,10 +46,10 @@ def run_folder(args: TrainingArguments) -> Path:
     return local_folder(args.output_path)
 
 
-def training_problems(values: Mapping[str, Any], draft: RecipeDraft) -> list[Problem]:
+def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) -> list[Problem]:
     """Return the problems that `TrainingArguments` reports, with the place in the recipe."""
     try:
-        training_arguments(values)
+        training_arguments(values, task)
     except ConfigError as error:
         return [
             Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)
