@@ -16,8 +16,9 @@ from torch import Tensor
 from windlass.core.errors import ConfigError, Problem
 
 IGNORED = -100
-_AT_ONCE = 2**25  # logits that are made at once: 128 MiB in single precision
-_FEWEST = 64  # targets at once; matrix products of fewer rows are slow
+# Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
+_AT_ONCE, _AT_ONCE_ON_DEVICES = 2**22, 2**26
+_FEWEST = 128  # targets at once; matrix products of fewer rows are slow
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
         sums = _Sums(hidden, weight, bias, options, needed)
-        step = max(_FEWEST, _AT_ONCE // max(len(weight), 1))
+        at_once = _AT_ONCE if hidden.is_cpu else _AT_ONCE_ON_DEVICES
+        step = max(_FEWEST, at_once // max(len(weight), 1))
         for start in range(0, len(hidden), step):
             sums.add(slice(start, start + step), targets[start : start + step])
         ctx.gradients = sums.gradients()
