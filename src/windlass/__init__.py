@@ -78,6 +78,7 @@ _HOMES = {
         "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
         "maybe_unpair_preference_dataset", "unpair_preference_dataset",
     ),
+    "windlass.text.mixture": ("DatasetMixture",),
     "windlass.text.prepare_text": ("PreparedText", "prepare_text"),
     "windlass.text.text_options": ("TextOptions",),
     "windlass.utils.imports": ("is_rich_available",),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.finetuning import small
-from tests.finetuning.test_adapters import ids, lora, quantized
+from tests.finetuning.test_peft_adapters import ids, lora, quantized
 
 from windlass import SFTTrainer
 from windlass.cli.main import main

@@ -24,7 +24,7 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
 
     Args:
         history: the rows of `state.log_history`; each has `step`, most have `epoch`.
-        facts: any of `title`, `status` (one line under the title), `arguments`, `environment` and `final` (name ->
+        facts: any of `title`, `status` (one line under the title), `arguments`, `data`, `environment`, `final` (name ->
             value), `events` (a list of strings or of `{"step": ..., "text": ...}`), `samples` (name -> text).
     """
     title = str(facts.get("title") or "Training run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from windlass.callbacks.displays import open_display
+from windlass.callbacks.displays import Display, open_display
 from windlass.cli.data_source import open_source
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
@@ -24,13 +24,11 @@ def prepare_command(options: argparse.Namespace) -> int:
     folder = Path(options.cache) if options.cache else default_cache()
     for name, rows in source.splits.items():
         display = open_display(len(rows), f"prepare {name}")
-        found = prepare_text(
-            rows,
-            source.tokenizer,
-            source.options,
-            cache=folder,
-            progress=lambda done, _, d=display: d.advance(done),
-        )
+
+        def advance(done: int, _: int, display: Display = display) -> None:
+            display.advance(done)
+
+        found = prepare_text(rows, source.tokenizer, source.options, cache=folder, progress=advance)
         display.close()
         assert found.summary is not None
         say(f"{name}: {found.summary}")

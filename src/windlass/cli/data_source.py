@@ -59,7 +59,7 @@ def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
         train, held = ([("", row) for row in tuning_rows(part, recipe.data)] for part in (train, held))
     else:
         tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
-    settings = {"dataset_text_field": column}
+    settings: dict[str, Any] = {"dataset_text_field": column}
     if recipe.task == "classification":
         settings["max_length"] = recipe.data.max_length
     settings |= {name: value for name, value in recipe.training.items() if name in _NAMES}

@@ -12,7 +12,7 @@ from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import Blocks
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
-from windlass.finetuning.adapters import describe_trained, is_peft_model
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 
 WIDTH = 100
 MARGIN = 15

@@ -13,19 +13,13 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.sft import SFTConfig
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
-from windlass.data.collate_causal import DataCollatorForCausalLM
-from windlass.finetuning.adapters import add_adapter, describe_trained, is_peft_model, let_gradients_in
-from windlass.finetuning.base_model import open_model, open_tokenizer, set_special_tokens
-from windlass.finetuning.sft_arguments import sft_arguments
-from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
-from windlass.finetuning.sft_data import SFTData, check_train_dataset, trains_on_completions
-from windlass.finetuning.sft_loss import token_loss
-from windlass.finetuning.templates import adopt_template
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
+from windlass.finetuning.sft_loss import sft_loss
+from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures
-from windlass.text.tables import is_stream
-from windlass.trainer.defaults import seed_all
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
+from windlass.transforms.linear_cross_entropy import LossOptions
 
 logger = get_job_logger(__name__)
 
@@ -80,36 +74,16 @@ class SFTTrainer(Trainer):
         tokenizer: Any = None,
         **earlier: Any,
     ) -> None:
-        args = sft_arguments(args, model, earlier)
-        check_train_dataset(train_dataset)
-        settle_stream(args, is_stream(train_dataset))
-        completion_only = trains_on_completions(args, train_dataset, formatting_func is not None)
-        check_settings(
-            args, own_collator=data_collator is not None, own_loss=compute_loss_func is not None,
-            formatted=formatting_func is not None, completion_only=completion_only,
-        )  # fmt: skip
-        seed_all(args)  # new adapters are drawn from these generators
-        model = open_model(model, args, quantization_config)
-        processing_class = open_tokenizer(processing_class or tokenizer, model, args)
-        text_tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        new_tokens = adopt_template(args.chat_template_path, model, processing_class)
-        set_special_tokens(text_tokenizer, model, args)
-        if peft_config is not None:
-            model = add_adapter(model, peft_config, new_tokens)
-        if is_peft_model(model) and args.gradient_checkpointing:
-            let_gradients_in(model)
-        self._data = SFTData(
-            args, text_tokenizer, formatting_func, completion_only, own_collator=data_collator is not None
-        )
-        if data_collator is None:
-            data_collator = DataCollatorForCausalLM(
-                text_tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=_padding(args)
-            )
-        self._router_weight = router_coefficient(args, model)
+        parts = build_sft_parts(Given(
+            model, args, data_collator, train_dataset, processing_class or tokenizer, compute_loss_func is not None,
+            quantization_config, peft_config, formatting_func, earlier,
+        ))  # fmt: skip
+        self._data, self._router_weight = parts.data, parts.router_weight
         super().__init__(
-            model, args, data_collator, self._data.prepare(train_dataset, "train", args.packing),
-            None if eval_dataset is None else self._data.prepare_all(eval_dataset, args.packs_evaluation),
-            processing_class, None, compute_loss_func, compute_metrics, callbacks, optimizers,
+            parts.model, parts.args, parts.collator,
+            self._data.prepare(train_dataset, "train", parts.args.packing),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset, parts.args.packs_evaluation),
+            parts.processing_class, None, compute_loss_func, compute_metrics, callbacks, optimizers,
             optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
         )  # fmt: skip
         if type(self).compute_loss is SFTTrainer.compute_loss and compute_loss_func is None:
@@ -120,7 +94,7 @@ class SFTTrainer(Trainer):
             self.accelerator.process_index,
         )
         self.accelerator.register_for_checkpointing(self._figures)
-        if args.joins_rows:
+        if self.args.joins_rows:
             with self._documents_apart():
                 refuse_leaks(self.model)
         if hasattr(self.model, "add_model_tags"):
@@ -168,21 +142,24 @@ class SFTTrainer(Trainer):
         the batch's targets if `num_items_in_batch` is None. The load-balancing loss of experts is added, as a mean over
         the micro-batches of the update.
         """
-        plain = self.compute_loss_func is None and not self.args.label_smoothing_factor
-        with torch.set_grad_enabled(plain and torch.is_grad_enabled()):
-            found = token_loss(model, inputs, self.args.loss_type, experts=self._router_weight != 0)
-        self._figures.add(found.figures, training=self.model.training)
-        if not plain:
+        own_function = self.compute_loss_func is not None
+        count = None if own_function else num_items_in_batch
+        # The load-balancing loss is a mean over each micro-batch.
+        steps = 1 if count is None else self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        smoothing = 0.0 if own_function else self.args.label_smoothing_factor
+        options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
+        with torch.no_grad() if own_function else contextlib.nullcontext():
+            loss, figures = sft_loss(model, inputs, count, options, self._router_weight / steps)
+        self._figures.add(figures, training=self.model.training)
+        if own_function:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        counted = num_items_in_batch is not None
-        targets = num_items_in_batch if counted else found.figures.targets
-        loss = found.total / torch.as_tensor(targets).clamp(min=1)
-        if counted:
+        if count is not None:
             loss = loss * self.accelerator.num_processes
-        if found.figures.aux_loss is not None:
-            steps = self.args.gradient_accumulation_steps if counted else 1
-            loss = loss + found.figures.aux_loss * (self._router_weight / steps)
-        return (loss, found.outputs) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        with torch.no_grad():  # the loss was made without logits
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return loss, outputs
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
@@ -231,6 +208,3 @@ class SFTTrainer(Trainer):
             logs.update(self._figures.read(training=True))
         super().log(logs, start_time)
 
-
-def _padding(args: SFTConfig) -> int | None:
-    return args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None

@@ -15,7 +15,7 @@ COLUMNS = ("input_ids", "labels")
 Ints = NDArray[Any]
 
 
-class TokenRows:
+class TokenRows(Sequence[Any]):
     """A map-style dataset of rows `{"input_ids": list[int], "labels": list[int]}`.
 
     A slice or a column name returns lists of rows, as those of a `datasets.Dataset` do.

@@ -78,7 +78,7 @@ class TokenStore:
         arrays = {**rows.flat, "offsets": rows.offsets}
         sizes = {}
         for name, kind in _TYPES.items():
-            content = np.ascontiguousarray(arrays[name], dtype=kind)
+            content: Any = np.ascontiguousarray(arrays[name], dtype=kind)
             chunks = [memoryview(content).cast("B")] if content.size else []
             sizes[name] = self._files.write(new / f"{name}.bin", chunks).size
         manifest = {"key": key, "sizes": sizes, "summary": summary.to_dict()}
