@@ -63,7 +63,10 @@ def test_few_bits_are_merged_in_the_precision_of_the_base(tmp_path: Path) -> Non
 def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match="holds no adapter"):
         merge_adapter(tmp_path, tmp_path / "new")
-    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "a.safetensors"), "--merge", "--base=b"]) == 2
+    assert (
+        main(["checkpoint", "export", str(tmp_path), str(tmp_path / "a.safetensors"), "--merge", "--base=b"])
+        == 2
+    )
     assert "name a folder as TARGET" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "new"), "--base=b"]) == 2
     assert "add --merge" in capsys.readouterr().err

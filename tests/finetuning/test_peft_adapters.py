@@ -11,7 +11,12 @@ from tests.finetuning import small
 from tests.finetuning.test_sft_trainer import trainer_of
 
 from windlass.core.errors import ConfigError
-from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, let_gradients_in, prepare_quantized
+from windlass.finetuning.peft_adapters import (
+    describe_trained,
+    is_peft_model,
+    let_gradients_in,
+    prepare_quantized,
+)
 
 peft = pytest.importorskip("peft")
 

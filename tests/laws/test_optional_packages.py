@@ -36,11 +36,12 @@ HOMES: dict[str, set[str]] = {
     "ray": {"cli", "compat"},  # the engine for clusters, and the words of a search space
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
+    "bitsandbytes": {"finetuning"},
     "tqdm": {"utils"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "bitsandbytes", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
 }  # fmt: skip
 
 

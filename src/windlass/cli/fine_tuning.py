@@ -90,7 +90,6 @@ def _quantization(recipe: Recipe) -> Any:
     if recipe.quantization is None:
         return None
     transformers = require("transformers", "quantize a model")
-    require("bitsandbytes", "load a model in few bits")
     if recipe.quantization == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(

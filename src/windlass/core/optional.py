@@ -21,6 +21,7 @@ EXTRAS = {
     "ray": "ray",
     "fsspec": "remote",
     "peft": "peft",
+    "bitsandbytes": "qlora",
 }
 
 

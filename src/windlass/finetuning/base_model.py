@@ -74,6 +74,8 @@ def _load_options(args: SFTConfig, quantization_config: Any) -> dict[str, Any]:
             )
             raise ConfigError(Problem("quantization_config", type(quantization_config).__name__, fix))
         options["quantization_config"] = quantization_config
+    if type(options.get("quantization_config")).__name__ == "BitsAndBytesConfig":
+        require("bitsandbytes", "load a model in few bits")
     options["dtype"] = _dtype(options.get("dtype", "float32"))
     options.setdefault("trust_remote_code", args.trust_remote_code)
     return options

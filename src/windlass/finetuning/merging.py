@@ -16,7 +16,9 @@ from windlass.finetuning.base_model import load_model
 _PURPOSE = "merge an adapter"
 
 
-def merge_adapter(adapter: Path, target: Path, base: str | None = None, dtype: torch.dtype | None = None) -> None:
+def merge_adapter(
+    adapter: Path, target: Path, base: str | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Write the base with the adapter added to its weights into the folder `target`, with the tokenizer.
 
     The base is loaded in the precision of its files: an adapter that was trained on a base of few bits is added to the
@@ -55,7 +57,9 @@ def merge_adapter(adapter: Path, target: Path, base: str | None = None, dtype: t
 def _base_of(adapter: Path) -> str:
     path = adapter / ADAPTER_CONFIG
     if not path.is_file() or not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{adapter} holds no adapter: there is no {ADAPTER_WEIGHTS} with its configuration")
+        raise CheckpointError(
+            f"{adapter} holds no adapter: there is no {ADAPTER_WEIGHTS} with its configuration"
+        )
     name = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{path} does not name the base of the adapter; give it with --base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,8 @@ logger = get_job_logger(__name__)
 
 _PURPOSE = "train adapters"
 _SHOWN = 8
+# Models that have the hooks: the method of transformers adds them again at each call.
+_LET_IN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_peft_model(model: Any) -> bool:
@@ -82,17 +85,13 @@ def prepare_quantized(model: nn.Module) -> None:
 
 
 def let_gradients_in(model: nn.Module) -> None:
-    """Let gradients flow from the first block on: recomputation drops them if no input of a block requires one.
-
-    A second call changes nothing.
+    """Let gradients flow from the first block on: reentrant recomputation drops them if no input of a block requires
+    one. A second call changes nothing.
     """
-    if (
-        getattr(model, "_require_grads_hook", None) is None
-        and getattr(model, "_require_grads_hooks", None) is None
-    ):
-        enable = getattr(model, "enable_input_require_grads", None)
-        if enable is not None:
-            enable()
+    enable = getattr(model, "enable_input_require_grads", None)
+    if enable is not None and model not in _LET_IN:
+        _LET_IN.add(model)
+        enable()
 
 
 def describe_trained(model: nn.Module) -> str:

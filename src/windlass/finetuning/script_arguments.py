@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (`_option` makes a dataclass field)
 """The dataclasses from which scripts of TRL make their flags."""
 
 from __future__ import annotations

@@ -106,4 +106,7 @@ def router_coefficient(args: SFTConfig, model: Any) -> float:
     weight = float(getattr(text, "router_aux_loss_coef", 0.0) if given is None else given)
     text.output_router_logits = weight != 0.0
     text.router_aux_loss_coef = weight
+    for module in model.modules():  # models copy it when they are made
+        if hasattr(module, "router_aux_loss_coef"):
+            module.router_aux_loss_coef = weight
     return weight

@@ -14,13 +14,17 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 
 
 def sft_loss(
-    model: nn.Module, inputs: Mapping[str, Any], count: Tensor | float | None, options: LossOptions, aux_weight: float
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    count: Tensor | float | None,
+    options: LossOptions,
+    aux_weight: float,
 ) -> tuple[Tensor, BatchSums]:
     """Run a batch through a causal language model, without making its logits if its head allows that.
 
     Args:
-        inputs: a collated batch with `labels` of shape (batch, length), on the model's device. Label t is predicted from
-            position t-1; -100 is not a target.
+        inputs: a collated batch with `labels` of shape (batch, length), on the model's device. Label t is predicted
+            from position t-1; -100 is not a target.
         count: divides the sum of losses; None: the number of targets in the batch.
         options: label smoothing, and whether each term is weighted by its own probability.
         aux_weight: factor of the load-balancing loss of a mixture of experts.
@@ -29,7 +33,9 @@ def sft_loss(
         the loss, a scalar with a graph, and the sums for the log.
     """
     divisor = None if count is None else torch.as_tensor(count).clamp(min=1)
-    loss, found = lean_causal_lm_loss(model, inputs, divisor, options=options, router_aux_loss_coef=aux_weight)
+    loss, found = lean_causal_lm_loss(
+        model, inputs, divisor, options=options, router_aux_loss_coef=aux_weight
+    )
     sums = BatchSums(found.entropy, found.correct, found.targets, count_tokens(inputs), found.auxiliary)
     return loss, sums
 

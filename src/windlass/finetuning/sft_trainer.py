@@ -207,4 +207,3 @@ class SFTTrainer(Trainer):
         if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
             logs.update(self._figures.read(training=True))
         super().log(logs, start_time)
-
