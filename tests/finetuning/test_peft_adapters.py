@@ -105,7 +105,7 @@ def test_targets_that_match_nothing_are_refused_with_examples(tmp_path: Path) ->
 
 
 def test_a_wrong_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="must be a `peft.PeftConfig` instance"):
+    with pytest.raises(TypeError, match=r"must be a `peft\.PeftConfig` instance"):
         trainer_of(tmp_path, small.texts(), peft_config={"r": 2})
     with pytest.raises(ValueError, match="merge and unload"):
         trainer_of(
@@ -139,7 +139,7 @@ def test_a_quantized_base_is_prepared_once() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-# --- quantized ----------------------------------------------------------------------------------------------------------
+# --- quantized ------------------------------------------------------------------------------------------------
 
 
 def quantized(folder: Path, **changes: Any) -> Any:

@@ -31,7 +31,7 @@ def trainer_of(folder: Path, rows: Any, model: Any = None, **changes: Any) -> SF
     )  # fmt: skip
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_transform_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, rows)
 
 
-# --- figures ------------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_those_of_the_forward(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_logits_reach_the_metrics(tmp_path: Path) -> None:
     assert seen["shapes"][0] == (*seen["shapes"][1], 36)
 
 
-# --- the same losses as a plain loop ------------------------------------------------------------------------------------
+# --- the same losses as a plain loop --------------------------------------------------------------------------
 
 
 def plain_loop(model: Any, batches: list[list[Any]], rate: float) -> list[float]:
@@ -260,7 +260,7 @@ def test_fifty_updates_as_a_plain_loop(tmp_path: Path, packing: bool, lora: bool
     assert expected[-1] < expected[0] - 0.1
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------------------
 
 
 def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_training_dataset_is_required(tmp_path: Path) -> None:
         trainer_of(tmp_path, [{"text": "the cat", "image": 1}])
 
 
-# --- losses -------------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------------------
 
 
 def test_dft_weighs_each_term_by_its_probability(tmp_path: Path) -> None:

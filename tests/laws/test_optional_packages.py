@@ -41,7 +41,8 @@ HOMES: dict[str, set[str]] = {
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "bitsandbytes", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets", *TRACKERS,
+    "submitit", "fsspec", "peft", "bitsandbytes", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
+    *TRACKERS,
 }  # fmt: skip
 
 

@@ -73,9 +73,8 @@ def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
     if options.base is not None and not options.merge:
         problems.append(Problem("--base", options.base, "names the base of a merge; add --merge"))
     if options.merge and form != "hf":
-        problems.append(
-            Problem("--merge", options.target, "writes a folder for from_pretrained; name a folder as TARGET")
-        )
+        fix = "writes a folder for from_pretrained; name a folder as TARGET"
+        problems.append(Problem("--merge", options.target, fix))
     if options.merge and options.tensors == "optimizer":
         problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
     return problems

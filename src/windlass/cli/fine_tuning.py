@@ -101,7 +101,7 @@ def _quantization(recipe: Recipe) -> Any:
 
 
 def _trained_base(recipe: Recipe, tokenizer: Any, rows: Sequence[Any], args: Any) -> Path:
-    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings is there."""
+    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists."""
     from windlass.trainer.trainer import Trainer
 
     spec = recipe.base or BaseSpec()

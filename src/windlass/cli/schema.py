@@ -102,8 +102,8 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`, and of `SFTConfig` for the task
-    sft.
+    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`; for the task sft, of
+    `SFTConfig`.
     """
 
     task: str = setting("causal-lm", "what the model learns", choices=TASKS)

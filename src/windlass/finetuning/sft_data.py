@@ -138,6 +138,6 @@ def _check_transform(dataset: Any) -> None:
     if isinstance(format_of, Mapping) and format_of.get("type") == "custom":
         raise DataError(
             "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: the preparation would store "
-            "what the transform returned once. Pass dataset_kwargs={'skip_prepare_dataset': True} and let the transform "
-            "return tokenized rows, or use `Dataset.map()` before"
+            "what the transform returned once. Pass dataset_kwargs={'skip_prepare_dataset': True} and let the "
+            "transform return tokenized rows, or use `Dataset.map()` before"
         )
