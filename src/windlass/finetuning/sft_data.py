@@ -50,10 +50,10 @@ class SFTData:
         _check_transform(dataset)
         prepared = prepare_text(dataset, self.tokenizer, self._options(packing)).dataset
         if packing:
-            # All rows are packed together: batches of the default size leave a partly filled row each.
+            # Before and after packing: documents of one row are not neighbours, nor are rows.
             prepared = self._shuffled(prepared)
             assert self.args.max_length is not None  # checked with the options
-            return pack_dataset(prepared, self.args.max_length, self.args.packing_strategy)
+            prepared = pack_dataset(prepared, self.args.max_length, self.args.packing_strategy)
         return self._shuffled(prepared)
 
     def prepare_all(self, datasets: Any, packing: bool) -> Any:
