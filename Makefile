@@ -49,6 +49,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev

@@ -15,10 +15,10 @@ from typing import Any
 PACKAGES = ("torch", "windlass", "transformers", "accelerate", "lightning")
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Python's and each installed package's version."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -36,12 +36,12 @@ def processor() -> str:
     return match.group(1) if match else platform.machine()
 
 
-def facts() -> dict[str, Any]:
+def facts(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Date, machine and versions: without them a figure says nothing."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "versions": versions(),
+        "versions": versions(packages),
     }
 
 

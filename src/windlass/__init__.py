@@ -63,6 +63,7 @@ _HOMES = {
         "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification",
         "DataCollatorWithFlattening", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator",
     ),
+    "windlass.text.packing": ("pack_dataset",),
     "windlass.data.skip": ("skip_first_batches",),
     "windlass.optim.public": (
         "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",

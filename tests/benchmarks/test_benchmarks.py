@@ -53,7 +53,18 @@ def test_a_page_keeps_what_is_not_the_section(tmp_path: Path) -> None:
 
 def test_the_page_has_every_section() -> None:
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
-    for section in ("overhead", "startup", "distributed", "checkpoint", "contention", "resume", "gpu"):
+    sections = (
+        "overhead",
+        "startup",
+        "distributed",
+        "checkpoint",
+        "contention",
+        "resume",
+        "gpu",
+        "sft",
+        "loss-memory",
+    )
+    for section in sections:
         assert f"<!-- begin: {section} -->" in text
         assert f"<!-- end: {section} -->" in text
 
@@ -155,3 +166,25 @@ def test_mfu_of_a_known_case() -> None:
     assert gpu.mfu(it, None) == ""
     assert gpu.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
     assert gpu.peak_tflops("something else") is None
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_loss_is_measured(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    small = ("--vocabulary", "16000", "--tokens", "512", "--hidden", "64", "--rounds", "1")
+    _run(str(FOLDER / "loss_memory.py"), *small, "--json", str(raw))
+    figures = json.loads(raw.read_text())["contenders"]
+    # logits of 512 x 16000 floats, kept twice at least by a plain loss
+    assert figures["transformers"]["bytes"] > 2 * 512 * 16000 * 4
+    assert figures["windlass"]["bytes"] < figures["transformers"]["bytes"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["hand", "windlass_packed", "windlass_budget", "transformers_default", "trl_packed"]
+)
+def test_a_contender_of_fine_tuning_counts_its_updates(name: str) -> None:
+    done = _run(str(FOLDER / "sft_contenders.py"), name, "long tail", "5")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["updates"] == 5
+    assert figures["tokens_per_second"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from windlass.config.plan import DataPlan
 from windlass.core.errors import DataError
+from windlass.data.batch_reader import PassRequest
+from windlass.data.stream import SharedStream
 from windlass.text.packed_stream import PackedStream
 from windlass.text.packing import STRATEGIES
 
@@ -99,3 +103,29 @@ def test_epochs_reach_the_documents() -> None:
 def test_columns_of_other_lengths_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="document 1 of the stream"):
         list(PackedStream([{"input_ids": [1]}, bad], 8))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Documents, Stateless])
+def test_ranks_read_one_stream_and_continue_it(world: int, kind: Any) -> None:
+    lengths = [5, 3, 7, 2, 8, 6, 1, 4, 4, 3, 7, 5, 2, 6, 1] * 2
+    whole = [row["input_ids"] for row in _plain(PackedStream(kind(lengths), 8))]
+    total = len(whole) - len(whole) % world
+
+    def rows(wanted: PassRequest) -> tuple[list[list[int]], Any]:
+        per_rank, bookmark = [], None
+        for rank in range(world):
+            collate = lambda samples: [sample["input_ids"].tolist() for sample in samples]  # noqa: E731
+            stream = PackedStream(kind(lengths), 8)
+            reader = SharedStream(stream, collate, DataPlan(), row=world, world=world, rank=rank)
+            batches = list(reader.read(wanted))
+            per_rank.append([row for batch in batches if not batch.filler for row in batch.batch])
+            bookmark = batches[1].bookmark
+        joined = [row for row in itertools.chain(*itertools.zip_longest(*per_rank)) if row is not None]
+        return joined, bookmark
+
+    first, bookmark = rows(PassRequest(0))
+    assert first[:total] == whole[:total]
+    start = bookmark["position"]
+    again, _ = rows(PassRequest(0, start, bookmark))
+    assert again[: total - start] == whole[start:total]

@@ -243,7 +243,7 @@ def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> D
 
 def _split(states: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
     """(rows, heads, tokens, size) as (1, tokens, heads, size) of each document: the layout in which they are joined."""
-    return states.transpose(1, 2).flatten(0, 1)[None].split(lengths, dim=1)
+    return torch.split_with_sizes(states.transpose(1, 2).flatten(0, 1)[None], lengths, dim=1)
 
 
 class _Attend(NamedTuple):

@@ -88,7 +88,8 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         learning = torch.is_grad_enabled()
-        return LinearLoss(*_Fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
+        fused: Any = _Fused  # `apply` has no types
+        return LinearLoss(*fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
 
 
 class _Fused(torch.autograd.Function):
@@ -212,7 +213,7 @@ class _Sums:
         """
         options, smoothing = self._options, self._options.label_smoothing
         if self._class_weights is None:
-            weight, mean = torch.ones_like(log_share), 1.0
+            weight, mean = torch.ones_like(log_share), log_share.new_ones(())
         else:
             weight, mean = self._class_weights[classes], self._class_weights.mean()
         of_chosen = (1.0 - smoothing) * weight
