@@ -172,7 +172,7 @@ def main() -> None:
     found = facts()
     command = f"python benchmarks/text_preparation.py --rows {options.rows} --rounds {options.rounds}"
     text = f"{table(head, lines)}\n\n{caption(found, command)}"
-    report("text", text, {**found, "rows_per_second": figures}, options.write, options.json)
+    report("preparation", text, {**found, "rows_per_second": figures}, options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.text.tokenizers import TEMPLATES, byte_tokenizer, word_tokenizer
 
-from windlass.text.encoder import token_mask
+from windlass.text.encoder import token_ranges
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 
@@ -119,9 +119,10 @@ def test_spans_equal_those_of_the_templates_that_trl_marked_by_hand(name: str) -
         assert render(tokenizer, made, turns)[0] == render(tokenizer, original, turns)[0]
 
 
-def test_tokens_that_touch_a_span_are_in_the_mask() -> None:
+def test_tokens_that_touch_a_span_are_in_its_range() -> None:
     offsets = [(0, 0), (0, 2), (2, 5), (5, 5), (5, 6), (6, 8), (6, 8), (8, 9)]
-    assert token_mask(offsets, []) == [0] * 8
-    assert token_mask(offsets, [(2, 3), (6, 8)]) == [0, 0, 1, 0, 0, 1, 1, 0]
-    assert token_mask(offsets, [(1, 5)]) == [0, 1, 1, 0, 0, 0, 0, 0]
-    assert token_mask(offsets, [(0, 9)]) == [0, 1, 1, 0, 1, 1, 1, 1]
+    assert token_ranges(offsets, []) == []
+    assert token_ranges(offsets, [(2, 3), (6, 8)]) == [(2, 3), (5, 7)]
+    assert token_ranges(offsets, [(1, 5)]) == [(1, 3)]
+    assert token_ranges(offsets, [(0, 9)]) == [(1, 8)]
+    assert token_ranges(offsets, [(9, 9)]) == []

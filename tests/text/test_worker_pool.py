@@ -88,10 +88,10 @@ def test_a_script_without_a_main_guard_may_use_workers(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fatal(worker_pool.Part):
+    class Fatal(worker_pool.DatasetPart):
         def __reduce__(self) -> tuple[object, ...]:
             return os._exit, (7,)
 
-    monkeypatch.setattr(worker_pool, "Part", Fatal)
+    monkeypatch.setattr(worker_pool, "DatasetPart", Fatal)
     with pytest.raises(RuntimeError, match="ended with exit code 7"):
         prepare_text(ROWS, byte_tokenizer(CHATML), TWO)

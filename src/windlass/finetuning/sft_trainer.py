@@ -16,7 +16,7 @@ from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
-from windlass.finetuning.token_figures import TokenFigures
+from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
@@ -94,6 +94,7 @@ class SFTTrainer(Trainer):
             self.accelerator.process_index,
         )
         self.accelerator.register_for_checkpointing(self._figures)
+        self.add_callback(UpdateBorders(self._figures))
         if self.args.joins_rows:
             with self._documents_apart():
                 refuse_leaks(self.model)

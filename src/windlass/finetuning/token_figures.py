@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.types import State
 
 _SUMS = ("entropy", "correct", "targets", "aux_loss", "batches")
@@ -51,13 +53,25 @@ class TokenFigures:
         self._device = device
         self._sums = {training: self._zeros() for training in (True, False)}
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self._has_aux = False
+        self._has_aux = self._in_update = False
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(_SUMS), dtype=self._dtype, device=self._device)
 
+    def begin_update(self) -> None:
+        """Count what is added from now on."""
+        self._in_update = True
+
+    def end_update(self) -> None:
+        """Ignore training batches until the next update."""
+        self._in_update = False
+
     def add(self, batch: BatchSums, *, training: bool) -> None:
-        """Add the figures of one batch on this rank; tokens are counted in training only."""
+        """Add the figures of one batch on this rank; tokens are counted in training only, and only within an update:
+        the first batch is also run for measurements before.
+        """
+        if training and not self._in_update:
+            return
         aux = torch.zeros_like(batch.entropy) if batch.aux_loss is None else batch.aux_loss
         self._has_aux = self._has_aux or batch.aux_loss is not None
         values = (batch.entropy, batch.correct, batch.targets, aux, torch.ones_like(batch.entropy))
@@ -106,3 +120,16 @@ class TokenFigures:
         self._sums[True] = self._zeros()
         for state in mine:
             self._sums[True] += torch.tensor(state["sums"], dtype=self._dtype, device=self._device)
+
+
+class UpdateBorders(TrainerCallback):
+    """Calls the figures at the borders of updates."""
+
+    def __init__(self, figures: TokenFigures) -> None:
+        self._figures = figures
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._figures.begin_update()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._figures.end_update()

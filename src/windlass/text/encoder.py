@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -140,16 +142,20 @@ class RowEncoder:
 
     def _of_texts(self, rows: Sequence[Row], first: int) -> list[tuple[list[int], list[int]]]:
         texts, prompts, spans = self._rendered(rows, first)
-        ids, masks = self._tokens(texts, spans)
+        ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
             starts = [self._start(p, w) for p, w in zip(self._tokens(prompts, None)[0], ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
-            labels = [*([IGNORED] * starts[at]), *row[starts[at] :]]
-            if masks is not None:
-                self._check_assistant(any(masks[at]), first + at)
-                labels = [label if bit else IGNORED for label, bit in zip(labels, masks[at], strict=True)]
+            start = starts[at]
+            if ranges is None:
+                labels = [*([IGNORED] * start), *row[start:]]
+            else:
+                self._check_assistant(bool(ranges[at]), first + at)
+                labels = [IGNORED] * len(row)
+                for begin, end in ranges[at]:
+                    labels[max(begin, start) : end] = row[max(begin, start) : end]
             found.append((row, labels))
         return found
 
@@ -190,7 +196,7 @@ class RowEncoder:
 
     def _tokens(
         self, texts: list[str], spans: list[Spans] | None
-    ) -> tuple[list[list[int]], list[list[int]] | None]:
+    ) -> tuple[list[list[int]], list[Spans] | None]:
         # verbose=False: no warning of rows longer than the model's context, which are cut later
         encoded = self._tokenizer(
             texts,
@@ -202,7 +208,7 @@ class RowEncoder:
         if spans is None:
             return encoded["input_ids"], None
         return encoded["input_ids"], [
-            token_mask(offsets, where)
+            token_ranges(offsets, where)
             for offsets, where in zip(encoded["offset_mapping"], spans, strict=True)
         ]
 
@@ -255,19 +261,20 @@ class RowEncoder:
         return found
 
 
-def token_mask(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
-    """Return 1 for each token that has a character in a span, else 0.
+def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:
+    """Return the (first, last + 1) tokens that have a character in each span; empty ranges are left out.
 
     Args:
-        offsets: (start, end) characters of each token.
-        spans: (start, end) characters, in order and disjoint.
+        offsets: (start, end) characters of each token, in order.
+        spans: (start, end) characters.
     """
-    mask = [0] * len(offsets)
-    at = 0
+    found = []
     for start, end in spans:
-        while at < len(offsets) and offsets[at][1] <= start:
-            at += 1
-        while at < len(offsets) and offsets[at][0] < end:
-            mask[at] = int(offsets[at][1] > offsets[at][0])
-            at += 1
-    return mask
+        first = bisect_right(offsets, start, key=_last)
+        last = bisect_left(offsets, end, lo=first, key=_first)
+        if first < last:
+            found.append((first, last))
+    return found
+
+
+_first, _last = itemgetter(0), itemgetter(1)

@@ -46,7 +46,7 @@ class Failure:
     is_data: bool
 
 
-class Part:
+class DatasetPart:
     """The batches `first`, `first + step`, ... of a dataset.
 
     Args:
@@ -101,7 +101,7 @@ def encode(
     """
     workers = min(workers, -(-len(dataset) // BATCH))
     pool = _started(dataset, encoder, workers) if workers > 1 else None
-    source = Part(dataset).encoded(encoder) if pool is None else pool.batches()
+    source = DatasetPart(dataset).encoded(encoder) if pool is None else pool.batches()
     found: list[EncodedBatch] = []
     done = 0
     try:
@@ -123,7 +123,7 @@ def _started(dataset: Any, encoder: RowEncoder, workers: int) -> _Pool | None:
         return None
     pool = _Pool(workers)
     try:
-        pool.send([(encoder, Part(dataset, first, workers)) for first in range(workers)])
+        pool.send([(encoder, DatasetPart(dataset, first, workers)) for first in range(workers)])
     except (AttributeError, TypeError, ValueError, ImportError) as error:  # what pickling raises
         pool.close()
         _logger.warning(
@@ -150,7 +150,7 @@ class _Pool:
         self._to = [_connection(process.stdin, writes=True) for process in self._processes]
         self._from = [_connection(process.stdout, writes=False) for process in self._processes]
 
-    def send(self, parts: Sequence[tuple[RowEncoder, Part]]) -> None:
+    def send(self, parts: Sequence[tuple[RowEncoder, DatasetPart]]) -> None:
         for connection, part in zip(self._to, parts, strict=True):
             connection.send(list(sys.path))  # before what may have to be imported from there
             connection.send(part)
