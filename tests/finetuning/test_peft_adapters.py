@@ -169,3 +169,14 @@ def test_four_bits_train_on_a_cpu(tmp_path: Path) -> None:
     ).eval()
     with torch.no_grad():
         assert torch.allclose(read(ids()).logits, trainer.model.eval()(ids()).logits, atol=1e-6)
+
+
+def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
+    from windlass import SFTTrainer
+
+    name, four_bits, _ = quantized(tmp_path / "base")
+    with pytest.raises(ConfigError, match="does not divide weights of few bits"):
+        SFTTrainer(
+            name, small.arguments(tmp_path, fsdp="full_shard"), train_dataset=small.table(small.texts()),
+            quantization_config=four_bits, peft_config=lora(),
+        )  # fmt: skip

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from windlass.assemble.resolve import resolve_parallel
 from windlass.config.sft import SFTConfig
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.world import world_from_environment
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.base_model import open_model, open_tokenizer, set_special_tokens
-from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, let_gradients_in
+from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_data import SFTData, check_train_dataset, trains_on_completions
@@ -74,6 +77,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     )  # fmt: skip
     seed_all(args)  # new adapters are drawn from these generators
     model = open_model(given.model, args, given.quantization_config)
+    _check_sharding(args, model)
     processing_class = open_tokenizer(given.processing_class, model, args)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     new_tokens = adopt_template(args.chat_template_path, model, processing_class)
@@ -89,3 +93,10 @@ def build_sft_parts(given: Given) -> SFTParts:
     )
     data = SFTData(args, tokenizer, given.formatting_func, completion_only, own_collator)
     return SFTParts(args, model, processing_class, collator, data, router_weight)
+
+
+def _check_sharding(args: SFTConfig, model: nn.Module) -> None:
+    """Raise ConfigError for a quantized model under FSDP2, which cannot divide packed weights and their constants."""
+    if is_quantized(model) and resolve_parallel(args, world_from_environment()).dist.shard is not None:
+        fix = "does not divide weights of few bits; train without fsdp (each process holds the base), or do not quantize"
+        raise ConfigError(Problem("fsdp", args.fsdp, fix))
