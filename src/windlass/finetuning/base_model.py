@@ -155,7 +155,8 @@ def set_special_tokens(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Non
 
 
 def _write_to_configs(tokenizer: Any, model: nn.Module) -> None:
-    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for owner in (text, generation):
         if owner is None:

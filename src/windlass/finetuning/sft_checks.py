@@ -92,7 +92,7 @@ def router_coefficient(args: SFTConfig, model: Any) -> float:
     Raises:
         ConfigError: `router_aux_loss_coef` is set, and the model returns no router logits.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     given = args.router_aux_loss_coef
     if not hasattr(text, "output_router_logits"):

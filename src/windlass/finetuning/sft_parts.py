@@ -98,5 +98,5 @@ def build_sft_parts(given: Given) -> SFTParts:
 def _check_sharding(args: SFTConfig, model: nn.Module) -> None:
     """Raise ConfigError for a quantized model under FSDP2, which cannot divide packed weights and their constants."""
     if is_quantized(model) and resolve_parallel(args, world_from_environment()).dist.shard is not None:
-        fix = "does not divide weights of few bits; train without fsdp (each process holds the base), or do not quantize"
+        fix = "does not divide weights of few bits; train without fsdp (each process holds the base)"
         raise ConfigError(Problem("fsdp", args.fsdp, fix))

@@ -98,8 +98,9 @@ class SFTTrainer(Trainer):
         if self.args.joins_rows:
             with self._documents_apart():
                 refuse_leaks(self.model)
-        if hasattr(self.model, "add_model_tags"):
-            self.model.add_model_tags(_TAGS)
+        add_tags: Any = getattr(self.model, "add_model_tags", None)
+        if add_tags is not None:
+            add_tags(_TAGS)
         if is_peft_model(self.model):
             logger.info(describe_trained(self.model))
 
