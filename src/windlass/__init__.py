@@ -23,6 +23,16 @@ _HOMES = {
     "windlass.finetuning.seq2seq_trainer": ("Seq2SeqTrainer",),
     "windlass.finetuning.seq2seq_arguments": ("Seq2SeqTrainingArguments",),
     "windlass.config.arguments": ("TrainingArguments",),
+    "windlass.config.sft": ("SFTConfig",),
+    "windlass.finetuning.sft_trainer": ("SFTTrainer",),
+    "windlass.finetuning.templates": ("clone_chat_template",),
+    "windlass.finetuning.script_arguments": (
+        "DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments",
+    ),
+    "windlass.finetuning.from_flags": (
+        "get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+    ),
+    "windlass.finetuning.trl_parser": ("TrlParser",),
     "windlass.config.plugins": (
         "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
         "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",

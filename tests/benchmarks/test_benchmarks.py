@@ -79,6 +79,7 @@ def test_the_page_has_every_section() -> None:
         "gpu",
         "sft",
         "loss-memory",
+        "preparation",
     )
     for section in sections:
         assert f"<!-- begin: {section} -->" in text

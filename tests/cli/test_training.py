@@ -19,7 +19,7 @@ def test_becomes_arguments() -> None:
         ["parallel=fsdp", "parallel.fsdp.cpu_offload=true", "parallel.fsdp.layers=[Block]", "parallel.precision=bf16",
          "parallel.accumulation=3", "parallel.ddp.timeout=60", "parallel.cpu=true"],
     )  # fmt: skip
-    args = training_arguments(recipe.training)
+    args = training_arguments(recipe.training, recipe.task)
     assert (args.bf16, args.use_cpu, args.gradient_accumulation_steps, args.ddp_timeout) == (
         True,
         True,

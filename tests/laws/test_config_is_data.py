@@ -14,7 +14,8 @@ ENVIRONMENT_CALLS = {"setdefault", "update", "pop", "clear", "popitem", "__setit
 # `patch_environment` sets what it is asked to, for as long as its body runs.
 # The command line and the launchers set up the processes they start, and `dist` may hand torch what torch only reads
 # from there.
-MAY_WRITE_ENVIRONMENT = {"windlass.core.rng", "windlass.utils.environment"}
+# The last: `env` in the files of `TrlParser`.
+MAY_WRITE_ENVIRONMENT = {"windlass.core.rng", "windlass.utils.environment", "windlass.finetuning.trl_parser"}
 ROOMS_THAT_MAY_WRITE = {"dist", "cli", "launchers"}
 CONFIG = [m for m in modules() if m.room == "config"]
 

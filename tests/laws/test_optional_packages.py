@@ -25,7 +25,7 @@ HOMES: dict[str, set[str]] = {
         "transforms",
         "text",
         "finetuning",
-    },  # fmt: skip
+    },
     "tokenizers": {"cli"},
     "datasets": {"text"},
     "rich": {"callbacks", "cli"},

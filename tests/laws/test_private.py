@@ -20,7 +20,7 @@ _SHARDED = "FSDP2 keeps its groups of parameters there"
 _DEBUG = "what hangs can be found out here only"
 _DATASETS = "datasets keeps the parts of a stream there"
 _SUBMITIT = "submitit knows its parameters and writes its script there"
-_ARGPARSE = "argparse has no public name for this type"
+_ARGPARSE = "argparse has no public name for this type, or for the list of flags"
 _NAMED_TUPLE = "a public method of named tuples, whose names begin so lest they clash with fields"
 _LAYOUT = "transformers' models keep there what save_pretrained looks at, and nowhere else"
 _SCRIPTS = "a name that scripts know from their old library"
@@ -57,7 +57,7 @@ THIRD_PARTY = {
     "_name_or_path": "transformers' configurations remember there where they came from",
     **dict.fromkeys(("_ex_iterable", "_starting_state_dict", "_distributed", "_formatting"), _DATASETS),
     **dict.fromkeys(("_convert_mem", "_equivalence_dict", "_make_sbatch_string", "_valid_parameters"), _SUBMITIT),
-    **dict.fromkeys(("_ActionsContainer", "_SubParsersAction"), _ARGPARSE),
+    **dict.fromkeys(("_ActionsContainer", "_SubParsersAction", "_actions"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
     **dict.fromkeys(
         (

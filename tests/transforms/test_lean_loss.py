@@ -209,6 +209,24 @@ def test_an_adapter(caplog: Any) -> None:
     assert not _logged(caplog)
 
 
+def test_a_head_that_was_replaced_is_measured_again() -> None:
+    model = Own()
+    lean_causal_lm_loss(model, _words())
+    model.head = nn.Linear(6, 11, bias=False)
+    _same(model, lean_causal_lm_loss(model, _words())[0], model(**_words())["loss"])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_loss(in_place: bool, caplog: Any) -> None:
+    model = Own()
+    compiled: Any = torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+        compiled = model
+    _same(model, lean_causal_lm_loss(compiled, _words())[0], compiled(**_words())["loss"])
+    assert "compiled as a whole" in _logged(caplog)[0]
+
+
 def test_a_batch_without_labels_is_refused() -> None:
     with pytest.raises(ModelError, match="no labels"):
         lean_causal_lm_loss(Own(), {"input_ids": torch.zeros(1, 2)})

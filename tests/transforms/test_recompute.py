@@ -80,14 +80,14 @@ def assert_same_bits(model: nn.Module, apply: Callable[[], Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": False}])
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"offload": True}, {"selective": True}])
 def test_a_plain_module_has_the_same_gradients(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Plain()
     assert_same_bits(model, lambda: apply_recompute(model, options))
 
 
-@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}])
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"selective": True}])
 def test_a_hugging_face_model_has_the_same_gradients(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Llama()
@@ -101,6 +101,25 @@ def test_exactly_every_nth_block_runs_twice(every: int, calls: list[int]) -> Non
     model = apply_recompute(Plain(), {"every_n_layers": every})
     model(torch.zeros(1, 3, dtype=torch.long)).backward()
     assert [block.calls for block in model.blocks] == calls  # type: ignore[union-attr]
+
+
+def test_selective_recomputation_repeats_no_matrix_product() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts["products"] += func.name().partition(".")[0] in ("aten::mm", "aten::addmm")
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for options in (None, {"selective": True}, {}):
+        model, counts = Plain(), {"products": 0}
+        if options is not None:
+            apply_recompute(model, options)
+        with Products():
+            gradients(model)
+        found.append(counts["products"])
+    assert found[0] == found[1] < found[2]
 
 
 def test_activations_are_forgotten() -> None:
@@ -192,6 +211,7 @@ class Old(nn.Module):
         (Plain, {"every_n_layers": 0}, "every_n_layers=0: must be a whole number"),
         (Plain, {"every_n_layers": 1.5}, "every_n_layers=1.5: must be a whole number"),
         (Plain, {"use_reentrant": True}, "use_reentrant=True: re-entrant"),
+        (Old, {"selective": True, "use_reentrant": True}, "selective=True: does not work with use_reentrant"),
         (Plain, {"stride": 2}, "stride=2: known options"),
         (Unsupported, {}, "Unsupported does not support it"),
         (Old, {"every_n_layers": 2}, "Old.gradient_checkpointing_enable has no such option"),

@@ -32,6 +32,11 @@ _CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def peft_library(purpose: str) -> Any:
+    """The package peft. `purpose` completes the sentence "peft is needed to ..."."""
+    return require("peft", purpose)
+
+
 def base_part(name: str) -> str:
     """The shared part with the fingerprint and the buffers of the model `name`."""
     return BASE_STATE if name == "model" else f"{BASE_STATE}_{name}"
@@ -158,7 +163,7 @@ class KnownAdapter:
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
     """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own."""
-    peft = require("peft", "save a model's adapters")
+    peft = peft_library("save a model's adapters")
     picked = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
     inside = {id(tensor): name for name, tensor in state.items()}
     if not all(id(tensor) in inside for tensor in picked.values()):

@@ -90,6 +90,10 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--max-shard-size", metavar="SIZE", help="of a file in the folder (default: 5GB)")
     add("--dtype", choices=DTYPES, help="convert floating-point tensors")
     add("--tensors", choices=("model", "optimizer"), default="model", help="whose (default: model)")
+    add("--merge", action="store_true", help="add an adapter to the weights of its base, into a new folder")
+    add(
+        "--base", metavar="MODEL", help="name or folder of the base (default: the one that the adapter names)"
+    )
     add("--force", action="store_true", help="replace an earlier result")
 
 

@@ -23,6 +23,12 @@ def export_command(options: argparse.Namespace) -> int:
     target = Path(options.target).expanduser()
     form = options.format or ("safetensors" if target.suffix == ".safetensors" else "hf")
     how = _export_options(options, form)
+    if options.merge:
+        from windlass.finetuning.merging import merge_adapter
+
+        merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
+        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"))
+        return 0
     source = open_folder(local_path(options.checkpoint))
     if form == "hf":
         export_folder(source, target, how)
@@ -30,9 +36,13 @@ def export_command(options: argparse.Namespace) -> int:
     else:
         export_file(source, target, how)
         written = [target]
+    _say_sizes(written)
+    return 0
+
+
+def _say_sizes(written: list[Path]) -> None:
     for path in written:
         say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
-    return 0
 
 
 def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
@@ -45,6 +55,7 @@ def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
     if form == "safetensors" and options.max_shard_size is not None:
         fix = "divides the files of a folder: leave it out, or use --format hf"
         problems.append(Problem("--max-shard-size", options.max_shard_size, fix))
+    problems += _merge_problems(options, form)
     limit = MAX_SHARD_SIZE
     if options.max_shard_size is not None:
         try:
@@ -52,6 +63,18 @@ def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
         except ValueError as error:
             problems.append(Problem("--max-shard-size", options.max_shard_size, str(error)))
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     return ExportOptions(options.tensors, dtype, limit, options.force)
+
+
+def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
+    problems = []
+    if options.base is not None and not options.merge:
+        problems.append(Problem("--base", options.base, "names the base of a merge; add --merge"))
+    if options.merge and form != "hf":
+        fix = "writes a folder for from_pretrained; name a folder as TARGET"
+        problems.append(Problem("--merge", options.target, fix))
+    if options.merge and options.tensors == "optimizer":
+        problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
+    return problems

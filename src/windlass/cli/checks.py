@@ -9,7 +9,6 @@ from pathlib import Path
 
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import DataSpec, ModelSpec, Recipe, SampleSpec, TokenizerSpec
-from windlass.cli.training import GENERATION
 from windlass.config.nearest import nearest
 from windlass.core.errors import Problem
 
@@ -34,9 +33,11 @@ ONLY_FOR_TASK = {
     "block_size": ("causal-lm", "masked-lm"),
     "mlm_probability": ("masked-lm",),
     "image_size": ("image-classification",),
+    "prompt_column": ("sft",),
+    "completion_column": ("sft",),
 }
 # Formats without labels or targets, and the tasks that read them.
-PLAIN_TEXT = ("causal-lm", "masked-lm")
+PLAIN_TEXT = ("causal-lm", "masked-lm", "sft")
 TASKS_OF_FORMAT = {
     "txt": PLAIN_TEXT,
     "python-docs": PLAIN_TEXT,
@@ -61,7 +62,8 @@ def find_conflicts(recipe: Recipe, draft: RecipeDraft) -> list[Problem]:
     found = chain(
         _sources(recipe),
         _out_of_place(recipe),
-        _model_and_tokenizer(recipe.model, recipe.tokenizer, recipe.task),
+        _tuning(recipe),
+        _model_and_tokenizer(recipe.task, recipe.model, recipe.tokenizer),
         _tokenizer_of_images(recipe),
         _sample(recipe),
         _generation(recipe),
@@ -131,15 +133,45 @@ def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
             yield f"data.{name}", getattr(data, name), fix
 
 
-def _model_and_tokenizer(model: ModelSpec, tokenizer: TokenizerSpec, task: str) -> Iterator[Conflict]:
-    if (model.name is None) == (model.config is None):
+def _tuning(recipe: Recipe) -> Iterator[Conflict]:
+    data = recipe.data
+    if recipe.task != "sft":
+        for name in ("base", "adapter", "quantization"):
+            if getattr(recipe, name) is not None:
+                yield name, getattr(recipe, name), f"has no meaning for task {recipe.task}; leave it out"
+        return
+    if (data.prompt_column is None) != (data.completion_column is None):
+        missing = "prompt_column" if data.prompt_column is None else "completion_column"
+        yield f"data.{missing}", None, "prompts and completions need a column each; name both or neither"
+    if recipe.model.config is not None:
+        fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
+        yield "model.config", recipe.model.config, fix
+    if recipe.model.name is not None and recipe.base is not None:
+        yield (
+            "base",
+            "given",
+            f"is trained if no model is named; leave it out, or model.name={recipe.model.name}",
+        )
+    if recipe.quantization is not None and recipe.adapter is None:
+        fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
+        yield "quantization", recipe.quantization, fix
+
+
+def _model_and_tokenizer(task: str, model: ModelSpec, tokenizer: TokenizerSpec) -> Iterator[Conflict]:
+    builds_base = task == "sft" and model.name is None
+    if (model.name is None) == (model.config is None) and not builds_base:
         given = "both" if model.name is not None else "neither"
         yield "model", given, "give one: model.name (a pretrained model) or model.config (a new one)"
-    if model.config is not None and not isinstance(kind := model.config.get("model_type"), str):
+    if (
+        model.config is not None
+        and not builds_base
+        and not isinstance(kind := model.config.get("model_type"), str)
+    ):
         yield "model.config.model_type", kind, "set the kind of model: llama, bert, gpt2, ..."
     if tokenizer.name is not None and tokenizer.train is not None:
         yield "tokenizer", "both", "give one: tokenizer.name (an existing one) or tokenizer.train (a new one)"
-    if tokenizer.name is None and tokenizer.train is None and model.name is None and task != IMAGES:
+    needs_tokenizer = not builds_base and task != IMAGES
+    if tokenizer.name is None and tokenizer.train is None and model.name is None and needs_tokenizer:
         yield "tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name"
     if tokenizer.train is not None and tokenizer.train.lowercase and tokenizer.train.algorithm == "bpe":
         yield "tokenizer.train.lowercase", True, "is for wordpiece; byte-level bpe keeps every byte"
@@ -157,17 +189,13 @@ def _generation(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.task != "seq2seq":
         if recipe.metric is not None:
             yield "metric", recipe.metric, f"has no meaning for task {recipe.task}; leave it out"
-        for name in GENERATION:
-            if name in recipe.training:
-                fix = f"has no meaning for task {recipe.task}; leave it out"
-                yield f"training.{name}", recipe.training[name], fix
     elif recipe.metric is not None and not recipe.training.get("predict_with_generate"):
         fix = "is computed from generated text; leave training.predict_with_generate out"
         yield "metric", recipe.metric, fix
 
 
 def _sample(recipe: Recipe) -> Iterator[Conflict]:
-    if recipe.task != "causal-lm" and recipe.sample != SampleSpec():
+    if recipe.task == "classification" and recipe.sample != SampleSpec():
         yield "sample", recipe.sample.prompt, f"has no meaning for task {recipe.task}; leave it out"
 
 

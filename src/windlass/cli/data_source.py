@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.fine_tuning import tuning_rows, tuning_texts
 from windlass.cli.readers import read_records, texts
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec
@@ -50,10 +51,14 @@ def open_source(path: str, overrides: Sequence[str]) -> DataSource:
 
 def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
     recipe = load_recipe(path, overrides)
-    train, held = load_records(recipe, training_arguments(recipe.training).seed)
+    train, held = load_records(recipe, training_arguments(recipe.training, recipe.task).seed)
     column = recipe.data.text_column
     is_text = all(column in record for _, record in train)
-    tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
+    if recipe.task == "sft":
+        tokenizer = build_tokenizer(recipe, tuning_texts(train, recipe.data))
+        train, held = ([("", row) for row in tuning_rows(part, recipe.data)] for part in (train, held))
+    else:
+        tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
     settings: dict[str, Any] = {"dataset_text_field": column}
     if recipe.task == "classification":
         settings["max_length"] = recipe.data.max_length

@@ -86,9 +86,9 @@ def _try_output_folder(folder: Path, shown: str) -> None:
 
 
 def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
-    small = training_arguments({**recipe.training, **_small(folder)})
+    small = training_arguments({**recipe.training, **_small(folder)}, recipe.task)
     trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
-    full = training_arguments(recipe.training)
+    full = training_arguments(recipe.training, recipe.task)
     *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))

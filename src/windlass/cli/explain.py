@@ -89,7 +89,8 @@ def _of_recipe(path: str) -> Settings:
     from windlass.cli.recipe import load_recipe
     from windlass.cli.training import training_arguments
 
-    return from_arguments(training_arguments(load_recipe(path).training))
+    recipe = load_recipe(path)
+    return from_arguments(training_arguments(recipe.training, recipe.task))
 
 
 def _text(value: Any) -> str:

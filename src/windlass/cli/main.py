@@ -48,6 +48,7 @@ _COMMANDS = {
     "launch": ("launch_command", "launch_command", "start a script in many processes"),
     "run": ("run_command", "run_command", "run a script of transformers or accelerate on this engine"),
     "config": ("config_command", "config_command", "write the file that a launch reads"),
+    "convert-config": ("convert_config", "convert_command", "turn a TRL, Axolotl or LLaMA-Factory file into a recipe"),
     "explain": ("explain", "explain_command", "print the source of a setting's value"),
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory of a model"),

@@ -46,7 +46,7 @@ def _entry(name: str, value: Any, default: Any, doc: str, indent: str) -> Iterat
 def _training(recipe: Recipe) -> Iterator[str]:
     from windlass.config.arguments import describe
 
-    for name, value, is_default in describe(training_arguments(recipe.training)):
+    for name, value, is_default in describe(training_arguments(recipe.training, recipe.task)):
         if not is_secret_name(name):
             yield _line(f"  {name}: {one_line(_plain(value))}", "", changed=not is_default)
 

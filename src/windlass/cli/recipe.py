@@ -46,10 +46,10 @@ def load_recipe(
         training.setdefault("predict_with_generate", recipe.metric is not None)
     recipe = replace(recipe, training=training)
     problems += [conflict for conflict in find_conflicts(recipe, draft) if not _follows(conflict, problems)]
-    problems += training_problems(recipe.training, draft)
+    problems += training_problems(recipe.training, recipe.task, draft)
     if problems:
         raise ConfigError(problems)
-    return replace(recipe, training=coerced(recipe.training))
+    return replace(recipe, training=coerced(recipe.training, recipe.task))
 
 
 def _own_data(draft: RecipeDraft, overrides: Sequence[str]) -> str | None:

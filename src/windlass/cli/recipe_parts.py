@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windlass.callbacks.report import ReportCallback
 from windlass.checkpoint.store import Store
+from windlass.cli.fine_tuning import build_sft_trainer, tuning_rows, tuning_texts
 from windlass.cli.images import Images, load_images
 from windlass.cli.modelling import build_model
 from windlass.cli.readers import Record, read_records, texts
@@ -40,7 +41,7 @@ from windlass.data.collators import (
     default_data_collator,
 )
 
-Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images
+Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images | list[dict[str, Any]]
 # Of the texts generated before and after training, so that only the training differs.
 SEED = 0
 
@@ -71,6 +72,9 @@ def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path |
         return RecipeParts(recipe, None, images, held_images, labels)
     train, held = load_records(recipe, args.seed)
     data = recipe.data
+    if recipe.task == "sft":
+        tokenizer = build_tokenizer(recipe, tuning_texts(train, data), saved_tokenizer)
+        return RecipeParts(recipe, tokenizer, tuning_rows(train, data), tuning_rows(held, data) or None, [])
     columns = (data.text_column, data.target_column) if recipe.task == "seq2seq" else (data.text_column,)
     text = [text for column in columns for text in texts(train, column)]
     tokenizer = build_tokenizer(recipe, text, saved_tokenizer)
@@ -105,10 +109,16 @@ def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
 
 
 def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
-    """Return a `Trainer` with new weights (seeded by `args.seed`) or those of the named model."""
+    """Return a `Trainer` with new weights (seeded by `args.seed`) or those of the named model; for the tasks sft and
+    seq2seq their own.
+    """
     from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer
     from windlass.trainer.trainer import Trainer
 
+    if parts.recipe.task == "sft":
+        tuner = build_sft_trainer(parts.recipe, parts.tokenizer, parts.train, parts.evaluation, args)
+        tuner.add_callback(ReportCallback(run_folder(args)))
+        return tuner
     set_seed(args.seed)
     recipe = parts.recipe
     shape = parts.train.shape if isinstance(parts.train, Images) else None

@@ -11,12 +11,13 @@ from typing import Any
 
 from windlass.config.sections.setting import Range, at_least, between, setting
 
-TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification")
+TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification", "sft")
 FORMATS = (
     "auto", "jsonl", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
 )  # fmt: skip
 METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
+QUANTIZATIONS = ("nf4", "fp4", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
 
@@ -38,6 +39,8 @@ class DataSpec:
     text_column: str = setting("text", "column (jsonl key) with the text")
     label_column: str = setting("label", "column (jsonl key) with the class; classification only")
     target_column: str = setting("target", "column (jsonl key) with the text to generate; seq2seq only")
+    prompt_column: str | None = setting(None, "column (jsonl key) with the prompt; sft only")
+    completion_column: str | None = setting(None, "column (jsonl key) with the answer to it; sft only")
     block_size: int = setting(256, "tokens in a sample; causal-lm and masked-lm only", bounds=at_least(2))
     max_length: int = setting(
         128, "longer texts are cut to so many tokens; classification and seq2seq only", bounds=at_least(4)
@@ -89,8 +92,19 @@ class TokenizerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseSpec:
+    """A small model that is trained on the same text first, as the model to tune; sft without a model only."""
+
+    config: dict[str, Any] = setting({}, "as in its config.json; replaces keys of a small llama")
+    block_size: int = setting(256, "tokens in a training sample", bounds=at_least(2))
+    max_steps: int = setting(300, "updates", bounds=at_least(1))
+    batch_size: int = setting(8, "samples per process and forward", bounds=at_least(1))
+    learning_rate: float = setting(3e-3, "learning rate at the end of warm-up", bounds=_NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """The text generated before and after training; causal-lm only."""
+    """The text generated before and after training; not for classification."""
 
     prompt: str | None = setting(None, "text to continue; null = generate nothing")
     max_new_tokens: int = setting(40, "length of the continuation, in tokens", bounds=at_least(1))
@@ -99,7 +113,9 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`."""
+    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`; for the task sft, of
+    `SFTConfig`.
+    """
 
     task: str = setting("causal-lm", "what the model learns", choices=TASKS)
     data: DataSpec = field(default_factory=DataSpec)
@@ -107,6 +123,13 @@ class Recipe:
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     metric: str | None = setting(
         None, "of generated text, and for load_best_model_at_end; seq2seq only", choices=METRICS
+    )
+    base: BaseSpec | None = setting(None, "sft without a model: a small one is trained first")
+    adapter: dict[str, Any] | None = setting(
+        None, "sft only: train a LoRA adapter; options of peft.LoraConfig, such as {r: 8}"
+    )
+    quantization: str | None = setting(
+        None, "sft only: load the model in few bits (bitsandbytes)", choices=QUANTIZATIONS
     )
     sample: SampleSpec = field(default_factory=SampleSpec)
     parallel: dict[str, Any] = setting(
@@ -129,6 +152,7 @@ NESTED: dict[tuple[type, str], type] = {
     (Recipe, "data"): DataSpec,
     (Recipe, "model"): ModelSpec,
     (Recipe, "tokenizer"): TokenizerSpec,
+    (Recipe, "base"): BaseSpec,
     (Recipe, "sample"): SampleSpec,
     (TokenizerSpec, "train"): TokenizerTraining,
 }

@@ -15,6 +15,7 @@ from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS, ROUGE
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 
 WIDTH = 100
 MARGIN = 15
@@ -60,9 +61,14 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
     vocabulary = "" if parts.tokenizer is None else f", vocabulary {len(parts.tokenizer):,}"
     return (
         f"Model       {config.model_type}, {count(size)} parameters{vocabulary}\n"
+        f"{_adapter(trainer.model)}"
         f"Data        {_amount(parts.train)}, {held}\n"
         f"Output      {trainer.args.output_dir}"
     )
+
+
+def _adapter(model: Any) -> str:
+    return f"Adapter     {describe_trained(model)}\n" if is_peft_model(model) else ""
 
 
 def _amount(data: Any) -> str:

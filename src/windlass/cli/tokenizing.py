@@ -16,8 +16,10 @@ CLASSIFIER_TOKENS = {
     "pad_token": PAD, "unk_token": UNKNOWN, "cls_token": CLASS, "sep_token": SEPARATOR, "mask_token": MASK,
 }  # fmt: skip
 TRANSLATOR_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END_OF_TEXT}
+WRITER_TOKENS = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
 SPECIAL_TOKENS = {
-    "causal-lm": {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT},
+    "causal-lm": WRITER_TOKENS,
+    "sft": WRITER_TOKENS,
     "classification": CLASSIFIER_TOKENS,
     "masked-lm": CLASSIFIER_TOKENS,
     "seq2seq": TRANSLATOR_TOKENS,
@@ -38,6 +40,8 @@ def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = N
     """
     transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
+    if recipe.task == "sft" and recipe.tokenizer.name is None and recipe.model.name is None:
+        training = training or TokenizerTraining()
     if training is not None and saved is not None:
         return transformers.AutoTokenizer.from_pretrained(str(saved))
     if training is not None:
@@ -63,7 +67,7 @@ def _with_padding(tokenizer: Any) -> Any:
 def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> Any:
     algorithm = training.algorithm
     if algorithm == "auto":
-        algorithm = "bpe" if task in ("causal-lm", "seq2seq") else "wordpiece"
+        algorithm = "bpe" if task in ("causal-lm", "seq2seq", "sft") else "wordpiece"
     special = SPECIAL_TOKENS[task]
     specials = list(dict.fromkeys(special.values()))
     if algorithm == "bpe":

@@ -28,7 +28,7 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     if options.print_config:
         say(render_config(recipe), end="")
         return 0
-    args = training_arguments(recipe.training)
+    args = training_arguments(recipe.training, recipe.task)
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
     try:

@@ -14,35 +14,34 @@ from windlass.config.parallel import from_recipe
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
-from windlass.config.sections.generation import GenerationSection
+from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 
 _ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with the flag or a launch file"
-
-
-GENERATION = tuple(item.name for item in fields(GenerationSection))
+# The tasks with arguments of their own.
+_KINDS: dict[str, type[TrainingArguments]] = {"sft": SFTConfig, "seq2seq": Seq2SeqTrainingArguments}
 
 
 def training_fields() -> list[str]:
-    """Return the keys of the `training` section."""
-    return [item.name for item in fields(Seq2SeqTrainingArguments) if item.init]
+    """Return the keys of the `training` section of any task."""
+    kinds = (TrainingArguments, *_KINDS.values())
+    return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
 
 
-def _kind(values: Mapping[str, Any]) -> type[TrainingArguments]:
-    """The class of arguments that has all these fields."""
-    return TrainingArguments if values.keys().isdisjoint(GENERATION) else Seq2SeqTrainingArguments
+def _kind_of(task: str) -> type[TrainingArguments]:
+    return _KINDS.get(task, TrainingArguments)
 
 
-def coerced(values: Mapping[str, Any]) -> dict[str, Any]:
+def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
-    return coerce(_kind(values), values)
+    return coerce(_kind_of(task), values)
 
 
-def training_arguments(values: Mapping[str, Any]) -> TrainingArguments:
-    """Return the arguments of a checked recipe."""
-    return _kind(values)(**coerced(values))
+def training_arguments(values: Mapping[str, Any], task: str) -> TrainingArguments:
+    """Return the arguments of a checked recipe, of the class that the task has."""
+    return _kind_of(task)(**coerced(values, task))
 
 
 def run_folder(args: TrainingArguments) -> Path:
@@ -51,10 +50,14 @@ def run_folder(args: TrainingArguments) -> Path:
     return local_folder(args.output_path)
 
 
-def training_problems(values: Mapping[str, Any], draft: RecipeDraft) -> list[Problem]:
-    """Return the problems that `TrainingArguments` reports, with the place in the recipe."""
+def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) -> list[Problem]:
+    """Return the problems that the task's arguments report, with the place in the recipe."""
+    foreign = values.keys() - {item.name for item in fields(_kind_of(task))}
+    if foreign:
+        fix = f"has no meaning for task {task}; leave it out"
+        return [Problem(draft.label("training", name), values[name], fix) for name in sorted(foreign)]
     try:
-        training_arguments(values)
+        training_arguments(values, task)
     except ConfigError as error:
         return [
             Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)

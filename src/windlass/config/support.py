@@ -25,6 +25,7 @@ from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.generation import GenerationSection
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
+from windlass.config.sft import SFTConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,14 @@ SECTIONS: dict[str, Table] = {
     "Seq2SeqTrainingArguments": _declared(GenerationSection),
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _helpers(Helpers, Setters),
+    "SFTConfig": {name: row for name, row in _declared(SFTConfig).items() if name in vars(SFTConfig)},
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),
     "report_to": _table((*rows.TRACKERS, "all"), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)),
     "Trainer constructor": _table(rows.CONSTRUCTOR.split(), rows.CONSTRUCTOR_MAPPED),
+    "SFTTrainer constructor": _table(rows.TUNER.split(), rows.TUNER_MAPPED),
+    "Names of TRL": _table(rows.TRL_NAMES.split(), rows.TRL_MAPPED, rows.TRL_REFUSED),
     "Trainer methods": _table(rows.METHODS.split(), rows.METHODS_MAPPED, rows.METHODS_REFUSED),
     "Seq2SeqTrainer": _table(rows.SEQ2SEQ.split()),
     "Callbacks": _table(rows.CALLBACKS.split(), {}, rows.CALLBACKS_REFUSED),

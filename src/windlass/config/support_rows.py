@@ -63,6 +63,35 @@ callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics
 """
 CONSTRUCTOR_MAPPED = {"tokenizer": "is now processing_class", "callback": "is used as callbacks"}
 
+TUNER = """
+model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizers
+optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config formatting_func
+"""
+TUNER_MAPPED = {
+    "compute_loss_func": "is used, with a warning and a second forward for the figures; override compute_loss instead",
+    "tokenizer": "is now processing_class",
+    "dataset_text_field": "is now a field of SFTConfig",
+    "max_seq_length": "is now max_length of SFTConfig",
+    "packing": "is now a field of SFTConfig",
+}
+TRL_NAMES = """
+SFTTrainer SFTConfig ModelConfig ScriptArguments DatasetMixtureConfig TrlParser get_dataset get_peft_config
+get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
+maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
+maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset
+"""
+TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-config FILE` makes one"}
+_NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
+TRL_REFUSED = {
+    **dict.fromkeys(
+        ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
+        _NOT_TUNING,
+    ),
+    "prepare_multimodal_messages": "is not built: images are not trained on yet",
+    "add_response_schema": "is not built: answers are not parsed",
+    "supports_tool_calling": "is not built; render a conversation with tools, and compare",
+}
+
 METHODS = """
 train evaluate predict evaluation_loop prediction_step training_step compute_loss compute_loss_context_manager
 autocast_smart_context_manager create_optimizer create_scheduler create_optimizer_and_scheduler

@@ -1,1 +1,1 @@
-"""Trainers for one kind of task, on `Trainer`."""
+"""Fine-tuning on `Trainer`: `SFTTrainer`, `Seq2SeqTrainer`, adapters, and the names that scripts of TRL use."""

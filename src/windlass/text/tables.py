@@ -80,3 +80,8 @@ def _chunks(rows: TokenRows, most: int = 2**30) -> Iterator[tuple[int, int]]:
         last = max(last, first + 1)
         yield first, last
         first = last
+
+
+def datasets_library(purpose: str) -> Any:
+    """The package datasets. `purpose` completes the sentence "datasets is needed to ..."."""
+    return require("datasets", purpose)

@@ -144,7 +144,11 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-            if value is not None and config is not None and getattr(config, name, value) != value:
+            given = getattr(config, name, value)
+            ends_too = (
+                isinstance(given, (list, tuple)) and value in given
+            )  # one of several tokens that end a text
+            if value is not None and config is not None and given != value and not ends_too:
                 setattr(config, name, value)
                 changed[name] = value
     if changed:

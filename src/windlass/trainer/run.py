@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ class Run:
 
     Args:
         manager: of the checkpoints in `folder`.
-        registered: objects of the script's own that are saved with the run, one state per rank.
+        registered: objects of the script's own that are saved with the run, one state per rank. A method `adopt` of
+            them gets the states of all ranks if their number has changed.
         pad_token: the id that input counts leave out; None if there is none.
     """
 
@@ -165,6 +166,10 @@ class Run:
         self.ledger.load_state_dict(merged_ledger(states, mine=self._gang.rank == 0))
 
     def _take_over(self, owner: Stateful, states: list[State]) -> None:
+        adopt: Callable[[list[State]], None] | None = getattr(owner, "adopt", None)
+        if adopt is not None:
+            adopt(states)
+            return
         logger.warning(
             "%d process(es) saved a state of a registered object, this run has %d: each takes that of its rank, "
             "further ones that of rank 0", len(states), self._gang.size

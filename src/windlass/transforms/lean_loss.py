@@ -75,7 +75,7 @@ def lean_causal_lm_loss(
     if inputs.get("shift_labels", inputs.get("labels")) is None:
         raise ModelError(f"the batch has the keys {sorted(inputs)}, and no labels to compute a loss from")
     core = _core(model)
-    head = _Head.of(core)
+    head = _Head.of(model, core)
     found = None if head is None else head.found(model, inputs, options)
     if found is None:
         return _own_loss(model, core, inputs, num_items_in_batch, options, router_aux_loss_coef)
@@ -106,6 +106,16 @@ def _core(model: nn.Module) -> nn.Module:
     )
 
 
+def _is_compiled(model: nn.Module, core: nn.Module) -> bool:
+    """Return True if a graph of the whole forward was or will be made: it would be made again for every loss."""
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return True
+        if module is core:
+            break
+    return False
+
+
 def _coefficient(core: nn.Module) -> float:
     return float(getattr(getattr(core, "config", None), "router_aux_loss_coef", 0.0))
 
@@ -127,18 +137,21 @@ class _Head:
         self._measure(core, head)
 
     @classmethod
-    def of(cls, core: nn.Module) -> _Head | None:
-        """The head of a model, measured once; None if only the model's own loss is exact."""
-        if core not in cls._known:
-            cls._known[core] = cls._measured(core)
+    def of(cls, model: nn.Module, core: nn.Module) -> _Head | None:
+        """The head of a model, measured once for each head; None if only the model's own loss is exact."""
+        head = core.get_output_embeddings()  # type: ignore[operator]
+        known = cls._known.get(core)
+        if core not in cls._known or (known is not None and known._head() is not head):
+            cls._known[core] = cls._measured(model, core, head)
         return cls._known[core]
 
     @classmethod
-    def _measured(cls, core: nn.Module) -> _Head | None:
-        head = core.get_output_embeddings()  # type: ignore[operator]
+    def _measured(cls, model: nn.Module, core: nn.Module, head: Any) -> _Head | None:
         try:
             if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
                 raise _InexactError(f"its head is a {type(head).__name__}, not a plain linear layer")
+            if _is_compiled(model, core):
+                raise _InexactError("it is compiled as a whole; compile its layers")
             return cls(core, head)
         except _InexactError as reason:
             _log(core, reason)

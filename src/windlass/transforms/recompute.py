@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.core.errors import ConfigError, Problem
 
 _FIELD = "activation_checkpointing_kwargs"
-_PLAIN_OPTIONS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
+_PLAIN_OPTIONS = (
+    "every_n_layers", "offload", "selective", "use_reentrant", "preserve_rng_state", "determinism_check",
+)  # fmt: skip
+_KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear")
 
 
 def apply_recompute(
@@ -33,7 +36,8 @@ def apply_recompute(
 
     Args:
         options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep saved tensors on the host)
-            and arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+            `selective` (keep the results of matrix products and attention, which take longest to recompute) and
+            arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
         blocks: the blocks of a module without such a method; empty: its repeated blocks.
 
     Raises:
@@ -42,12 +46,24 @@ def apply_recompute(
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
     offload = bool(chosen.pop("offload", False))
+    if chosen.pop("selective", False):
+        if chosen["use_reentrant"]:
+            fix = "does not work with use_reentrant=True; leave one of the two out"
+            raise ConfigError(Problem(f"{_FIELD}.selective", True, fix))
+        chosen["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keeps)
     switch = _own_switch(model)
     if switch is not None:
         _use_own_switch(model, switch, chosen, every, offload)
     else:
         _wrap_blocks(model, blocks, chosen, every, offload)
     return model
+
+
+def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether selective recomputation keeps the result of an operation."""
+    name = operation.name() if hasattr(operation, "name") else str(operation)
+    keeps = name.removeprefix("aten::").partition(".")[0] in _KEPT or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _whole_stride(value: Any) -> int:
@@ -107,7 +123,8 @@ def _wrap_blocks(
 
 def _check_plain_options(chosen: Mapping[str, Any]) -> None:
     takes = f"known options: {', '.join(_PLAIN_OPTIONS)}"
-    problems = [Problem(f"{_FIELD}.{k}", v, takes) for k, v in chosen.items() if k not in _PLAIN_OPTIONS]
+    known = (*_PLAIN_OPTIONS, "context_fn")
+    problems = [Problem(f"{_FIELD}.{k}", v, takes) for k, v in chosen.items() if k not in known]
     if chosen["use_reentrant"]:
         fix = "re-entrant recomputation loses gradients of blocks called by keyword; leave it False"
         problems.append(Problem(f"{_FIELD}.use_reentrant", True, fix))

@@ -35,13 +35,18 @@ def bnb_ademamix(plan: OptimizerPlan) -> Recipe:
     return _recipe(plan, "AdEMAMix", ademamix_options(plan))
 
 
+def bitsandbytes_library(purpose: str) -> Any:
+    """The package, with `optim` in it; `purpose` completes the sentence "... is needed to <purpose>"."""
+    return require("bitsandbytes", purpose)
+
+
 def bnb_rmsprop(plan: OptimizerPlan) -> Recipe:
     known = {"alpha": float, "eps": float}
     return _recipe(plan, "RMSprop", read_options(plan.name, plan.options, known), pages=False)
 
 
 def _recipe(plan: OptimizerPlan, name: str, options: dict[str, Any], pages: bool = True) -> Recipe:
-    library = require("bitsandbytes.optim", f"use optim={plan.name!r}")
+    library = bitsandbytes_library(f"use optim={plan.name!r}").optim
     kwargs = {"lr": plan.learning_rate, **options, "optim_bits": 8 if "8bit" in plan.name else 32}
     if pages:
         kwargs["is_paged"] = "paged" in plan.name

@@ -1,0 +1,175 @@
+"""The model and the tokenizer of an `SFTTrainer`: loaded by name, built from a config, or given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.config.sft import SFTConfig
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.logs import get_job_logger
+from windlass.core.optional import require
+from windlass.optim.optimizers.bnb import bitsandbytes_library
+
+logger = get_job_logger(__name__)
+
+_PURPOSE = "fine-tune a language model"
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def open_model(model: Any, args: SFTConfig, quantization_config: Any) -> nn.Module:
+    """Return the model to tune.
+
+    Args:
+        model: a module; a name or folder, which is loaded with the class that its config names, in float32 unless
+            `model_init_kwargs["dtype"]` is set; or a config of transformers, for new weights.
+        quantization_config: how a loaded model is quantized.
+
+    Raises:
+        ConfigError: `quantization_config` is given twice, or a wrong dtype.
+        ModelError: the model cannot be loaded.
+    """
+    if isinstance(model, nn.Module):
+        _warn_of_unused(args, quantization_config)
+        return model
+    transformers = require("transformers", _PURPOSE)
+    if isinstance(model, transformers.PreTrainedConfig):
+        _warn_of_unused(args, quantization_config)
+        built: nn.Module = transformers.AutoModelForCausalLM.from_config(model, dtype=torch.float32)
+        return built
+    if not isinstance(model, str):
+        fix = "give a model, its name or folder, or a config of transformers"
+        raise ConfigError(Problem("model", type(model).__name__, fix))
+    return load_model(model, _load_options(args, quantization_config))
+
+
+def load_model(name: str, options: dict[str, Any]) -> nn.Module:
+    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    transformers = require("transformers", _PURPOSE)
+    of_config = {
+        k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")
+    }
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **of_config)
+        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        loaded: nn.Module = kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+    return loaded
+
+
+def _load_options(args: SFTConfig, quantization_config: Any) -> dict[str, Any]:
+    options = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    if quantization_config is not None:
+        if "quantization_config" in options:
+            fix = (
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`; set it in "
+                "one place, preferably as a trainer argument"
+            )
+            raise ConfigError(Problem("quantization_config", type(quantization_config).__name__, fix))
+        options["quantization_config"] = quantization_config
+    if type(options.get("quantization_config")).__name__ == "BitsAndBytesConfig":
+        bitsandbytes_library("load a model in few bits")
+    options["dtype"] = _dtype(options.get("dtype", "float32"))
+    options.setdefault("trust_remote_code", args.trust_remote_code)
+    return options
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype) or value in ("auto", None):
+        return value
+    if value in _DTYPES:
+        return getattr(torch, value)
+    raise ConfigError(Problem("model_init_kwargs.dtype", value, f"use 'auto' or one of {', '.join(_DTYPES)}"))
+
+
+def _warn_of_unused(args: SFTConfig, quantization_config: Any) -> None:
+    for name, value in (
+        ("model_init_kwargs", args.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
+        if value is not None:
+            logger.warning("%s is ignored: the model is not loaded by name", name)
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def name_of(model: Any) -> str:
+    """The name or folder of a model, given as a name, a config or a module; empty if it has none."""
+    config = getattr(model, "config", model)
+    return model if isinstance(model, str) else str(getattr(config, "_name_or_path", "") or "")
+
+
+def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Any:
+    """Return the given tokenizer, or the one in the folder or repository of the model.
+
+    Raises:
+        ConfigError: there is none, or what is given is neither a tokenizer nor a processor with one.
+    """
+    transformers = require("transformers", _PURPOSE)
+    if tokenizer is None:
+        name = name_of(model)
+        options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name, revision=options.get("revision", "main"), trust_remote_code=args.trust_remote_code
+            )
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            where = f"in {name!r}" if name else "because the model has no name"
+            fix = f"no tokenizer was found {where}; pass processing_class=tokenizer"
+            raise ConfigError(Problem("processing_class", None, fix)) from error
+    inner = getattr(tokenizer, "tokenizer", tokenizer)
+    if not isinstance(inner, transformers.PreTrainedTokenizerBase):
+        fix = "must be either a `PreTrainedTokenizerBase` or a `ProcessorMixin`"
+        raise TypeError(f"The `processing_class` {fix}, and is {type(tokenizer).__name__}")
+    return tokenizer
+
+
+def set_special_tokens(tokenizer: Any, model: nn.Module, args: SFTConfig) -> None:
+    """Set the eos token and the padding token of the arguments on the tokenizer and in the model's configurations.
+
+    Raises:
+        ConfigError: a token is not in the vocabulary, or the tokenizer has neither a pad nor an eos token.
+    """
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
+            fix = f"is not found in the vocabulary of the given tokenizer ({type(tokenizer).__name__})"
+            raise ConfigError(Problem(name, token, fix))
+        setattr(tokenizer, name, token)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            fix = "the tokenizer has neither a pad token nor an eos token; set tokenizer.pad_token or args.eos_token"
+            raise ConfigError(Problem("processing_class", type(tokenizer).__name__, fix))
+        tokenizer.pad_token = tokenizer.eos_token
+    _write_to_configs(tokenizer, model)
+
+
+def _write_to_configs(tokenizer: Any, model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner in (text, generation):
+        if owner is None:
+            continue
+        owner.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.eos_token_id is not None:
+            owner.eos_token_id = tokenizer.eos_token_id if owner is text else _with_first(owner, tokenizer)
+
+
+def _with_first(generation: Any, tokenizer: Any) -> Any:
+    """The tokens that end a generated text, the tokenizer's first; any of them ends it."""
+    given = generation.eos_token_id
+    ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+    first = tokenizer.eos_token_id
+    return first if ids in ([], [first]) else [first, *(i for i in ids if i != first)]

@@ -1,0 +1,157 @@
+"""Adapters of peft on a model: checks before they are made, and what a quantized base needs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.checkpoint.adapters import peft_library
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
+
+logger = get_job_logger(__name__)
+
+_PURPOSE = "train adapters"
+_SHOWN = 8
+# Models that have the hooks: the method of transformers adds them again at each call.
+_LET_IN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return True if adapters of peft are on the model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def is_quantized(model: Any) -> bool:
+    """Return True if the weights of the model are stored in fewer bits than they are computed in."""
+    return getattr(model, "quantization_method", None) is not None
+
+
+def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn.Module:
+    """Put an adapter on `model` and freeze the rest.
+
+    Args:
+        peft_config: a `PeftConfig`, such as `LoraConfig`.
+        new_tokens: ids that were added to the vocabulary; their embeddings are trained too.
+
+    Raises:
+        TypeError: it is not a `PeftConfig`.
+        ValueError: the model has adapters already.
+        ConfigError: its target modules are not in the model.
+    """
+    peft = peft_library(_PURPOSE)
+    if not isinstance(peft_config, peft.PeftConfig):
+        raise TypeError(
+            "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
+            f"{type(peft_config).__name__}"
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "You passed a `PeftModel` instance together with a `peft_config` to the trainer. First merge and unload "
+            "the existing adapter, save the resulting base model, and pass that with the new `peft_config`"
+        )
+    if new_tokens:
+        _train_new_tokens(peft_config, new_tokens)
+    _check_targets(model, peft_config)
+    if is_quantized(model):
+        prepare_quantized(model)
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, peft_config)
+    except ValueError as error:
+        if "not found in the base model" in str(error):
+            raise ConfigError(_target_problem(model, peft_config, "matches no module")) from error
+        if "specify `target_modules`" in str(error):
+            raise ConfigError(
+                _target_problem(model, peft_config, "is needed: peft has no default")
+            ) from error
+        raise
+    return adapted
+
+
+def prepare_quantized(model: nn.Module) -> None:
+    """Freeze a quantized base, and keep its norms in float32 (arXiv:2305.14314). A second call changes nothing.
+
+    Biases and norms are one-dimensional; embeddings and the head keep their dtype.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim == 1 and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def let_gradients_in(model: nn.Module) -> None:
+    """Let gradients flow from the first block on: reentrant recomputation drops them if no input of a block requires
+    one. A second call changes nothing.
+    """
+    enable = getattr(model, "enable_input_require_grads", None)
+    if enable is not None and model not in _LET_IN:
+        _LET_IN.add(model)
+        enable()
+
+
+def describe_trained(model: nn.Module) -> str:
+    """How many of a model's parameters are trained. A packed 4-bit weight counts as the elements that it represents."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(_elements(p) for p in model.parameters())
+    return f"training {trained:,} of {total:,} parameters ({trained / max(total, 1):.2%})"
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return parameter.numel() if shape is None else torch.Size(shape).numel()
+
+
+def _train_new_tokens(peft_config: Any, new_tokens: list[int]) -> None:
+    indices = peft_config.trainable_token_indices
+    if not isinstance(indices, dict):
+        indices = {} if indices is None else {"embed_tokens": list(indices)}
+    indices["embed_tokens"] = [*indices.get("embed_tokens", []), *new_tokens]
+    peft_config.trainable_token_indices = indices
+    if "lm_head" not in (peft_config.modules_to_save or ()):
+        logger.warning(
+            "the chat template added %d tokens, so the output layer is trained too: 'lm_head' is added to "
+            "modules_to_save", len(new_tokens)
+        )  # fmt: skip
+        peft_config.modules_to_save = [*(peft_config.modules_to_save or ()), "lm_head"]
+
+
+# --- target modules ---------------------------------------------------------------------------------------------------
+
+
+def _check_targets(model: nn.Module, peft_config: Any) -> None:
+    """Raise ConfigError if no listed target is a module of the model; warn of each that is not."""
+    targets = getattr(peft_config, "target_modules", None)
+    if not isinstance(targets, (list, set, tuple)) or not targets:
+        return
+    names = [name for name, _ in model.named_modules()]
+    missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if len(missing) == len(targets) and not getattr(peft_config, "target_parameters", None):
+        raise ConfigError(_target_problem(model, peft_config, "matches no module"))
+    if missing:
+        logger.warning(
+            "peft_config.target_modules: no module of %s is named %s; the others get adapters",
+            type(model).__name__, ", ".join(map(repr, sorted(missing))),
+        )  # fmt: skip
+
+
+def _target_problem(model: nn.Module, peft_config: Any, reason: str) -> Problem:
+    targets = getattr(peft_config, "target_modules", None)
+    shown = sorted(targets) if isinstance(targets, (set, frozenset)) else targets
+    found = ", ".join(_linear_names(model))
+    fix = f"{reason} for {type(model).__name__}; use names such as {found}, or 'all-linear'"
+    return Problem("peft_config.target_modules", shown, fix)
+
+
+def _linear_names(model: nn.Module) -> Iterable[str]:
+    """The most frequent last names of linear layers."""
+    counts = Counter(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "Linear4bit", "Linear8bitLt")
+    )
+    return [name for name, _ in counts.most_common(_SHOWN)]

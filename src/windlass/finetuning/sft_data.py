@@ -1,0 +1,143 @@
+"""Datasets of an `SFTTrainer`: prepared, packed, shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from windlass.config.sft import SFTConfig
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.text.packing import pack_dataset
+from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
+
+_MASKS = ("completion_mask", "assistant_masks")
+_IMAGES = ("image", "images")
+
+
+@dataclass(frozen=True, slots=True)
+class SFTData:
+    """Prepares the datasets of one trainer.
+
+    Attributes:
+        args: the settings.
+        tokenizer: turns text into ids.
+        formatting_func: row -> text.
+        completion_only: train on completions alone.
+        own_collator: the script passed a collator, which may read masks itself.
+    """
+
+    args: SFTConfig
+    tokenizer: Any
+    formatting_func: Callable[[Any], Any] | None
+    completion_only: bool
+    own_collator: bool
+
+    def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
+        """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
+
+        Args:
+            name: of the dataset, for errors.
+
+        Raises:
+            ConfigError, DataError: what cannot be prepared, before training.
+        """
+        if self.args.skips_preparation:
+            self._check_skipped(dataset, name)
+            return dataset
+        _check_transform(dataset)
+        prepared = prepare_text(dataset, self.tokenizer, self._options(packing)).dataset
+        if packing:
+            # Before and after packing: documents of one row are not neighbours, nor are rows.
+            prepared = self._shuffled(prepared)
+            assert self.args.max_length is not None  # checked with the options
+            prepared = pack_dataset(prepared, self.args.max_length, self.args.packing_strategy)
+        return self._shuffled(prepared)
+
+    def prepare_all(self, datasets: Any, packing: bool) -> Any:
+        """Prepare one dataset, or each of a dict of them."""
+        if isinstance(datasets, Mapping):
+            return {name: self.prepare(dataset, name, packing) for name, dataset in datasets.items()}
+        return self.prepare(datasets, "eval", packing)
+
+    def _options(self, packing: bool) -> TextOptions:
+        args = self.args
+        return TextOptions(
+            dataset_text_field=args.dataset_text_field,
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            completion_only_loss=self.completion_only if self.formatting_func is None else None,
+            assistant_only_loss=args.assistant_only_loss,
+            formatting_func=self.formatting_func,
+            packing=packing,
+            num_proc=args.dataset_num_proc,
+        )
+
+    def _shuffled(self, dataset: Any) -> Any:
+        if not self.args.shuffle_dataset:
+            return dataset
+        if not hasattr(dataset, "shuffle"):
+            fix = (
+                f"a {type(dataset).__name__} has no method shuffle; pass a datasets.Dataset, or leave it out"
+            )
+            raise ConfigError(Problem("shuffle_dataset", True, fix))
+        return dataset.shuffle(seed=self.args.seed)
+
+    def _check_skipped(self, dataset: Any, name: str) -> None:
+        columns = columns_of(dataset)
+        if not self.own_collator and "labels" not in columns and set(_MASKS) & columns:
+            raise DataError(
+                f"the {name} dataset has mask columns but no 'labels', and skip_prepare_dataset=True builds none, so "
+                "it would train on all tokens. Add a 'labels' column (-100: not a target), or leave out "
+                "skip_prepare_dataset"
+            )
+
+
+def check_train_dataset(dataset: Any) -> None:
+    """Raise unless `dataset` can be prepared.
+
+    Raises:
+        ValueError: there is none, or it has no rows.
+        TypeError: it is neither a dataset nor a sequence of mappings.
+        ConfigError: it has images, which are not trained on yet.
+    """
+    if dataset is None:
+        raise ValueError("`train_dataset` is required")
+    if isinstance(dataset, (str, bytes, Mapping)) or not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset` of the package datasets, or a sequence of "
+            f"mappings, got `{type(dataset).__name__}`"
+        )
+    found = sorted(columns_of(dataset) & set(_IMAGES))
+    if found:
+        raise ConfigError(
+            Problem("train_dataset", found, "columns with images are not supported yet; pass text alone")
+        )
+
+
+def columns_of(dataset: Any) -> set[str]:
+    """The names of a dataset's columns, from its first row if it does not list them; empty for no rows."""
+    names = getattr(dataset, "column_names", None)
+    if isinstance(names, (list, tuple)):
+        return set(names)
+    first = next(iter(islice(iter(dataset), 1)), None)
+    return set(first) if isinstance(first, Mapping) else set()
+
+
+def trains_on_completions(args: SFTConfig, dataset: Any, formatted: bool) -> bool:
+    """Resolve `completion_only_loss`: by default True if rows have a prompt and a completion."""
+    if args.completion_only_loss is not None:
+        return args.completion_only_loss
+    return not formatted and {"prompt", "completion"} <= columns_of(dataset)
+
+
+def _check_transform(dataset: Any) -> None:
+    format_of = getattr(dataset, "format", None)
+    if isinstance(format_of, Mapping) and format_of.get("type") == "custom":
+        raise DataError(
+            "SFTTrainer cannot prepare a dataset that uses `Dataset.with_transform()`: the preparation would store "
+            "what the transform returned once. Pass dataset_kwargs={'skip_prepare_dataset': True} and let the "
+            "transform return tokenized rows, or use `Dataset.map()` before"
+        )

@@ -1,0 +1,211 @@
+"""`SFTTrainer`: supervised fine-tuning of a causal language model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.config.arguments import TrainingArguments
+from windlass.config.sft import SFTConfig
+from windlass.core.logs import get_job_logger
+from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
+from windlass.finetuning.sft_loss import sft_loss
+from windlass.finetuning.sft_parts import Given, build_sft_parts
+from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
+from windlass.trainer.trainer import Trainer
+from windlass.transforms.document_attention import documents_apart, refuse_leaks
+from windlass.transforms.linear_cross_entropy import LossOptions
+
+logger = get_job_logger(__name__)
+
+_TAGS = ["windlass", "sft"]
+_COLUMNS = ["input_ids", "labels", "seq_lengths"]
+
+
+class SFTTrainer(Trainer):
+    """Tunes a causal language model on texts, conversations, or prompts with completions.
+
+    Args:
+        model: a model; its name or folder; a config of transformers, for new weights; or a `PeftModel`.
+        args: the configuration; a `TrainingArguments` is converted. Defaults to `SFTConfig("<model name>-SFT")`.
+        data_collator: list of samples -> batch; by default padding on the right, or one row without padding.
+        train_dataset: a `Dataset` or `IterableDataset` of the package datasets, or a sequence of mappings. Its form is
+            recognised (see docs/fine-tuning.md).
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer, or a processor with one; by default that of the model's name or folder.
+            `tokenizer=` is its earlier name.
+        quantization_config: how a model given by name is quantized.
+        peft_config: the adapter to train, such as `peft.LoraConfig`; the model's own weights are frozen.
+        formatting_func: row -> text.
+        earlier: arguments of earlier versions, which are now fields of `SFTConfig` (`dataset_text_field`,
+            `max_seq_length`, ...).
+
+    The other arguments are those of `Trainer`.
+
+    Raises:
+        ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
+    """
+
+    args: SFTConfig
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        **earlier: Any,
+    ) -> None:
+        parts = build_sft_parts(Given(
+            model, args, data_collator, train_dataset, processing_class or tokenizer, compute_loss_func is not None,
+            quantization_config, peft_config, formatting_func, earlier,
+        ))  # fmt: skip
+        self._data, self._router_weight = parts.data, parts.router_weight
+        super().__init__(
+            parts.model, parts.args, parts.collator,
+            self._data.prepare(train_dataset, "train", parts.args.packing),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset, parts.args.packs_evaluation),
+            parts.processing_class, None, compute_loss_func, compute_metrics, callbacks, optimizers,
+            optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
+        )  # fmt: skip
+        if type(self).compute_loss is SFTTrainer.compute_loss and compute_loss_func is None:
+            self.loss_is_scaled_for_ga = True  # by the update's targets and the ranks, as `compute_loss` does
+        self._figures = TokenFigures(
+            self.accelerator.device,
+            lambda sums: self.accelerator.reduce(sums, "sum"),
+            self.accelerator.process_index,
+        )
+        self.accelerator.register_for_checkpointing(self._figures)
+        self.add_callback(UpdateBorders(self._figures))
+        if self.args.joins_rows:
+            with self._documents_apart():
+                refuse_leaks(self.model)
+        add_tags: Any = getattr(self.model, "add_model_tags", None)
+        if add_tags is not None:
+            add_tags(_TAGS)
+        if is_peft_model(self.model):
+            logger.info(describe_trained(self.model))
+
+    def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which no document of a row without padding sees another one."""
+        return documents_apart(self.model) if self.args.joins_rows else contextlib.nullcontext()
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; the documents of packed rows do not see each other."""
+        with self._documents_apart():
+            return super().train(*args, **kwargs)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(_COLUMNS)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; a dataset that is passed, or each of a dict of them, is prepared like those of the
+        constructor. A name selects one of the sets of the constructor.
+        """
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._data.prepare_all(eval_dataset, self.args.packs_evaluation)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    # --- loss -------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of one batch, and its figures for the log.
+
+        It is the sum over targets divided by `num_items_in_batch` and multiplied by the number of ranks; the mean over
+        the batch's targets if `num_items_in_batch` is None. The load-balancing loss of experts is added, as a mean over
+        the micro-batches of the update.
+        """
+        own_function = self.compute_loss_func is not None
+        count = None if own_function else num_items_in_batch
+        # The load-balancing loss is a mean over each micro-batch.
+        steps = 1 if count is None else self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        smoothing = 0.0 if own_function else self.args.label_smoothing_factor
+        options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
+        with torch.no_grad() if own_function else contextlib.nullcontext():
+            loss, figures = sft_loss(model, inputs, count, options, self._router_weight / steps)
+        self._figures.add(figures, training=self.model.training)
+        if own_function:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if count is not None:
+            loss = loss * self.accelerator.num_processes
+        if not return_outputs:
+            return loss
+        with torch.no_grad():  # the loss was made without logits
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return loss, outputs
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
+        offload = self.args.activation_offloading
+        with torch.autograd.graph.save_on_cpu() if offload else contextlib.nullcontext():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of one batch; the last two are None if only the loss is asked for."""
+        if not isinstance(inputs, Mapping) or "labels" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), outputs.logits.detach(), inputs["labels"]
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens."""
+        self._figures.forget(training=False)
+        with self._documents_apart():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        figures = self._figures.read(training=False)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """As `Trainer.log`; the reports of a run also have entropy, mean token accuracy and the number of tokens."""
+        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
+            logs.update(self._figures.read(training=True))
+        super().log(logs, start_time)

@@ -1,0 +1,84 @@
+"""Chat templates that a model takes over from another tokenizer or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import require
+from windlass.core.plain_text import read_text
+
+_ENDINGS = (".jinja", ".j2")
+
+
+def adopt_template(path: str | None, model: nn.Module, tokenizer: Any) -> list[int]:
+    """Set the chat template of `tokenizer` from a Jinja file, or from the tokenizer in a folder or repository.
+
+    Returns:
+        ids of the tokens that were added to the vocabulary; none for a file.
+
+    Raises:
+        ConfigError: the file or tokenizer cannot be read.
+    """
+    if path is None:
+        return []
+    if path.endswith(_ENDINGS):
+        try:
+            tokenizer.chat_template = read_text(Path(path).expanduser())
+        except OSError as error:
+            raise ConfigError(
+                Problem("chat_template_path", path, f"cannot be read: {error.strerror}")
+            ) from error
+        return []
+    return clone_chat_template(model, tokenizer, path)[2]
+
+
+def clone_chat_template(
+    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+) -> tuple[Any, Any, list[int]]:
+    """Give a model and its tokenizer the chat template, the end token and the added tokens of another tokenizer.
+
+    Embeddings are resized to the tokens, to a multiple of `resize_to_multiple_of` unless it is None; rows beyond get
+    tokens `<extra_id_0>`, `<extra_id_1>`, ...
+
+    Args:
+        source_tokenizer_path: name or folder of the tokenizer that has the template.
+
+    Returns:
+        the model, the tokenizer, and the ids of the tokens that were added to its vocabulary.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded, or has no chat template.
+    """
+    transformers = require("transformers", "read a chat template")
+    try:
+        source = transformers.AutoTokenizer.from_pretrained(source_tokenizer_path)
+    except (OSError, ValueError) as error:
+        fix = f"is neither a {' or '.join(_ENDINGS)} file nor a tokenizer: {error}"
+        raise ConfigError(Problem("chat_template_path", source_tokenizer_path, fix)) from error
+    if source.chat_template is None:
+        raise ConfigError(
+            Problem("chat_template_path", source_tokenizer_path, "its tokenizer has no chat template")
+        )
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
+    tokenizer.add_tokens(added)
+    tokenizer.eos_token = source.eos_token
+    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        if config is not None:
+            config.eos_token_id = tokenizer.eos_token_id
+    added_names = [token.content for token in added]
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    rows = model.get_input_embeddings().weight.shape[0]
+    for name in (
+        f"<extra_id_{number}>" for number in range(10 * rows)
+    ):  # every row of the embedding has a token
+        if len(tokenizer) >= rows:
+            break
+        if tokenizer.add_tokens(name):
+            added_names.append(name)
+    return model, tokenizer, tokenizer.convert_tokens_to_ids(added_names)

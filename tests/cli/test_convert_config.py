@@ -1,0 +1,164 @@
+"""Configurations of other programs become recipes; what a recipe does not have is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from windlass.cli.convert_config import convert
+from windlass.cli.main import main
+from windlass.cli.recipe import load_recipe
+from windlass.core.errors import ConfigError
+
+TRL = """\
+model_name_or_path: MODEL
+model_revision: v2
+dtype: bfloat16
+attn_implementation: sdpa
+dataset_name: DATA
+max_seq_length: 512
+learning_rate: 2.0e-4
+packing: true
+gradient_checkpointing: true
+use_peft: true
+lora_r: 32
+lora_target_modules: all-linear
+load_in_4bit: true
+push_to_hub: true
+output_dir: out
+"""
+AXOLOTL = """\
+base_model: MODEL
+load_in_4bit: true
+adapter: qlora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+datasets:
+  - path: DATA
+    type: chat_template
+  - path: other
+    type: alpaca
+val_set_size: 0.05
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+gradient_checkpointing: true
+saves_per_epoch: 1
+flash_attention: true
+wandb_project: mine
+output_dir: out
+"""
+FACTORY = """\
+stage: sft
+do_train: true
+model_name_or_path: MODEL
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: DATA
+template: llama3
+cutoff_len: 1024
+max_samples: 50
+preprocessing_num_workers: 4
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+bf16: true
+output_dir: out
+"""
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"text": "one two"}\n')
+    return tmp_path / "model", tmp_path / "data.jsonl"
+
+
+def converted(text: str, places: tuple[Path, Path], capsys: Any) -> tuple[Any, str]:
+    source, target = places[0].parent / "theirs.yaml", places[0].parent / "ours.yaml"
+    source.write_text(text.replace("MODEL", str(places[0])).replace("DATA", str(places[1])))
+    assert main(["convert-config", str(source), "--output", str(target)]) == 0
+    return load_recipe(target), capsys.readouterr().out
+
+
+def test_of_trl(places: tuple[Path, Path], capsys: Any) -> None:
+    recipe, said = converted(TRL, places, capsys)
+    assert (recipe.model.name, recipe.model.dtype, recipe.data.train) == (
+        str(places[0]),
+        "bfloat16",
+        str(places[1]),
+    )
+    assert recipe.adapter == {"r": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    assert recipe.quantization == "nf4"
+    assert recipe.training["max_length"] == 512
+    assert recipe.training["model_init_kwargs"] == {"revision": "v2", "attn_implementation": "sdpa"}
+    assert "push_to_hub=true" in said
+    assert "Not carried over: 1 keys" in said
+
+
+def test_of_axolotl(places: tuple[Path, Path], capsys: Any) -> None:
+    recipe, said = converted(AXOLOTL, places, capsys)
+    assert recipe.adapter["target_modules"] == "all-linear"
+    assert recipe.data.eval_fraction == 0.05
+    wanted = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 1, "packing": True,
+        "lr_scheduler_type": "cosine", "bf16": True, "assistant_only_loss": True, "save_strategy": "epoch",
+    }  # fmt: skip
+    assert wanted.items() <= recipe.training.items()
+    lost = {line.split("=")[0].strip() for line in said.splitlines()[1:]}
+    assert {"datasets", "wandb_project", "saves_per_epoch"} <= lost
+    assert ("optim" in lost) != ("optim" in recipe.training)
+
+
+def test_of_llama_factory(places: tuple[Path, Path], capsys: Any) -> None:
+    recipe, said = converted(FACTORY, places, capsys)
+    assert recipe.adapter["r"] == 8
+    assert recipe.data.max_samples == 50
+    assert (recipe.training["max_length"], recipe.training["dataset_num_proc"]) == (1024, 4)
+    assert recipe.training["warmup_steps"] == 0.1
+    assert "template=llama3: the chat template of the tokenizer is used" in said
+
+
+def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        "model_name_or_path: hub/model\ndataset_name: hub/data\nunknown_thing: [1, 2]\nlora_r: 4\n"
+    )
+    assert main(["convert-config", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "#   unknown_thing: [1, 2]  (a recipe has no such key)" in shown
+    values = yaml.safe_load(shown)
+    assert values == {
+        "task": "sft", "model": {"name": "hub/model"}, "data": {"train": "hub/data", "format": "hub"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"a": 1}, "is of none of the known programs"),
+        ({"stage": "dpo", "model_name_or_path": "m"}, "another kind of training"),
+        ({"base_model": "m", "rl": "dpo"}, "another kind of training"),
+    ],
+)
+def test_what_cannot_be_converted(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(values)
+
+
+def test_weights_of_few_bits_need_an_adapter() -> None:
+    _, made = convert({"base_model": "m", "load_in_8bit": True, "adapter": "ia3"})
+    assert "quantization" not in made.recipe
+    assert made.lost.keys() == {"adapter", "quantization"}

@@ -1,0 +1,110 @@
+"""The recipes of the task sft: a base that is trained first, an adapter, a sample before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.fine_tuning import tuning_rows, tuning_texts
+from windlass.cli.main import main
+from windlass.cli.recipe import load_recipe
+from windlass.cli.schema import DataSpec
+from windlass.core.errors import ConfigError
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    rows = [
+        {
+            "question": f"Tom has {n} apples and gets {n + 1} more. How many?",
+            "answer": f"{n} + {n + 1} = {2 * n + 1}",
+        }
+        for n in range(120)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def small(problems: Path, *more: str) -> list[str]:
+    return [
+        f"data.train={problems}", f"training.output_dir={problems.parent / 'run'}", "tokenizer.train.vocab_size=300",
+        "base.config.hidden_size=64", "base.config.intermediate_size=64", "base.config.num_hidden_layers=1",
+        "base.max_steps=2", "base.batch_size=2", "base.block_size=32", "training.max_steps=2", "training.save_steps=2",
+        "training.eval_steps=2", "training.per_device_train_batch_size=1", "sample.max_new_tokens=4", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sft-gsm8k", "qlora-gsm8k"])
+def test_a_newcomer_gets_an_adapter_and_a_sample(
+    name: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name.startswith("qlora"):
+        pytest.importorskip("bitsandbytes")
+    assert main(["train", str(RECIPES / f"{name}.yaml"), *small(problems)]) == 0
+    shown = capsys.readouterr().out
+    run = problems.parent / "run"
+    assert "Adapter     training " in shown
+    assert "Before training, the model writes: Tom has 3 apples" in shown
+    assert "\nafter          Tom has 3 apples" in shown
+    assert (run / "base" / "model.safetensors").is_file()
+    assert (run / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert (run / "report.html").is_file()
+    before = (run / "base" / "model.safetensors").stat().st_mtime_ns
+    assert (
+        main(["train", str(RECIPES / f"{name}.yaml"), *small(problems, "training.max_steps=3"), "--resume"])
+        == 0
+    )
+    assert (run / "base" / "model.safetensors").stat().st_mtime_ns == before, "the base is trained once"
+    assert (run / "metrics.jsonl").read_text().count('"base"') == 0
+
+
+def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(RECIPES / "sft-gsm8k.yaml"), *small(problems)]) == 0
+    base = problems.parent / "run" / "base"
+    recipe = problems.parent / "mine.yaml"
+    recipe.write_text(
+        f"task: sft\ndata: {{train: {problems}, prompt_column: question, completion_column: answer}}\nmodel: {base}\n"
+        f"training: {{max_steps: 1, use_cpu: true, max_length: 32, output_dir: {problems.parent / 'whole'}}}\n"
+    )
+    assert main(["train", str(recipe)]) == 0
+    assert "Adapter" not in capsys.readouterr().out.rpartition("Preparing")[2]
+    assert list((problems.parent / "whole").glob("**/model.safetensors"))
+
+
+def test_rows_of_a_recipe() -> None:
+    records = [("file:1", {"q": "one", "a": "two"})]
+    data = DataSpec(prompt_column="q", completion_column="a")
+    assert tuning_rows(records, data) == [{"prompt": "one\n", "completion": "two"}]
+    assert tuning_texts(records, data) == ["one\ntwo"]
+    assert tuning_rows(records, DataSpec()) == [{"q": "one", "a": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("data: {train: T, prompt_column: q}", "name both or neither"),
+        ("data: T\nmodel: {config: {model_type: llama}}", "names new weights, which cannot be tuned"),
+        ("data: T\nmodel: m\nbase: {max_steps: 3}", "is trained if no model is named"),
+        ("data: T\nquantization: nf4", "add an adapter"),
+        ("data: T\nquantization: 2bit\nadapter: {r: 2}", "must be one of nf4, fp4, int8"),
+        ("data: T\ntraining: {packing_strategy: best}", "must be one of bfd, bfd_split, wrapped"),
+        ("task: causal-lm\ndata: T\nadapter: {r: 2}", "has no meaning for task causal-lm"),
+    ],
+)
+def test_contradictions_are_found_at_once(tmp_path: Path, body: str, message: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        ("" if body.startswith("task") else "task: sft\n") + body.replace("T", str(text)) + "\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(recipe)

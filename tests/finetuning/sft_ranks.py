@@ -1,0 +1,65 @@
+"""Run by `torch.distributed.run`: fine-tuning on two ranks, replicated and sharded, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.finetuning import small
+
+from windlass import SFTTrainer
+
+SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
+
+
+def adapter() -> Any:
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def figures(folder: Path, *, lora: bool, packing: bool, **changes: Any) -> list[dict[str, float]]:
+    """The reports of two updates over the same samples, on any number of ranks."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = small.arguments(
+        folder, packing=packing, max_length=32, train_sampling_strategy="sequential", logging_steps=1, max_steps=2,
+        gradient_accumulation_steps=2, **{"per_device_train_batch_size": 2 // world, **changes},
+    )  # fmt: skip
+    rows = small.table(small.prompts(24))
+    trainer = SFTTrainer(
+        small.model(), args, train_dataset=rows, eval_dataset=rows, processing_class=small.tokenizer(),
+        peft_config=adapter() if lora else None,
+    )  # fmt: skip
+    trainer.train()
+    found = [row for row in trainer.state.log_history if "loss" in row]
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    evaluated = trainer.evaluate()
+    trainer.save_model()
+    kept = [{name: row[name] for name in names} for row in found]
+    return [*kept, {name: evaluated[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")}]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {"lora": False, "packing": False},
+    "adapter": {"lora": True, "packing": True},
+}
+WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": SHARDED}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {
+        f"{name} {way}": figures(folder / name / way, **case, **options)
+        for name, case in CASES.items()
+        for way, options in WAYS.items()
+    }
+    if torch.distributed.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Adapters on plain and on quantized models: what is trained, what is saved, and what reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import small
+from tests.finetuning.test_sft_trainer import trainer_of
+
+from windlass.core.errors import ConfigError
+from windlass.finetuning.peft_adapters import (
+    describe_trained,
+    is_peft_model,
+    let_gradients_in,
+    prepare_quantized,
+)
+
+peft = pytest.importorskip("peft")
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(
+        **{"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
+    )
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(6, 18)[None]
+
+
+KINDS = {
+    "lora": lambda: lora(),
+    "dora": lambda: lora(use_dora=True),
+    "rslora": lambda: lora(use_rslora=True),
+    "all-linear": lambda: lora(target_modules="all-linear"),
+    "head": lambda: lora(target_modules=["q_proj", "lm_head"]),
+    "embeddings": lambda: lora(modules_to_save=["embed_tokens"]),
+    "ia3": lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_and_saved_is_read_by_peft(tmp_path: Path, kind: str) -> None:
+    trainer = trainer_of(tmp_path, small.texts(), peft_config=KINDS[kind](), max_steps=6)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, before[name]) != weight.requires_grad, name
+    trainer.save_model()
+    assert (tmp_path / "adapter_config.json").is_file()
+    read = peft.PeftModel.from_pretrained(small.model(), str(tmp_path)).eval()
+    with torch.no_grad():
+        assert torch.equal(read(ids()).logits, trainer.model.eval()(ids()).logits)
+
+
+def test_learnt_prompts_are_trained(tmp_path: Path) -> None:
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = trainer_of(tmp_path, small.texts(), peft_config=prompts)
+    before = [p.clone() for p in trainer.model.parameters() if p.requires_grad]
+    trainer.train()
+    after = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert len(after) == 1
+    assert not torch.equal(before[0], after[0])
+
+
+def test_an_adapter_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    weights = []
+    for number, seed in enumerate((1, 1, 2)):
+        torch.manual_seed(number)
+        trainer = trainer_of(tmp_path, small.texts(), peft_config=lora(), seed=seed)
+        weights.append(next(w for n, w in trainer.model.named_parameters() if "lora_A" in n))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_recomputation_reaches_the_adapter(tmp_path: Path) -> None:
+    for reentrant in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(reentrant), small.texts(), peft_config=lora(), gradient_checkpointing=True, max_steps=2,
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        )  # fmt: skip
+        trainer.train()
+        moved = [w for n, w in trainer.model.named_parameters() if "lora_B" in n]
+        assert all(w.abs().sum() > 0 for w in moved)
+
+
+def test_the_trained_share_is_reported() -> None:
+    model = peft.get_peft_model(small.model(), lora())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    assert describe_trained(model) == f"training {trained:,} of {total:,} parameters ({trained / total:.2%})"
+
+
+def test_targets_that_match_nothing_are_refused_with_examples(tmp_path: Path) -> None:
+    for targets in (["wq", "wv"], "wq", r".*\.wq"):
+        with pytest.raises(
+            ConfigError, match=r"peft_config.target_modules=.*LlamaForCausalLM.*q_proj.*all-linear"
+        ):
+            trainer_of(tmp_path, small.texts(), peft_config=lora(target_modules=targets))
+
+
+def test_a_wrong_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"must be a `peft\.PeftConfig` instance"):
+        trainer_of(tmp_path, small.texts(), peft_config={"r": 2})
+    with pytest.raises(ValueError, match="merge and unload"):
+        trainer_of(
+            tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), peft_config=lora()
+        )
+
+
+def test_a_peft_model_is_trained_as_it_is(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, small.texts(), model=peft.get_peft_model(small.model(), lora()), packing=True
+    )
+    assert is_peft_model(trainer.model)
+    assert {"windlass", "sft"} <= set(trainer.model.model_tags)
+    trainer.train()
+
+
+def test_gradients_are_let_in_once() -> None:
+    model = small.model()
+    let_gradients_in(model)
+    let_gradients_in(model)
+    assert len(model.get_input_embeddings()._forward_hooks) == 1
+
+
+def test_a_quantized_base_is_prepared_once() -> None:
+    model = small.model().to(torch.bfloat16)
+    for _ in range(2):
+        prepare_quantized(model)
+    kinds = {name.rpartition(".")[0].rpartition(".")[2]: p.dtype for name, p in model.named_parameters()}
+    assert kinds["norm"] == kinds["input_layernorm"] == torch.float32
+    assert kinds["q_proj"] == kinds["embed_tokens"] == torch.bfloat16
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+# --- quantized ------------------------------------------------------------------------------------------------
+
+
+def quantized(folder: Path, **changes: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    name = small.saved(folder, hidden_size=64, intermediate_size=64)
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    return name, BitsAndBytesConfig(**{**options, **changes}), AutoModelForCausalLM
+
+
+def test_four_bits_train_on_a_cpu(tmp_path: Path) -> None:
+    from windlass import SFTTrainer
+
+    name, four_bits, auto = quantized(tmp_path / "base")
+    trainer = SFTTrainer(
+        name, small.arguments(tmp_path / "run", gradient_checkpointing=True, max_steps=4, save_strategy="steps"),
+        train_dataset=small.table(small.texts()), quantization_config=four_bits, peft_config=lora(),
+    )  # fmt: skip
+    assert type(trainer.model.get_base_model().model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    trainer.train()
+    losses = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+    assert losses[-1] < losses[0]
+    read = peft.PeftModel.from_pretrained(
+        auto.from_pretrained(name, quantization_config=four_bits, dtype=torch.float32),
+        str(tmp_path / "run" / "checkpoint-4"),
+    ).eval()
+    with torch.no_grad():
+        assert torch.allclose(read(ids()).logits, trainer.model.eval()(ids()).logits, atol=1e-6)
+
+
+def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
+    from windlass import SFTTrainer
+
+    name, four_bits, _ = quantized(tmp_path / "base")
+    with pytest.raises(ConfigError, match="does not divide weights of few bits"):
+        SFTTrainer(
+            name, small.arguments(tmp_path, fsdp="full_shard"), train_dataset=small.table(small.texts()),
+            quantization_config=four_bits, peft_config=lora(),
+        )  # fmt: skip

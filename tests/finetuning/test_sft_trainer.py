@@ -1,0 +1,441 @@
+"""SFTTrainer as scripts use it: what it trains on, what it logs, and that it trains as a plain loop does."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.finetuning import small
+
+from windlass import SFTConfig, SFTTrainer, TrainingArguments
+from windlass.core.errors import ConfigError, DataError
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+
+def trainer_of(folder: Path, rows: Any, model: Any = None, **changes: Any) -> SFTTrainer:
+    ours = {
+        name: changes.pop(name)
+        for name in ("eval_dataset", "formatting_func", "peft_config", "data_collator", "compute_loss_func")
+        if name in changes
+    }
+    rows = small.table(rows) if isinstance(rows, list) else rows
+    return SFTTrainer(
+        small.model() if model is None else model, small.arguments(folder, **changes), train_dataset=rows,
+        processing_class=small.tokenizer(), **ours,
+    )  # fmt: skip
+
+
+# --- data -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "targets"),
+    [
+        (small.texts(3), {}, "all"),
+        (small.prompts(3), {}, "completion"),
+        (small.prompts(3), {"completion_only_loss": False}, "all"),
+        (small.chats(3), {}, "all"),
+        (small.chats(3), {"assistant_only_loss": True}, "answer"),
+    ],
+)
+def test_labels_are_in_the_dataset(tmp_path: Path, rows: Any, changes: Any, targets: str) -> None:
+    trainer = trainer_of(tmp_path, rows, **changes)
+    tokenizer = small.tokenizer()
+    for prepared, row in zip(trainer.train_dataset, rows, strict=True):
+        kept = [i for i in prepared["labels"] if i != -100]
+        whole = prepared["input_ids"]
+        assert whole[-1] == tokenizer.eos_token_id
+        if targets == "all":
+            assert kept == whole
+        else:
+            text = row["completion"] if "completion" in row else row["messages"][1]["content"]
+            assert tokenizer.decode(kept) == f"{text.strip()} <eos>"
+
+
+def test_every_weight_is_trained_packed_or_not(tmp_path: Path) -> None:
+    for packing in (False, True):
+        trainer = trainer_of(
+            tmp_path / str(packing), small.texts(), packing=packing, max_steps=-1, num_train_epochs=3
+        )
+        before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+        trainer.train()
+        assert trainer.state.log_history[-1]["train_loss"] > 0
+        assert not [
+            name for name, weight in trainer.model.named_parameters() if torch.equal(weight, before[name])
+        ]
+
+
+def test_packed_rows_have_their_lengths(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.texts(), packing=True)
+    for row in trainer.train_dataset:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 64
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1
+    assert "attention_mask" not in batch
+
+
+def test_a_formatting_function_makes_texts(tmp_path: Path) -> None:
+    rows = [{"q": "the cat", "a": "sat on"}] * 4
+    trainer = trainer_of(tmp_path, rows, formatting_func=lambda row: f"{row['q']} {row['a']}")
+    assert small.tokenizer().decode(trainer.train_dataset[0]["input_ids"]) == "the cat sat on <eos>"
+
+
+def test_evaluation_sets_are_prepared_by_name_and_when_passed(tmp_path: Path) -> None:
+    sets = {"first": small.table(small.texts(4)), "second": small.table(small.prompts(4))}
+    trainer = trainer_of(tmp_path, small.texts(), eval_dataset=sets)
+    found = trainer.evaluate()
+    for name in ("first", "second"):
+        assert {
+            f"eval_{name}_{figure}" for figure in ("loss", "entropy", "mean_token_accuracy")
+        } <= found.keys()
+    assert trainer.evaluate("first")["eval_loss"] == found["eval_first_loss"]
+    assert trainer.evaluate(small.table(small.texts(4)))["eval_loss"] == found["eval_first_loss"]
+    assert trainer.state.log_history[-1].keys() >= {"eval_entropy", "eval_num_tokens"}
+
+
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    stream = small.table(small.texts()).to_iterable_dataset()
+    trainer = trainer_of(tmp_path, stream)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.args.accelerator_config.dispatch_batches is False
+
+
+def test_prepared_rows_are_left_alone(tmp_path: Path) -> None:
+    rows = [{"input_ids": [6, 7, 8, 1], "labels": [-100, 7, 8, 1]}] * 4
+    trainer = trainer_of(tmp_path, rows, dataset_kwargs={"skip_prepare_dataset": True})
+    trainer.train()
+    assert trainer.train_dataset[0]["labels"] == [-100, 7, 8, 1]
+    masked = [{"input_ids": [6, 7, 8, 1], "completion_mask": [0, 1, 1, 1]}] * 4
+    with pytest.raises(DataError, match="Add a 'labels' column"):
+        trainer_of(tmp_path, masked, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(DataError, match="Add a 'labels' column"):
+        trainer.evaluate(small.table(masked))
+
+
+def test_a_transform_is_refused(tmp_path: Path) -> None:
+    rows = small.table(small.texts()).with_transform(lambda batch: batch)
+    with pytest.raises(DataError, match="skip_prepare_dataset"):
+        trainer_of(tmp_path, rows)
+
+
+# --- figures --------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_forward(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.prompts(4), max_steps=1, eval_dataset=small.table(small.prompts(4)))
+    model = small.model().eval()
+    entropy = correct = targets = loss = tokens = 0.0
+    for row in trainer.eval_dataset:
+        with torch.no_grad():
+            log_p = F.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0, :-1], -1)
+        labels = torch.tensor(row["labels"][1:])
+        kept = labels != -100
+        entropy -= float((log_p.exp() * log_p).sum(-1)[kept].sum())
+        correct += int((log_p.argmax(-1) == labels)[kept].sum())
+        loss -= float(log_p[kept].gather(1, labels[kept][:, None]).sum())
+        targets, tokens = targets + int(kept.sum()), tokens + len(row["input_ids"])
+    found = trainer.evaluate()
+    assert found["eval_entropy"] == pytest.approx(entropy / targets, rel=1e-6)
+    assert found["eval_mean_token_accuracy"] == pytest.approx(correct / targets)
+    assert found["eval_loss"] == pytest.approx(loss / targets, rel=1e-6)
+    trainer.train()
+    first, last = trainer.state.log_history[-2:]
+    assert first["loss"] == pytest.approx(loss / targets, rel=1e-6)
+    assert first["entropy"] == pytest.approx(entropy / targets, rel=1e-5)
+    assert first["num_tokens"] == tokens
+    assert "train_loss" in last
+
+
+def test_tokens_and_figures_are_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
+    whole = trainer_of(tmp_path / "a", small.texts(), **options)
+    whole.train()
+    again = trainer_of(tmp_path / "a", small.texts(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    rows = [next(r for r in t.state.log_history if r["step"] == 4 and "loss" in r) for t in (whole, again)]
+    assert rows[0] == rows[1]
+
+
+def test_the_best_model_is_found_by_accuracy(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, small.texts(), eval_dataset=small.table(small.texts(4)), eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=1, metric_for_best_model="eval_mean_token_accuracy",
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    rates = [r["eval_mean_token_accuracy"] for r in trainer.state.log_history if "eval_loss" in r]
+    assert trainer.state.best_metric == max(rates)
+
+
+def test_logits_reach_the_metrics(tmp_path: Path) -> None:
+    seen = {}
+
+    def shapes(found: Any) -> dict[str, float]:
+        seen["shapes"] = found.predictions.shape, found.label_ids.shape
+        return {"x": 1.0}
+
+    trainer = SFTTrainer(
+        small.model(), small.arguments(tmp_path), train_dataset=small.table(small.texts()), compute_metrics=shapes,
+        eval_dataset=small.table(small.texts(4)), processing_class=small.tokenizer(),
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_x"] == 1.0
+    assert seen["shapes"][0] == (*seen["shapes"][1], 36)
+
+
+# --- the same losses as a plain loop --------------------------------------------------------------------------
+
+
+def plain_loop(model: Any, batches: list[list[Any]], rate: float) -> list[float]:
+    """Adam at a linearly falling rate, each document alone; the loss is the mean over the targets of an update."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    losses = []
+    for step, documents in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / len(batches))
+        count = sum(sum(label != -100 for label in labels[1:]) for _, labels in documents)
+        total = 0.0
+        for ids, labels in documents:
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+            loss = (
+                F.cross_entropy(logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum") / count
+            )
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def documents_of(row: Any) -> list[Any]:
+    found, start = [], 0
+    for length in row.get("seq_lengths") or [len(row["input_ids"])]:
+        found.append((row["input_ids"][start : start + length], row["labels"][start : start + length]))
+        start += length
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_fifty_updates_as_a_plain_loop(tmp_path: Path, packing: bool, lora: bool) -> None:
+    def adapter() -> Any:
+        peft = pytest.importorskip("peft")
+        return peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+    batch = 1 if packing else 4
+    trainer = trainer_of(
+        tmp_path, small.prompts(), max_steps=50, packing=packing, per_device_train_batch_size=batch,
+        peft_config=adapter() if lora else None, gradient_accumulation_steps=2 if packing else 1,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    if lora:
+        import copy
+
+        model = copy.deepcopy(trainer.model)
+    else:
+        model = small.model()
+    rows = list(trainer.train_dataset)
+    order = [i for epoch in range(60) for i in range(len(rows))]
+    trainer.train()
+    batches, at = [], 0
+    while len(batches) < 50:  # updates do not go beyond the end of an epoch
+        size = min(
+            trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps,
+            len(rows) - at % len(rows),
+        )
+        batches.append([d for i in order[at : at + size] for d in documents_of(rows[i])])
+        at += size
+    found = [r["loss"] for r in trainer.state.log_history if "loss" in r]
+    expected = plain_loop(model, batches, trainer.args.learning_rate)
+    assert len(found) == 50
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+    assert expected[-1] < expected[0] - 0.1
+
+
+# --- arguments ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    folder = small.saved(tmp_path / "model")
+    for model in (folder, small.model().from_pretrained(folder)):
+        trainer = SFTTrainer(
+            model, small.arguments(tmp_path / "out"), train_dataset=small.table(small.texts())
+        )
+        assert trainer.model.dtype == torch.float32
+        assert trainer.processing_class.eos_token == "<eos>"
+    args = small.arguments(tmp_path / "out", model_init_kwargs={"dtype": "bfloat16"})
+    assert SFTTrainer(folder, args, train_dataset=small.table(small.texts())).model.dtype == torch.bfloat16
+
+
+def test_a_config_makes_new_weights(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.texts(), model=small.config())
+    assert trainer.train().global_step == 3
+
+
+def test_without_a_tokenizer_the_error_says_what_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pass processing_class=tokenizer"):
+        SFTTrainer(small.model(), small.arguments(tmp_path), train_dataset=small.table(small.texts()))
+
+
+def test_the_form_of_the_guides(tmp_path: Path) -> None:
+    model = small.model().from_pretrained(small.saved(tmp_path / "model"))
+    args = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to="none", use_cpu=True)
+    trainer = SFTTrainer(
+        model=model, args=args, train_dataset=small.table(small.texts()), dataset_text_field="text",
+        max_seq_length=5,
+    )  # fmt: skip
+    assert trainer.args.max_length == 5
+    assert not trainer.args.bf16
+    assert trainer.args.learning_rate == args.learning_rate
+    assert max(map(len, trainer.train_dataset["input_ids"])) == 5
+    trainer.train()
+
+
+def test_default_arguments_are_named_after_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = SFTTrainer(small.saved(tmp_path / "base"), train_dataset=small.table(small.texts()))
+    assert trainer.args.output_dir == "base-SFT"
+    assert isinstance(trainer.args, SFTConfig)
+    assert {"windlass", "sft"} <= set(trainer.model.model_tags)
+
+
+def test_tokens_are_written_to_the_configs(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.texts(), eos_token="<|user|>", pad_token="<unk>")
+    assert trainer.model.config.eos_token_id == 3
+    assert trainer.model.generation_config.eos_token_id == [3, 1]
+    assert trainer.model.config.pad_token_id == trainer.model.generation_config.pad_token_id == 2
+    trainer.train()
+    assert trainer.model.generation_config.eos_token_id == [3, 1]
+    with pytest.raises(ConfigError, match="is not found in the vocabulary"):
+        trainer_of(tmp_path, small.texts(), eos_token="<none>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding_free": True}, "`max_length` is not enforced"),
+        ({"packing": True, "max_length": None}, "When packing is enabled"),
+        ({"packing": True, "data_collator": list}, "leave data_collator out"),
+        ({"formatting_func": str, "completion_only_loss": True}, "has no completion"),
+        ({"assistant_only_loss": True}, "assistant_only_loss"),
+        ({"dataset_kwargs": {"add_special_tokens": False}}, "the only option is skip_prepare_dataset"),
+        ({"loss_type": "dft", "compute_loss_func": print}, "is a loss of its own"),
+        ({"router_aux_loss_coef": 0.1}, "is not a Mixture-of-Experts model"),
+    ],
+)
+def test_contradictions_are_found_before_training(tmp_path: Path, changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, small.texts(), **changes)
+
+
+def test_a_training_dataset_is_required(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        trainer_of(tmp_path, None)
+    with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
+        trainer_of(tmp_path, {"train": small.texts()})
+    with pytest.raises(ConfigError, match="images are not supported"):
+        trainer_of(tmp_path, [{"text": "the cat", "image": 1}])
+
+
+# --- losses ---------------------------------------------------------------------------------------------------
+
+
+def test_dft_weighs_each_term_by_its_probability(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.texts(4), loss_type="dft", max_steps=1)
+    model = small.model()
+    total = count = 0.0
+    for row in trainer.train_dataset:
+        log_p = F.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0, :-1], -1)
+        picked = log_p.gather(1, torch.tensor(row["labels"][1:])[:, None])
+        total, count = total - float((picked * picked.exp()).sum().detach()), count + len(picked)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_loss_function_of_the_script_is_used_with_a_warning(tmp_path: Path) -> None:
+    def double(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        loss = F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        return 2 * loss / num_items_in_batch if num_items_in_batch is not None else loss
+
+    with pytest.warns(FutureWarning, match="compute_loss_func"):
+        trainer = trainer_of(tmp_path / "a", small.texts(), compute_loss_func=double)
+    trainer.train()
+    plain = trainer_of(tmp_path / "b", small.texts())
+    plain.train()
+    first = [t.state.log_history[0] for t in (trainer, plain)]
+    assert first[0]["loss"] == pytest.approx(2 * first[1]["loss"], rel=1e-6)
+    assert first[0]["entropy"] == pytest.approx(first[1]["entropy"], rel=1e-6)
+
+
+def test_a_subclass_may_change_the_loss(tmp_path: Path) -> None:
+    class Doubling(SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    losses = []
+    for kind in (Doubling, SFTTrainer):
+        trainer = kind(
+            small.model(), small.arguments(tmp_path / kind.__name__, **options), processing_class=small.tokenizer(),
+            train_dataset=small.table(small.texts()),
+        )  # fmt: skip
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
+
+
+def test_experts_are_balanced(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def experts() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 36, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1))
+
+    found = {}
+    for weight in (0.0, 0.5):
+        trainer = trainer_of(
+            tmp_path / str(weight), small.texts(8), model=experts(), router_aux_loss_coef=weight, max_steps=1,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer.train()
+        found[weight] = trainer.state.log_history[0]
+    assert "aux_loss" not in found[0.0]
+    assert found[0.5]["loss"] == pytest.approx(found[0.0]["loss"] + 0.5 * found[0.5]["aux_loss"], rel=1e-5)
+
+
+def test_offloading_and_recomputation_change_nothing(tmp_path: Path) -> None:
+    losses = []
+    options = (
+        {}, {"activation_offloading": True}, {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    )  # fmt: skip
+    for number, changes in enumerate(options):
+        trainer = trainer_of(tmp_path / str(number), small.texts(), **changes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+    assert all(other == losses[0] for other in losses[1:])
+
+
+def test_the_defaults_train_on_a_cpu(tmp_path: Path) -> None:
+    args = SFTConfig(str(tmp_path), use_cpu=True, max_steps=1, report_to="none")
+    trainer = SFTTrainer(
+        small.model(), args, train_dataset=small.table(small.texts()), processing_class=small.tokenizer()
+    )
+    trainer.train()
+    assert args.bf16
+    assert args.gradient_checkpointing

@@ -1,0 +1,62 @@
+"""Figures are sums over targets, and survive a restart on another number of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.finetuning.token_figures import BatchSums, TokenFigures
+
+
+def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | None = None) -> BatchSums:
+    values = (torch.tensor(float(v)) for v in (entropy, correct, targets))
+    return BatchSums(*values, torch.tensor(tokens), None if aux is None else torch.tensor(aux))
+
+
+def figures(rank: int = 0) -> TokenFigures:
+    made = TokenFigures(torch.device("cpu"), lambda sums: sums, rank)
+    made.begin_update()
+    return made
+
+
+def test_means_are_over_targets() -> None:
+    made = figures()
+    made.add(batch(6.0, 1, 2, 5), training=True)
+    made.add(batch(2.0, 3, 6, 7), training=True)
+    made.add(batch(9.0, 1, 1, 100), training=False)
+    assert made.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}
+    assert made.read(training=True) == {}
+    assert made.read(training=False) == {"entropy": 9.0, "mean_token_accuracy": 1.0, "num_tokens": 12}
+
+
+def test_batches_outside_of_updates_are_not_counted() -> None:
+    made = figures()
+    made.end_update()
+    made.add(batch(6.0, 1, 2, 5), training=True)
+    assert made.read(training=True) == {}
+
+
+def test_the_balance_of_experts_is_a_mean_over_batches() -> None:
+    made = figures()
+    for aux in (1.0, 2.0):
+        made.add(batch(1.0, 1, 1, 1, aux), training=True)
+    assert made.read(training=True)["aux_loss"] == 1.5
+
+
+def test_a_restart_keeps_the_sums() -> None:
+    made, again = figures(), figures()
+    made.add(batch(6.0, 1, 2, 5), training=True)
+    again.load_state_dict(made.state_dict())
+    assert again.read(training=True) == made.read(training=True)
+
+
+def test_the_first_rank_adopts_the_sums_of_all() -> None:
+    states = []
+    for tokens in (5, 7):
+        made = figures()
+        made.add(batch(2.0, 1, 2, tokens), training=True)
+        states.append(made.state_dict())
+    first, second = figures(), figures(1)
+    first.adopt(states)
+    second.adopt(states)
+    assert first.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}
+    assert second.read(training=True) == {}
