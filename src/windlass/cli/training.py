@@ -26,7 +26,7 @@ _KINDS: dict[str, type[TrainingArguments]] = {"sft": SFTConfig, "seq2seq": Seq2S
 
 def training_fields() -> list[str]:
     """Return the keys of the `training` section of any task."""
-    kinds = (TrainingArguments, *_KINDS.values())
+    kinds: list[type[TrainingArguments]] = [TrainingArguments, *_KINDS.values()]
     return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
 
 

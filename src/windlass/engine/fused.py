@@ -75,7 +75,12 @@ class FusedExecutor(NativeExecutor):
         with super().micro(last=last):
             yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        if options:
+            raise ModelError(
+                f"backward({', '.join(options)}=...) is not possible with an optimizer that updates in the backward; "
+                "choose another one, or leave these arguments out"
+            )
         request, hooks = self._request, self._hooks
         if request is None or hooks is None:  # a discarded one
             self._run(Pass.DISCARD, loss)
