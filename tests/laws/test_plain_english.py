@@ -14,7 +14,8 @@ from tests.laws.source import modules
 # Rooms that are written in it. The others follow.
 ROOMS = (
     "__main__", "accelerator", "assemble", "big_modeling", "callbacks", "checkpoint", "cli", "compat",
-    "config", "core", "data", "data_loader", "dist", "engine", "finetuning", "hooks", "launchers", "local_sgd", "logging",
+    "config", "core", "data", "data_loader", "dist", "engine", "finetuning", "hooks", "launchers", "local_sgd",
+    "logging",
     "metrics", "optim", "optimizer", "parallelism_config", "precision", "scheduler", "state", "tracking",
     "text", "trainer", "transforms", "utils",
 )  # fmt: skip

@@ -124,7 +124,7 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
 def shared_arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that must be the same on all ranks. Fields of a script's subclass are not compared."""
     values = args.to_dict()
-    rules = rules_of(TrainingArguments).items()
+    rules = rules_of(type(args)).items()
     return {name: values[name] for name, rule in rules if not rule.per_rank and name in values}
 
 
