@@ -109,7 +109,8 @@ def _unknown(key: str, path: Keys, known: Iterable[str]) -> str:
     if close := nearest(key, known):
         return f"no such key; did you mean {'.'.join((*path, close))}?"
     everywhere: dict[str, Keys] = {}
-    for keys in [*_all_keys(Recipe, ()), *(("training", name) for name in training_fields())]:
+    sections = [*_all_keys(Recipe, ()), *(("training", name) for name in training_fields())]
+    for keys in sorted(sections, key=lambda keys: keys[0] == "base"):  # which repeats keys of `training`
         everywhere.setdefault(keys[-1], keys)
     elsewhere = everywhere.get(key) or everywhere.get(nearest(key, everywhere) or "")
     if elsewhere:
@@ -131,6 +132,6 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
         is_number = hint is str and isinstance(value, int | float)
         return f"{fault}; quote it to make it text" if is_number else fault
     choices, bounds = item.metadata.get("choices"), rules_in(item).bounds
-    if choices:
+    if choices and value is not None:
         return choice_fault(value, choices)
     return bounds.words if bounds and value is not None and not bounds.holds(value) else None
