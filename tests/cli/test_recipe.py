@@ -80,7 +80,7 @@ def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Pa
     found = complaint(path, ["data.max_samples=many", "sample.temperature=-1"])
     wanted = [
         f"{path}:4: data.blok_size=16: no such key; did you mean data.block_size?",
-        f"{path}:1: task='causal': must be one of causal-lm, classification; did you mean 'causal-lm'?",
+        f"{path}:1: task='causal': must be one of causal-lm, classification, sft; did you mean 'causal-lm'?",
         f"{path}:13: learning_rate=1: no such key here; did you mean training.learning_rate?",
         "data.max_samples='many': must be a whole number or None, and is str",
         "sample.temperature=-1.0: must be 0 or more",
