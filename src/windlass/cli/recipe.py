@@ -111,7 +111,8 @@ def _unknown(key: str, path: Keys, known: Iterable[str]) -> str:
     if close := nearest(key, known):
         return f"no such key; did you mean {'.'.join((*path, close))}?"
     everywhere: dict[str, Keys] = {}
-    for keys in [*_all_keys(Recipe, ()), *(("training", name) for name in training_fields())]:
+    sections = [*_all_keys(Recipe, ()), *(("training", name) for name in training_fields())]
+    for keys in sorted(sections, key=lambda keys: keys[0] == "base"):  # which repeats keys of `training`
         everywhere.setdefault(keys[-1], keys)
     elsewhere = everywhere.get(key) or everywhere.get(nearest(key, everywhere) or "")
     if elsewhere:
