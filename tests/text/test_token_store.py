@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -143,3 +146,44 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
 def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_HOME", "/somewhere")
     assert default_cache() == Path("/somewhere/text")
+
+
+PROCESS = """
+import sys, time
+from pathlib import Path
+from tests.text.test_token_store import KEY, never, prepared
+from windlass.text.token_store import TokenStore
+folder, is_first = Path(sys.argv[1]), sys.argv[2] == "first"
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+
+def slow():
+    (folder / "begun").touch()
+    wait_for("other")
+    return prepared()
+
+if not is_first:
+    wait_for("begun")
+    (folder / "other").touch()
+rows, _ = TokenStore(folder / "store").get(KEY, slow if is_first else never)
+print(list(rows))
+"""
+
+
+def test_another_process_waits_for_the_one_that_prepares(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(tmp_path), name],
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("first", "second")
+    ]
+    found = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], found
+    assert found[0][0] == found[1][0] == f"{list(prepared()[0])}\n"
