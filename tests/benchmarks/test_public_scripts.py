@@ -84,6 +84,7 @@ def test_a_recipe_with_a_fault_is_named(command: ModuleType, tmp_path: Path, tex
         command.load(tmp_path / "recipes.yaml")
 
 
+@pytest.mark.slow
 def test_both_libraries_run_a_script_and_their_losses_are_compared(
     command: ModuleType, tmp_path: Path
 ) -> None:

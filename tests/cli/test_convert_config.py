@@ -27,7 +27,7 @@ use_peft: true
 lora_r: 32
 lora_target_modules: all-linear
 load_in_4bit: true
-push_to_hub: true
+deepspeed: zero2.json
 output_dir: out
 """
 AXOLOTL = """\
@@ -104,7 +104,7 @@ def test_of_trl(places: tuple[Path, Path], capsys: Any) -> None:
     assert recipe.quantization == "nf4"
     assert recipe.training["max_length"] == 512
     assert recipe.training["model_init_kwargs"] == {"revision": "v2", "attn_implementation": "sdpa"}
-    assert "push_to_hub=true" in said
+    assert "deepspeed=" in said
     assert "Not carried over: 1 keys" in said
 
 

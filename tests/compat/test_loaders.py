@@ -21,6 +21,7 @@ from windlass.data_loader import (
     DataLoaderStateMixin,
     SkipBatchSampler,
     SkipDataLoader,
+    prepare_data_loader,
 )
 from windlass.state import GradientState
 
@@ -137,3 +138,16 @@ def test_skipping_in_a_batch_sampler() -> None:
     ours, theirs = SkipBatchSampler(inner, 1), peers.SkipBatchSampler(inner, 1)
     assert list(ours) == list(theirs)
     assert (len(ours), ours.total_length) == (len(theirs), theirs.total_length)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_the_parts_of_all_processes_are_those_of_accelerate(batch: int) -> None:
+    for split in (False, True):
+        if split and batch % 2:
+            continue
+        for rank in range(2):
+            rows = DataLoader(list(range(12)), batch_size=batch)
+            options: Any = {"num_processes": 2, "process_index": rank, "split_batches": split}
+            ours = prepare_data_loader(rows, **options)
+            expected = peers.prepare_data_loader(rows, **options)
+            assert [part.tolist() for part in ours] == [part.tolist() for part in expected]

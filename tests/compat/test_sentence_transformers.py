@@ -32,6 +32,7 @@ def is_on_windlass(row: dict[str, Any]) -> bool:
     return "windlass" in row["engine"] and "transformers" not in row["engine"]
 
 
+@pytest.mark.slow
 def test_every_trainer_trains_to_the_bits_of_the_original() -> None:
     found, original = results("-m", "windlass", "run", SCRIPT, *NAMES), results(SCRIPT, *NAMES)
     assert tuple(found) == tuple(original) == NAMES

@@ -83,7 +83,9 @@ def test_the_commands_are_found(guides: list[str]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["python", "launch", "launch with flags"])
+@pytest.mark.parametrize(
+    "kind", ["python", pytest.param("launch", marks=pytest.mark.slow), "launch with flags"]
+)
 def test_as_printed(
     kind: str, guides: list[str], hub: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

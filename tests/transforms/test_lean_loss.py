@@ -57,6 +57,11 @@ def _batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_logged(caplog: Any) -> None:
+    caplog.set_level("WARNING", logger="windlass")
+
+
 def _logged(caplog: Any) -> list[str]:
     """Windlass's own lines."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("windlass")]

@@ -52,7 +52,7 @@ def run_folder(args: TrainingArguments) -> Path:
 
 def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) -> list[Problem]:
     """Return the problems that the task's arguments report, with the place in the recipe."""
-    foreign = values.keys() - {item.name for item in fields(_kind_of(task))}
+    foreign = values.keys() & set(training_fields()) - {item.name for item in fields(_kind_of(task))}
     if foreign:
         fix = f"has no meaning for task {task}; leave it out"
         return [Problem(draft.label("training", name), values[name], fix) for name in sorted(foreign)]

@@ -5,6 +5,7 @@ What `Accelerator.prepare` returns is a `PreparedLoader`, which replaces all of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,12 @@ from windlass.compat.state import GradientState, PartialState
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.choice import ReaderChoice
 from windlass.data.passthrough_reader import PassthroughReader
+from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.seeding import set_epochs
 from windlass.data.shards import BatchSamplerShard
-from windlass.dist.gang import current
+from windlass.data.workers import start_timeout
+from windlass.dist.gang import Gang, current
 
 
 class _ReplacedByPrepared(type(PreparedLoader)):  # type: ignore[misc]
@@ -146,6 +149,56 @@ class DataLoaderDispatcher(DataLoaderShard):
         )
         self.split_batches, self.rng_types, self.synchronized_generator = split_batches, None, None
         self._take(skip_batches, iteration, _drop_last)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Any = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> PreparedLoader:
+    """A loader of one process's part of the data, as `Accelerator.prepare` makes it. Collective.
+
+    Args:
+        device: of the batches, if `put_on_device`.
+        num_processes, process_index: of this process by default.
+        rng_types: no effect: all processes draw one order.
+        torch_device_mesh: no effect.
+    """
+    gang = current()
+    world = gang.size if num_processes is None else num_processes
+    options = LoaderOptions(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+        worker_start_timeout=start_timeout(os.environ),
+        slice_fn=slice_fn_for_dispatch,
+    )
+    loader = prepare_loader(
+        dataloader,
+        world=world,
+        rank=gang.rank if process_index is None else process_index,
+        device=device if put_on_device else None,
+        options=options,
+        gang=gang if world == gang.size else Gang(),
+    )
+    loader.follower = GradientState()
+    return loader
 
 
 class ShardReader(PassthroughReader):

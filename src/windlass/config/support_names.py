@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "require_torchao", "require_tpu", "require_transformer_engine", "require_transformer_engine_mxfp8",
         "run_first",
     ),
-    _LOADERS: ("DataLoaderAdapter", "prepare_data_loader"),
+    _LOADERS: ("DataLoaderAdapter",),
     _INSIDE: (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
         "OptimizerContext", "OptimizerHandler", "SharedDict", "TORCH_DISTRIBUTED_OPERATION_TYPES",

@@ -11,7 +11,7 @@ from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
-from windlass.optim.optimizers.bnb import bitsandbytes_library
+from windlass.optim.registry import bitsandbytes_library
 
 logger = get_job_logger(__name__)
 

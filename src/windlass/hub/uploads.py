@@ -28,12 +28,12 @@ class Upload:
 
     Attributes:
         what: what is uploaded, for messages; a newer upload of the same takes the place of one that waits.
-        folder: the files, as they shall be in the repository; this upload alone owns it, and removes it at its end.
+        folder: the files, as they are to be in the repository; this upload alone owns it, and removes it at its end.
         replaces: folder in the repository, of which other files are removed; "" to remove none.
         prepare: called before the first attempt, on the uploading thread, to complete `folder`.
         later: the command that uploads the same later.
         error: why the last attempt failed.
-        commit: the address of the commit, once it is made, or the error that it was given up for.
+        commit: the address of the commit, once it is made, or the error for which it was dropped.
     """
 
     what: str

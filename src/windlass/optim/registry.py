@@ -20,6 +20,7 @@ from windlass.optim.optimizers.adamw import adamw, adamw_fused
 from windlass.optim.optimizers.ademamix import ademamix
 from windlass.optim.optimizers.anyprecision import anyprecision
 from windlass.optim.optimizers.apollo_adamw import apollo_adamw
+from windlass.optim.optimizers.bnb import bitsandbytes_library as bitsandbytes_library
 from windlass.optim.optimizers.bnb import bnb_adamw, bnb_ademamix, bnb_lion, bnb_rmsprop
 from windlass.optim.optimizers.galore_adafactor import galore_adafactor
 from windlass.optim.optimizers.galore_adamw import galore_adamw

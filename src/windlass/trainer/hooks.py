@@ -230,7 +230,7 @@ class TrainHooks:
             log=_log(trainer),
             evaluate=lambda: trainer.evaluate(ignore_keys=ignore_keys),
             judge=lambda metrics: trainer._determine_best_metric(metrics),
-            rehearse=None if overridden & {"evaluate", "evaluation_loop"} else rehearse,
+            rehearse=None if overrides(trainer, owner, "evaluate", "evaluation_loop") else rehearse,
             save_checkpoint=_save_checkpoint(trainer),
             load_weights=lambda folder: trainer._load_from_checkpoint(folder),
             load_training_state=trainer._load_optimizer_and_scheduler,

@@ -454,15 +454,11 @@ class TrainerNames:
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, write its card, and upload both; collective, the main process uploads.
-
-        Args:
-            blocking: wait for the upload. Otherwise a `concurrent.futures.Future` is returned at once.
-            token, revision: instead of `args.hub_token` and `args.hub_revision`.
-            kwargs: facts for `create_model_card`.
+        """Save the model, write its card (`kwargs` are facts for it), and upload both. Collective.
 
         Returns:
-            The address of the commit, or its future; None on other processes.
+            The address of the commit; without `blocking` its `concurrent.futures.Future`, at once. None on processes
+            other than the main one, which uploads.
 
         Raises:
             ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed.
@@ -473,10 +469,9 @@ class TrainerNames:
         self._services.events.fire("on_push_begin")
         if not self.is_world_process_zero():
             return None
-        publisher = publishing.publisher(
-            self.args, self.callback_handler, self.output_folder, token, revision
-        )
-        commit = publishing.push(publisher, self.output_folder, commit_message or "End of training")
+        handler, folder = self.callback_handler, self.output_folder
+        publisher = publishing.publisher(self.args, handler, folder, token, revision)
+        commit = publishing.push(publisher, folder, commit_message or "End of training")
         return commit.result() if blocking else commit
 
     # --- not built yet -----------------------------------------------------------------------------------------------

@@ -61,17 +61,6 @@ class OptimisationSection:
         "Linear layers whose gradients GaLore and APOLLO project: parts of module names, a regular expression, or "
         "'all-linear'.",
     )
-    optim_groups: dict[str, Any] | str | None = setting(
-        None,
-        "Options of parameters by name: a dict, JSON, or a JSON file, as {'embed': {'lr': 1e-4, 'weight_decay': 0}}. "
-        "A key is a regular expression that is searched for in the names.",
-        document=True,
-    )
-    layerwise_lr_decay: float = setting(
-        1.0,
-        "The learning rate of a layer is that of the layer above times this.",
-        bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-    )
 
     # --- update ---
     gradient_accumulation_steps: int = setting_of(ACCUMULATION, 1, bounds=at_least(1))

@@ -11,7 +11,7 @@ from windlass.config.enums import DebugOption
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.quantities import seconds, size_in_bytes
-from windlass.config.sections.setting import OWN_OUTPUT, READING, Truth, above, at_least, setting
+from windlass.config.sections.setting import OWN_OUTPUT, READING, Range, Truth, above, at_least, setting
 
 # What may differ between ranks: how fast this machine reads, and what only scripts read.
 _reading = partial(setting, per_rank=READING)
@@ -109,6 +109,17 @@ class RunningSection:
         "What to do about a NaN or infinite loss or gradient norm.",
         choices=("raise", "skip", "rollback"),
     )
+    optim_groups: dict[str, Any] | str | None = setting(
+        None,
+        "Options of parameters by name: a dict, JSON, or a JSON file, as {'embed': {'lr': 1e-4, 'weight_decay': 0}}. "
+        "A key is a regular expression that is searched for in the names.",
+        document=True,
+    )
+    layerwise_lr_decay: float = setting(
+        1.0,
+        "The learning rate of a layer is that of the layer above times this.",
+        bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+    )
     global_batch_size: int | None = setting(None, "Samples of an update over all processes.")
     preemption_signals: str = setting("SIGTERM SIGUSR1", "Signals on which a run saves and exits, or 'none'.")
     preemption_deadline: float | str | None = setting(
@@ -116,8 +127,10 @@ class RunningSection:
         "Time after such a signal, such as '60s', at which the process exits even if the save has not finished.",
         read=seconds,
     )
-    hub_wait: str | float = setting(
-        "10min", "How long a run that ends waits for its uploads to the Hub.", read=seconds
+    hub_wait: float | str = setting(
+        600.0,
+        "How long a run that ends waits for its uploads to the Hub, in seconds or as '10min'.",
+        read=seconds,
     )
     dataloader_start_timeout: float = setting(
         30.0,
