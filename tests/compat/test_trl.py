@@ -42,6 +42,7 @@ def test_every_trainer_trains_and_saves() -> None:
     assert found["reward"]["losses"][1] < found["reward"]["losses"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_they_train_in_two_processes() -> None:
     names = ("sft", "dpo", "grpo")

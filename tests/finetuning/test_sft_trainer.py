@@ -223,8 +223,15 @@ def documents_of(row: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "lora"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
 def test_fifty_updates_as_a_plain_loop(tmp_path: Path, packing: bool, lora: bool) -> None:
     def adapter() -> Any:
         peft = pytest.importorskip("peft")

@@ -21,10 +21,10 @@ from windlass.checkpoint.store import Store
 SEED = 0
 _KINDS = {"kill": KILLS, "interrupt": INTERRUPTS, "leave": LEAVES, "fault": FAULTS}
 _ALL = range(len(TRIALS))
-# One or two kills a case; two interrupts and one fault for a part of the cases, chosen so that each kind is among them.
+# One or two kills for every second case, two interrupts or one fault for others: each kind is among them.
 _SHORT = {
-    "kill": [f"kill-{number}-{1 + number % 2}" for number in _ALL],
-    "interrupt": [f"interrupt-{number}-2" for number in _ALL[2::3]],
+    "kill": [f"kill-{number}-{1 + number // 2 % 2}" for number in _ALL[::2]],
+    "interrupt": [f"interrupt-{number}-2" for number in _ALL[1::6]],
     "fault": [f"fault-{number}" for number in _ALL[1::2]],
 }
 _LONG = {group: [f"{group}-{number}" for number in _ALL] for group in _KINDS}

@@ -76,7 +76,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "workers" in name else ()) for name in CASES]
+)
 def test_a_run_killed_at_every_step_ends_with_the_same_bits(name: str, folder: Path) -> None:
     whole = run(folder / "whole", CASES[name])
     killed = killed_at_steps(folder / "killed", CASES[name], range(1, whole.state.global_step + 1))

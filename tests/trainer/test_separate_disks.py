@@ -34,6 +34,7 @@ def can_mount() -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(not can_mount(), reason="needs mounts of a process's own")
 def test_one_path_on_two_machines(tmp_path: Path) -> None:

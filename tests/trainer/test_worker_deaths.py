@@ -31,7 +31,7 @@ class Deadly(Samples):
 PLACES = {"training": ("on_epoch_begin", 5), "evaluation": ("on_epoch_end", 5)}
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_whose_worker_was_killed_resumes_to_the_same_bits(tmp_path: Path, persistent: bool) -> None:
     case = Case(ARGUMENTS | {"dataloader_persistent_workers": persistent})
     whole = run(tmp_path / "whole", case)

@@ -24,7 +24,7 @@ def tree_of(job: subprocess.Popen[str]) -> list[int]:
     ("lost", "how"),
     [
         (0, signal.SIGSTOP),
-        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
     ],

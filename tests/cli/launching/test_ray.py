@@ -24,6 +24,7 @@ def test_unknown_options_are_refused() -> None:
         show(LaunchPlan("train.py", engine="ray", engine_options={"adress": "x"}))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_a_job_runs_on_ray_and_its_failure_is_reported() -> None:

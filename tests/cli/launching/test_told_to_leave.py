@@ -89,6 +89,7 @@ def test_a_job_whose_process_was_told_starts_again_by_itself(tmp_path: Path, unt
     assert (tmp_path / "hash").read_text() == untouched
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_launchers_of_all_machines_end_with_75(tmp_path: Path) -> None:
     codes, said = launch_on_both(SCRIPT, tmp_path, "launcher0")
