@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -152,6 +153,20 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
         "skip",
     )
     assert (plan.save.total_limit, plan.data.drop_last, plan.transforms.recompute) == (2, True, True)
+
+
+def test_updates_in_the_backward_clip_only_if_it_was_requested() -> None:
+    """1.0 is the default: one that is given, also later or in a copy, is not one that was left there."""
+    assert plan_of(optim="lomo").stability.max_grad_norm is None
+    assert plan_of(optim="lomo", max_grad_norm=0).stability.max_grad_norm is None
+    assert plan_of(optim="lomo", max_grad_norm=1.0).stability.max_grad_norm == 1.0
+    assert plan_of().stability.max_grad_norm == 1.0
+    assigned = arguments(optim="lomo")
+    assigned.max_grad_norm = 1.0
+    for args in (assigned, copy.copy(assigned)):
+        assert resolve(args, FACTS).stability.max_grad_norm == 1.0
+    with pytest.raises(ConfigError, match="do not compile"):
+        plan_of(optim="lomo", max_grad_norm=1.0, torch_compile=True)
 
 
 @pytest.fixture

@@ -87,8 +87,8 @@ def _executor(
         raise ConfigError(Problem("optimizers", name, fix))
     if plan.stability.max_grad_norm is None:
         _log.warning(
-            "%s updates in the backward: gradients are not clipped. A max_grad_norm other than 0 and the default clips "
-            "them, with two backwards per update",
+            "%s updates in the backward: gradients are not clipped. Set max_grad_norm to clip them, with two backwards "
+            "per update",
             name,
         )
     if plan.batch.accumulation > 1:

@@ -29,7 +29,7 @@ from windlass.config.plan import (
     TransformPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
-from windlass.config.sections.setting import default_of
+from windlass.config.sections.optimisation import OptimisationSection
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError, Problem
@@ -253,10 +253,10 @@ def _updates_in_backward(args: Any, facts: Facts) -> bool:
 
 def _clipping(args: Any, fused: bool) -> float | None:
     """The norm that gradients are clipped to. Clipping takes a second backward if the optimizer updates in the first
-    one, so the default of `max_grad_norm` does not ask for it.
+    one, so a `max_grad_norm` that was left at its default does not request it.
     """
-    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
-    return None if fused and args.max_grad_norm == default else args.max_grad_norm or None
+    untouched = args.max_grad_norm == OptimisationSection.max_grad_norm and not args.is_given("max_grad_norm")
+    return None if fused and untouched else args.max_grad_norm or None
 
 
 def _takes_two_backwards(args: Any, facts: Facts) -> bool:
