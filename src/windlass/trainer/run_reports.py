@@ -15,6 +15,7 @@ from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
 from windlass.metrics.stage_memory import StageMemory
 from windlass.metrics.tokens import InputCounter
+from windlass.precision.dtypes import dtypes_of
 
 logger = get_logger(__name__)
 
@@ -39,13 +40,19 @@ class RunReports:
         self._samples, self._updates = 0.0, 0
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
 
-    def announce(self, samples: int | None) -> None:
-        """Log the size of the run; `samples` is None for a stream."""
+    def announce(self, samples: int | None, weights: str) -> None:
+        """Log the size of the run and its dtypes.
+
+        Args:
+            samples: None for a stream.
+            weights: the dtype of the trained weights.
+        """
         batch, steps = self._plan.batch, self._plan.duration.steps
         logger.info("***** Running training *****")
         logger.info("  samples: %s, updates: %d", "a stream" if samples is None else samples, steps)
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
                     batch.samples, batch.micro, batch.accumulation, batch.world)  # fmt: skip
+        logger.info("  dtypes: %s", dtypes_of(self._plan.precision, self._plan.dist, weights))
 
     def update_applied(self, batch: UpdateBatch) -> None:
         """Called after an update from this data, applied or skipped."""

@@ -64,6 +64,11 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
     )
 
 
+def dtype_plans(settings: Settings) -> tuple[PrecisionPlan, DistPlan]:
+    """The plans that decide dtypes, of settings that are not checked."""
+    return PrecisionPlan(_compute(settings)), _dist(settings, World())
+
+
 def parallel_problems(settings: Settings, world: World) -> list[Problem]:
     """All problems of the settings in `world`."""
     return [*settings.problems, *_objections(settings, world)]
