@@ -156,8 +156,8 @@ class Preparer:
             model.to(self._setup.device)
         if self._settings.precision.compute != "fp32":
             mix_precision(model, self._setup.autocast)
-        if self._settings.compile_backend is not None:
-            apply_compile(model, self._settings.compile_backend, self._settings.compile_mode)
+        if self._settings.compile is not None:
+            apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
         if evaluation_mode or not (trained or sharding):
             return Alone(model)

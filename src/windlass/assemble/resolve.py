@@ -113,6 +113,14 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     )
 
 
+def _recompute_options(args: Any) -> dict[str, Any]:
+    return dict(args.activation_checkpointing_kwargs or {})
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 # --- the table of rules ---------------------------------------------------------------------------------------------
 
 Condition = Callable[[Any, Facts], Any]
@@ -163,11 +171,26 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
     (
         "activation_checkpointing_kwargs",
         lambda args, facts: (
-            _updates_in_backward(args, facts)
-            and bool((args.activation_checkpointing_kwargs or {}).get("use_reentrant"))
+            _updates_in_backward(args, facts) and bool(_recompute_options(args).get("use_reentrant"))
         ),
         "a reentrant checkpoint accumulates gradients block by block, and the optimizer updates when the first part "
         "arrives: leave use_reentrant out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: "memory_budget" in _recompute_options(args) and not args.torch_compile,
+        "the compiler chooses what to recompute within a memory_budget: set torch_compile=True, or use "
+        "every_n_layers or selective",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: "memory_budget" in _recompute_options(args) and len(_recompute_options(args)) > 1,
+        "the compiler chooses what to recompute within a memory_budget: leave the other options out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: not _is_share(_recompute_options(args).get("memory_budget", 0)),
+        "memory_budget must be a number from 0 (recompute all) to 1 (keep what is fastest)",
     ),
     (
         "torch_compile",
@@ -350,11 +373,15 @@ def resolve_evaluation(args: Any) -> EvaluationPlan:
 
 
 def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
+    options = dict(args.activation_checkpointing_kwargs or {})
+    budget, compiled = options.pop("memory_budget", None), parallel.compile
+    on = bool(args.activation_checkpointing)
+    if on and budget is not None and compiled is not None:
+        compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
-        recompute=bool(args.activation_checkpointing),
-        recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile_backend=parallel.compile_backend,
-        compile_mode=parallel.compile_mode,
+        recompute=on,
+        recompute_options=options,
+        compile=compiled,
         neftune_alpha=args.neftune_noise_alpha,
     )
 

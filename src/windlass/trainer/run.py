@@ -206,6 +206,7 @@ class Run:
             with (
                 self._interruption.taking_ctrl_c(self._stop),
                 telling_where(self._session.world, lambda: state.global_step),
+                self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
             ):
                 started = Moment()
