@@ -30,8 +30,11 @@ RATES = {
     "schedule_free_adamw": 2 * ADAM, "schedule_free_radam": 2 * ADAM, "schedule_free_sgd": 1.0,
     "adamw_torch_8bit": ADAM, "adamw_torch_4bit": ADAM, "adamw_8bit": ADAM, "lion_8bit": SIGN,
     "ademamix_8bit": ADAM / 3, "rmsprop_bnb_8bit": 1e-3,
+    "galore_adamw": 1e-2, "galore_adamw_8bit": 1e-2, "galore_adafactor": 1e-2, "apollo_adamw": 1e-2,
+    "lomo": 0.1, "adalomo": 1e-2,
 }  # fmt: skip
-OPTIONS = {"sgd": "momentum=0.9"}
+PROJECTED = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+OPTIONS = {"sgd": "momentum=0.9"} | dict.fromkeys(PROJECTED, "rank=16, update_proj_gap=50")
 LENGTH, WIDTH, BATCH = 64, 64, 16
 
 
@@ -90,6 +93,7 @@ def measure(name: str, data: Any, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, optim=name, learning_rate=RATES[name], optim_args=OPTIONS.get(name), max_steps=steps, seed=0,
+            optim_target_modules="all-linear" if name in PROJECTED else None,
             lr_scheduler_type="constant" if constant else "cosine", warmup_steps=max(steps // 20, 1),
             per_device_train_batch_size=BATCH, per_device_eval_batch_size=64, weight_decay=0.01, save_strategy="no",
             logging_steps=max(steps // 40, 1), report_to="none", disable_tqdm=True,

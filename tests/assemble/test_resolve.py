@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -24,7 +25,7 @@ from windlass.assemble.resolve import (
     resolve_precision,
 )
 from windlass.config.parallel import Parallel, Settings, plan_parallel
-from windlass.config.plan import PrecisionPlan, RunPlan, UpdateSize
+from windlass.config.plan import CompilePlan, PrecisionPlan, RunPlan, UpdateSize
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
@@ -152,6 +153,33 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
         "skip",
     )
     assert (plan.save.total_limit, plan.data.drop_last, plan.transforms.recompute) == (2, True, True)
+
+
+def test_updates_in_the_backward_clip_only_if_it_was_requested() -> None:
+    """1.0 is the default: one that is given, also later or in a copy, is not one that was left there."""
+    assert plan_of(optim="lomo").stability.max_grad_norm is None
+    assert plan_of(optim="lomo", max_grad_norm=0).stability.max_grad_norm is None
+    assert plan_of(optim="lomo", max_grad_norm=1.0).stability.max_grad_norm == 1.0
+    assert plan_of().stability.max_grad_norm == 1.0
+    assigned = arguments(optim="lomo")
+    assigned.max_grad_norm = 1.0
+    for args in (assigned, copy.copy(assigned)):
+        assert resolve(args, FACTS).stability.max_grad_norm == 1.0
+    with pytest.raises(ConfigError, match="do not compile"):
+        plan_of(optim="lomo", max_grad_norm=1.0, torch_compile=True)
+
+
+def test_a_memory_budget_is_the_compilers() -> None:
+    options = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"memory_budget": 0.5}}
+    plan = plan_of(torch_compile_backend="eager", torch_compile_blocks=True, **options)
+    assert plan.transforms.compile == CompilePlan("eager", None, blocks=True, memory_budget=0.5)
+    assert not plan.transforms.recompute
+    assert plan_of(torch_compile_blocks=True).transforms.compile == CompilePlan(blocks=True)
+    with pytest.raises(ConfigError, match="set torch_compile=True"):
+        plan_of(**options)
+    for wrong in ({"memory_budget": 2}, {"memory_budget": "half"}, {"memory_budget": 0.5, "offload": True}):
+        with pytest.raises(ConfigError, match="memory_budget"):
+            plan_of(torch_compile=True, **options | {"activation_checkpointing_kwargs": wrong})
 
 
 @pytest.fixture

@@ -64,3 +64,11 @@ def test_a_recipe_and_its_launcher_meet(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_unknown_setting_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "num_procesess"]) == 2
     assert "did you mean 'num_processes'" in capsys.readouterr().err
+
+
+def test_the_dtypes_of_a_run_are_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "precision", "--mixed_precision", "bf16", "--use_fsdp"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  dtypes")]
+    assert line.endswith(
+        "master weights as the model is loaded, computation bfloat16, reduction of gradients float32"
+    )

@@ -1,10 +1,15 @@
-"""What belongs to a run: `train_runtime` is the time of training, not that of imports."""
+"""What belongs to a run: `train_runtime` is the time of training, not that of imports; compilations are counted."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
 
 _SCRIPT = """
 import sys
@@ -29,3 +34,16 @@ def test_the_compiler_is_imported_before_the_clock_starts(tmp_path: Path) -> Non
         [sys.executable, "-c", _SCRIPT, str(tmp_path)], capture_output=True, text=True, cwd=root
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_compilations_are_in_the_summary(tmp_path: Path) -> None:
+    """The last batch of the pass is smaller: another shape, which is compiled again."""
+    torch._dynamo.reset()
+    args = arguments(
+        tmp_path, num_train_epochs=1, torch_compile_backend="eager", per_device_train_batch_size=4
+    )
+    trainer = Trainer(Net(), args, train_dataset=rows(10))
+    metrics = trainer.train().metrics
+    torch._dynamo.reset()
+    assert (metrics["train_compiled_graphs"], metrics["train_recompilations"]) == (2, 1)
+    assert trainer.state.log_history[-1]["train_recompilations"] == 1

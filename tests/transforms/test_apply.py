@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tests.transforms.test_recompute import Plain
 
-from windlass.config.plan import TransformPlan
+from windlass.config.plan import CompilePlan, TransformPlan
 from windlass.transforms.apply import apply_transforms
 
 
@@ -20,7 +20,7 @@ def test_nothing_asked_nothing_done() -> None:
 def test_recomputed_and_compiled_together_give_the_gradients_of_neither() -> None:
     ids = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))
     results = []
-    for plan in (TransformPlan(), TransformPlan(recompute=True, compile_backend="aot_eager")):
+    for plan in (TransformPlan(), TransformPlan(recompute=True, compile=CompilePlan("aot_eager"))):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Plain(depth=2)

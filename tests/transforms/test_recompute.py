@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import ConfigError
-from windlass.transforms.recompute import apply_recompute, repeated_blocks
+from windlass.transforms.recompute import apply_recompute
 
 
 class Block(nn.Module):
@@ -156,34 +156,12 @@ def test_applied_twice_it_recomputes_once() -> None:
     assert [block.calls for block in model.blocks] == [2, 2, 2, 2]  # type: ignore[union-attr]
 
 
-def test_a_block_that_stands_in_several_places_is_taken_once() -> None:
-    block = Block(2)
-    assert list(repeated_blocks(nn.ModuleList([block, block]))) == [block]
-
-
 def test_a_copy_uses_its_own_weights() -> None:
     model = apply_recompute(Plain())
     twin = copy.deepcopy(model)
     twin(torch.zeros(1, 3, dtype=torch.long)).backward()
     assert all(p.grad is not None for p in twin.blocks.parameters())  # type: ignore[union-attr]
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_blocks_are_the_outermost_repeated_ones() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 8)
-    tower = nn.ModuleDict(
-        {"encoder": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), "head": nn.Linear(8, 2)}
-    )
-    nested = nn.ModuleList([nn.Sequential(Block(2), Block(2)), nn.Sequential(Block(2), Block(2))])
-    mixed = nn.Sequential(nn.Linear(2, 2), Block(2), Block(2), nn.Sequential(Block(2), Block(2)))
-    assert list(repeated_blocks(tower)) == list(tower["encoder"].layers)  # type: ignore[arg-type]
-    assert list(repeated_blocks(nn.ModuleDict({"n": nested}))) == list(nested)
-    assert list(repeated_blocks(nn.ModuleDict({"m": mixed}))) == [mixed[1], mixed[2], *mixed[3]]  # type: ignore[misc]
-
-
-def test_a_bare_list_of_blocks_counts_too() -> None:
-    model = nn.Sequential(Block(2), Block(2))
-    assert list(repeated_blocks(model)) == list(model)
 
 
 @pytest.mark.parametrize(

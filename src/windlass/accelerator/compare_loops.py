@@ -36,7 +36,7 @@ def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
         **{name: getattr(loader, name) for name in _OF_LOADER},
         "mixed_precision": settings.precision.compute,
         "scheduler_unit": settings.schedule_unit,
-        "compile": [settings.compile_backend, settings.compile_mode],
+        "compile": None if settings.compile is None else dataclasses.asdict(settings.compile),
         "parallelism": dist,
     }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
-from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan
 from windlass.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -72,7 +72,7 @@ class LoopSettings:
     """The resolved settings of a loop.
 
     Attributes:
-        compile_backend, compile_mode: options of `torch.compile`; None does not compile models.
+        compile: how models are compiled; None does not compile them.
         debug: compare shapes over processes before each collective.
         schedule_unit: the unit that prepared schedules count; None if each call of `step` advances them.
     """
@@ -85,8 +85,7 @@ class LoopSettings:
     handlers: Handlers
     cpu: bool = False
     device_placement: bool = True
-    compile_backend: str | None = None
-    compile_mode: str | None = None
+    compile: CompilePlan | None = None
     debug: bool = False
     schedule_unit: SchedulerUnit | None = "loader_batch"
     dynamo: TorchDynamoPlugin | None = None
@@ -127,8 +126,7 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         handlers=handlers,
         cpu=parallel.use_cpu,
         device_placement=given.device_placement,
-        compile_backend=parallel.compile_backend,
-        compile_mode=parallel.compile_mode,
+        compile=parallel.compile,
         debug=parallel.debug,
         schedule_unit=given.scheduler_unit if given.step_scheduler_with_optimizer else None,
         dynamo=given.dynamo_plugin,

@@ -27,7 +27,8 @@ from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepare_loader import LoaderOptions, prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
-from windlass.precision.check import check_precision
+from windlass.optim.resolution import warn_of_lost_updates
+from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
@@ -146,7 +147,6 @@ class Preparer:
                 "a model that is spread over devices by a device_map cannot be spread over processes too: load it "
                 "without device_map, or run one process"
             )
-        check_precision(self._settings.precision, self._setup.device, model)
 
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
@@ -156,8 +156,8 @@ class Preparer:
             model.to(self._setup.device)
         if self._settings.precision.compute != "fp32":
             mix_precision(model, self._setup.autocast)
-        if self._settings.compile_backend is not None:
-            apply_compile(model, self._settings.compile_backend, self._settings.compile_mode)
+        if self._settings.compile is not None:
+            apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
@@ -212,6 +212,8 @@ class Preparer:
             raise ModelError(
                 "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
             )
+        check_weights(optimizer)
+        warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)
         prepared = PreparedOptimizer(optimizer, self._accumulation, self._prepared.update)

@@ -17,6 +17,7 @@ from windlass.engine.executor import Executor
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
 from windlass.optim.per_parameter import PerParameterOptimizer
+from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
@@ -69,6 +70,7 @@ def build(
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
     _check_parameters(optimizer, strategy.module)
+    warn_of_lost_updates(optimizer)
     return Built(_executor(strategy, optimizer, plan, device, gang), as_schedule(scheduler, optimizer))
 
 
@@ -87,8 +89,8 @@ def _executor(
         raise ConfigError(Problem("optimizers", name, fix))
     if plan.stability.max_grad_norm is None:
         _log.warning(
-            "%s updates in the backward: gradients are not clipped. A max_grad_norm other than 0 and the default clips "
-            "them, with two backwards per update",
+            "%s updates in the backward: gradients are not clipped. Set max_grad_norm to clip them, with two backwards "
+            "per update",
             name,
         )
     if plan.batch.accumulation > 1:

@@ -29,7 +29,7 @@ from windlass.config.plan import (
     TransformPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
-from windlass.config.sections.setting import default_of
+from windlass.config.sections.optimisation import OptimisationSection
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError, Problem
@@ -113,6 +113,14 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
     )
 
 
+def _recompute_options(args: Any) -> dict[str, Any]:
+    return dict(args.activation_checkpointing_kwargs or {})
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 # --- the table of rules ---------------------------------------------------------------------------------------------
 
 Condition = Callable[[Any, Facts], Any]
@@ -163,11 +171,26 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
     (
         "activation_checkpointing_kwargs",
         lambda args, facts: (
-            _updates_in_backward(args, facts)
-            and bool((args.activation_checkpointing_kwargs or {}).get("use_reentrant"))
+            _updates_in_backward(args, facts) and bool(_recompute_options(args).get("use_reentrant"))
         ),
         "a reentrant checkpoint accumulates gradients block by block, and the optimizer updates when the first part "
         "arrives: leave use_reentrant out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: "memory_budget" in _recompute_options(args) and not args.torch_compile,
+        "the compiler chooses what to recompute within a memory_budget: set torch_compile=True, or use "
+        "every_n_layers or selective",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: "memory_budget" in _recompute_options(args) and len(_recompute_options(args)) > 1,
+        "the compiler chooses what to recompute within a memory_budget: leave the other options out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, facts: not _is_share(_recompute_options(args).get("memory_budget", 0)),
+        "memory_budget must be a number from 0 (recompute all) to 1 (keep what is fastest)",
     ),
     (
         "torch_compile",
@@ -253,10 +276,10 @@ def _updates_in_backward(args: Any, facts: Facts) -> bool:
 
 def _clipping(args: Any, fused: bool) -> float | None:
     """The norm that gradients are clipped to. Clipping takes a second backward if the optimizer updates in the first
-    one, so the default of `max_grad_norm` does not ask for it.
+    one, so a `max_grad_norm` that was left at its default does not request it.
     """
-    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
-    return None if fused and args.max_grad_norm == default else args.max_grad_norm or None
+    untouched = args.max_grad_norm == OptimisationSection.max_grad_norm and not args.is_given("max_grad_norm")
+    return None if fused and untouched else args.max_grad_norm or None
 
 
 def _takes_two_backwards(args: Any, facts: Facts) -> bool:
@@ -350,11 +373,15 @@ def resolve_evaluation(args: Any) -> EvaluationPlan:
 
 
 def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
+    options = dict(args.activation_checkpointing_kwargs or {})
+    budget, compiled = options.pop("memory_budget", None), parallel.compile
+    on = bool(args.activation_checkpointing)
+    if on and budget is not None and compiled is not None:
+        compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
-        recompute=bool(args.activation_checkpointing),
-        recompute_options=dict(args.activation_checkpointing_kwargs or {}),
-        compile_backend=parallel.compile_backend,
-        compile_mode=parallel.compile_mode,
+        recompute=on,
+        recompute_options=options,
+        compile=compiled,
         neftune_alpha=args.neftune_noise_alpha,
     )
 

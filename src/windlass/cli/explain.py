@@ -11,13 +11,15 @@ from typing import Any
 from windlass.config.launch import launch_settings
 from windlass.config.launch_flags import add_setting_flags
 from windlass.config.nearest import did_you_mean
-from windlass.config.parallel import from_arguments, merge
+from windlass.config.parallel import dtype_plans, from_arguments, merge
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_training import PRECISION
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, SPELLINGS
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
+from windlass.precision.dtypes import dtypes_of
 
 
 def explain_command(words: list[str]) -> int:
@@ -65,6 +67,8 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
     for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
         if remark:
             yield f"  {remark}"
+    if key is PRECISION and not settings.problems:
+        yield f"  dtypes    {dtypes_of(*dtype_plans(settings), 'as the model is loaded')}"
     for place, spelling in spellings(key):
         yield f"  {place:<9} {spelling}"
     for problem in settings.problems:

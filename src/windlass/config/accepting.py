@@ -60,6 +60,8 @@ class AcceptsOldNames(type):
             raise ConfigError([*problems, *error.problems]) from None
         if problems:
             raise ConfigError(problems)
+        if not copied:
+            instance.__dict__["_given"] = frozenset(arguments)
         instance.__dict__["_old"] = {n: v for n, v in given.items() if n in OLD_NAMES and n not in names}
         if not copied:
             _log_notes(cls, everything)

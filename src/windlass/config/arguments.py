@@ -63,7 +63,8 @@ class TrainingArguments(
             self.__dict__["_base"] = working_folder()
         derived = self.__dict__.get("_derived")
         if derived is not None:
-            # After construction: an assigned value is no longer derived, and both names of a choice stay equal.
+            # After construction: an assigned value is given, no longer derived, and both names of a choice stay equal.
+            self.__dict__["_given"] = self.__dict__.get("_given", frozenset()) | {name}
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
             if name in BOTH_WAYS:
@@ -78,6 +79,12 @@ class TrainingArguments(
         if old.new is None:
             return self.__dict__.get("_old", {}).get(name, old.default)
         return old.back(getattr(self, old.new))
+
+    def is_given(self, name: str) -> bool:
+        """Return True if `name` was given to the constructor, or assigned later, with whatever value. False in a copy
+        made of all values, which does not show what was requested.
+        """
+        return name in self.__dict__.get("_given", ())
 
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]

@@ -200,7 +200,11 @@ def _derive(args: Any) -> None:
 
 
 def _derive_compile(values: dict[str, Any], follow: Any) -> None:
-    if values["torch_compile_backend"] is not None or values["torch_compile_mode"] is not None:
+    if (
+        values["torch_compile_backend"] is not None
+        or values["torch_compile_mode"] is not None
+        or values["torch_compile_blocks"] is True
+    ):
         follow("torch_compile", True)
     if values["torch_compile"] is True and values["torch_compile_backend"] is None:
         follow("torch_compile_backend", "inductor")

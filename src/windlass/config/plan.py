@@ -101,16 +101,33 @@ class PrecisionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CompilePlan:
+    """How a model is compiled.
+
+    Attributes:
+        backend: a name of torch's registry.
+        mode: one of inductor's modes; None for its default.
+        blocks: compile the repeated blocks, one graph for all, and not the whole model.
+        memory_budget: share of the activations that the compiler keeps for the backward, in [0, 1]; it recomputes the
+            others. None keeps what is fastest.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+    blocks: bool = False
+    memory_budget: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """Transforms of the model, in the order of `transforms/apply.py`. Without a backend it is not compiled.
+    """Transforms of the model, in the order of `transforms/apply.py`.
 
     `neftune_alpha` is the scale of noise on the input embeddings while the run lasts.
     """
 
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
-    compile_backend: str | None = None
-    compile_mode: str | None = None
+    compile: CompilePlan | None = None
     neftune_alpha: float | None = None
 
 

@@ -1,8 +1,6 @@
-"""A warning if updates are too small to change weights in half precision."""
+"""A warning if updates are too small to change weights in bfloat16. Weights in float16 are refused."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,32 +14,41 @@ _BOUNDED = frozenset({
     "AdamW", "AdamW8bit", "AdamW4bit", "Lion", "AnyPrecisionAdamW", "StableAdamW", "MuonWithAdamW", "ScheduleFreeAdamW",
     "ScheduleFreeRAdam",
 })  # fmt: skip
-_HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # the smallest change of 1, relative
+_SMALLEST = torch.finfo(torch.bfloat16).eps / 4  # below this share, the update of any number is rounded away
 
 
-def warn_of_lost_updates(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Log a warning if most weights in half precision would be rounded back to what they were, at the learning rates of
-    the optimizer's groups and in each update. Reads one number from the device.
-
-    Args:
-        name: the optimizer as `optim` names it.
+def warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Log a warning if weights in bfloat16 would lose small updates: always if the size of updates is unknown
+    before they are made, else if most weights lose theirs at the learning rate. Reads one number from the device.
     """
-    if type(optimizer).__name__ not in _BOUNDED or getattr(optimizer, "keeps_small_updates", False):
+    if getattr(optimizer, "keeps_small_updates", False):
         return
-    lost, total = torch.zeros(()), 0
-    for group in optimizer.param_groups:
-        for weight in _half(group):
-            limit = float(group["lr"]) / _HALF[weight.dtype]
-            lost += (weight.abs() > limit).sum().cpu()
-            total += weight.numel()
-    share = float(lost) / max(total, 1)
-    if share > 0.5:
-        _log.warning(
-            "%s: at this learning rate, updates of %.0f %% of the weights in half precision are below their resolution "
-            "and will be lost. Load the model in float32 and set bf16=True, or use optim='adamw_anyprecision' with "
-            "optim_args='use_kahan_summation=True' or 'bf16_stochastic_round=True'.", name, 100 * share,
-        )  # fmt: skip
+    weights = [
+        # A schedule that warms up has set "lr" to 0 already.
+        (weight.detach(), float(group.get("initial_lr", group["lr"])))
+        for group in optimizer.param_groups
+        for weight in locals_of(group["params"])
+        if weight.dtype is torch.bfloat16
+    ]
+    if not weights:
+        return
+    lost = ""
+    if type(optimizer).__name__ in _BOUNDED:
+        share = _share_lost(weights)
+        if share <= 0.5:
+            return
+        lost = f" At this learning rate, updates of {100 * share:.0f} % of them are."
+    _log.warning(
+        "%d trained parameters are bfloat16: an update smaller than about %.2g of a weight is rounded away.%s Load the "
+        "model with dtype=torch.float32 (bf16=True still computes in bfloat16), or use optim='adamw_anyprecision' with "
+        "optim_args='use_kahan_summation=True' or 'bf16_stochastic_round=True'.",
+        len(weights), 2 * _SMALLEST, lost,
+    )  # fmt: skip
 
 
-def _half(group: dict[str, Any]) -> list[Tensor]:
-    return [p.detach() for p in locals_of(group["params"]) if p.dtype in _HALF]
+def _share_lost(weights: list[tuple[Tensor, float]]) -> float:
+    """The share of all elements whose updates are lost if each is as large as the learning rate."""
+    lost = torch.zeros(())
+    for weight, lr in weights:
+        lost += (weight.abs() > lr / _SMALLEST).sum().cpu()
+    return float(lost) / max(sum(weight.numel() for weight, _ in weights), 1)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger, warn_once
-
-_log = get_logger(__name__)
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
-    """Check the precision; warn if trainable weights have too few bits for small updates.
+    """Check the precision.
+
+    Args:
+        model: one that is trained; None checks the device alone.
 
     Raises:
-        ConfigError: the device lacks the dtype or TF32, or trainable weights are fp16 already under fp16.
+        ConfigError: the device lacks the dtype or TF32, or trained weights are float16.
     """
-    problems = [*_device_problems(plan, device), *_model_problems(plan, model)]
+    problems = [*_device_problems(plan, device)]
+    if model is not None:
+        problems += _weight_problems(model.named_parameters())
     if problems:
         raise ConfigError(problems)
-    if model is not None:
-        _warn_of_low_weights(model)
+
+
+def check_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if `optimizer` updates weights in float16."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    problems = _weight_problems((f"parameter {index} of the optimizer", p) for index, p in enumerate(held))
+    if problems:
+        raise ConfigError(problems)
 
 
 def apply_tf32(plan: PrecisionPlan) -> None:
@@ -53,28 +63,13 @@ def _has_tf32(device: torch.device) -> bool:
     )
 
 
-def _model_problems(plan: PrecisionPlan, model: nn.Module | None) -> list[Problem]:
-    if plan.compute != "fp16" or model is None:
-        return []
-    halves = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
+def _weight_problems(named: Iterable[tuple[str, Tensor]]) -> list[Problem]:
+    """Small updates of float16 weights round to nothing, and gradients below 6e-8 do: there is no use for them."""
+    halves = [name for name, p in named if p.requires_grad and p.dtype is torch.float16]
     if not halves:
         return []
     fix = (
-        f"{len(halves)} trainable parameters are already float16 ({halves[0]}, ...), whose updates would round to "
-        "nothing; load the model with dtype=torch.float32, or use bf16"
+        f"{len(halves)} trained parameters are float16 ({halves[0]}, ...), whose small updates would round to nothing; "
+        "load the model with dtype=torch.float32 (fp16=True still computes in float16), or in bfloat16"
     )
-    return [Problem("fp16", True, fix)]
-
-
-def _warn_of_low_weights(model: nn.Module) -> None:
-    """A model that was loaded in bf16 trains purely in bf16, which is easily overlooked and loses small updates."""
-    dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
-    low = [dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
-    if low:
-        coarse = torch.finfo(low[0]).eps / 2
-        warn_once(
-            _log,
-            f"{len(low)} trainable parameters are {str(low[0]).removeprefix('torch.')}: an update smaller than about "
-            f"{coarse:.2g} of a weight is rounded away. Load the model with dtype=torch.float32 to keep exact weights "
-            "(bf16=True still computes in bfloat16).",
-        )
+    return [Problem("dtype", "float16", fix)]

@@ -16,7 +16,6 @@ from windlass.optim.groups import (
     parameter_groups,
 )
 from windlass.optim.registry import make_optimizer, optimizer_factory
-from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import build_schedule
 from windlass.optim.targets import projected_groups
 
@@ -53,7 +52,6 @@ def new_optimizer(
         groups = projected_groups(model, groups, args.optim_target_modules)
     optimizer = make_optimizer(groups, cls, kwargs)
     check_group_options(plan.groups, optimizer.defaults)
-    warn_of_lost_updates(optimizer, plan.name)
     return optimizer
 
 

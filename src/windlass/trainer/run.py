@@ -26,6 +26,7 @@ from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
 from windlass.engine.splitting import Kind
 from windlass.metrics.ledger import FiniteWatch, Ledger
+from windlass.precision.dtypes import weights_of
 from windlass.trainer import save_retry
 from windlass.trainer.agreement import Agreement
 from windlass.trainer.batch_fitter import UpdateFitter
@@ -200,11 +201,12 @@ class Run:
             self.first_tokens = state.num_input_tokens_seen
             self._hooks.load_training_state(None if checkpoint is None else str(checkpoint.folder))
             self._agreement.saved(state.global_step)
-            self._reports.announce(self._source_samples)
+            self._reports.announce(self._source_samples, weights_of(self._files.model))
             self._check_metric()
             with (
                 self._interruption.taking_ctrl_c(self._stop),
                 telling_where(self._session.world, lambda: state.global_step),
+                self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
             ):
                 started = Moment()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from windlass.config.plan import RunPlan
@@ -15,6 +16,8 @@ from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
 from windlass.metrics.stage_memory import StageMemory
 from windlass.metrics.tokens import InputCounter
+from windlass.precision.dtypes import dtypes_of
+from windlass.transforms.compile_counts import CompileCounts
 
 logger = get_logger(__name__)
 
@@ -37,15 +40,26 @@ class RunReports:
         self._plan, self._state, self._ledger, self._memory = plan, state, ledger, memory
         self._flops_per_position, self._last_rates = 6 * parameters, last_rates
         self._samples, self._updates = 0.0, 0
+        self._compiled = None if plan.transforms.compile is None else CompileCounts()
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
 
-    def announce(self, samples: int | None) -> None:
-        """Log the size of the run; `samples` is None for a stream."""
+    def announce(self, samples: int | None, weights: str) -> None:
+        """Log the size of the run and its dtypes.
+
+        Args:
+            samples: None for a stream.
+            weights: the dtype of the trained weights.
+        """
         batch, steps = self._plan.batch, self._plan.duration.steps
         logger.info("***** Running training *****")
         logger.info("  samples: %s, updates: %d", "a stream" if samples is None else samples, steps)
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
                     batch.samples, batch.micro, batch.accumulation, batch.world)  # fmt: skip
+        logger.info("  dtypes: %s", dtypes_of(self._plan.precision, self._plan.dist, weights))
+
+    def counting_compilations(self) -> AbstractContextManager[None]:
+        """Within the body, compilations are counted for `summary`, if the plan compiles."""
+        return nullcontext() if self._compiled is None else self._compiled.counting()
 
     def update_applied(self, batch: UpdateBatch) -> None:
         """Called after an update from this data, applied or skipped."""
@@ -67,7 +81,7 @@ class RunReports:
         return logs
 
     def summary(self, started: Moment) -> dict[str, float]:
-        """Speed, FLOPs, mean loss and memory of the whole run."""
+        """Speed, FLOPs, mean loss, memory and compilations of the whole run."""
         self._ledger.read()  # updates since the last report, so that the mean loss covers all
         metrics: dict[str, float] = speed_metrics(
             "train", started, num_samples=self._samples, num_steps=self._updates
@@ -76,6 +90,9 @@ class RunReports:
         metrics["train_loss"] = self._ledger.mean_loss()
         if self._plan.reports.memory:
             metrics.update(self._memory.report("train", "train"))
+        if self._compiled is not None:
+            metrics["train_compiled_graphs"] = self._compiled.graphs
+            metrics["train_recompilations"] = self._compiled.recompilations
         return metrics
 
 

@@ -20,6 +20,6 @@ def apply_transforms(model: nn.Module, plan: TransformPlan) -> nn.Module:
     """
     if plan.recompute:
         apply_recompute(model, plan.recompute_options)
-    if plan.compile_backend is not None:
-        apply_compile(model, plan.compile_backend, plan.compile_mode)
+    if plan.compile is not None:
+        apply_compile(model, plan.compile)
     return model

@@ -9,29 +9,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.config.plan import CompilePlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.blocks import repeated_blocks
 
-DEFAULT_BACKEND = "inductor"
+_INDUCTOR = "inductor"
 
 
-def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None = None) -> nn.Module:
-    """Compile the calls of `model`, at the first of them.
-
-    Args:
-        backend: a name of torch's registry; "inductor" by default.
-        mode: one of inductor's modes ("default", "reduce-overhead", "max-autotune", ...); None for its default.
+def apply_compile(model: nn.Module, plan: CompilePlan) -> nn.Module:
+    """Compile the calls of `model`, or of its repeated blocks, at the first of them.
 
     Raises:
-        ConfigError: no such backend or mode, or a mode for another backend than inductor.
+        ConfigError: no such backend or mode, a mode for another backend than inductor, or no repeated blocks.
     """
-    chosen = backend or DEFAULT_BACKEND
-    _check(chosen, mode)
-    if type(model).__module__.startswith("torch.nn"):
-        # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.
-        model._compiled_call_impl = torch.compile(_whole(model._call_impl), backend=chosen, mode=mode)
-    else:
-        model.compile(backend=chosen, mode=mode)
+    _check(plan)
+    blocks = list(repeated_blocks(model)) if plan.blocks else [model]
+    if not blocks:
+        fix = (
+            f"{type(model).__name__} has no repeated blocks: no ModuleList or Sequential holds several modules of one "
+            "class with layers inside; leave it out to compile the whole model"
+        )
+        raise ConfigError(Problem("torch_compile_blocks", True, fix))
+    for block in blocks:
+        _compile(block, plan)
     return model
+
+
+def _compile(module: nn.Module, plan: CompilePlan) -> None:
+    if type(module).__module__.startswith("torch.nn"):
+        # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.
+        compiled = torch.compile(_whole(module._call_impl), backend=plan.backend, mode=plan.mode)
+    else:
+        compiled = torch.compile(module._call_impl, backend=plan.backend, mode=plan.mode)
+    module._compiled_call_impl = (
+        compiled if plan.memory_budget is None else _budgeted(compiled, plan.memory_budget)
+    )
 
 
 def _whole(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,18 +55,30 @@ def _whole(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check(backend: str, mode: str | None) -> None:
+def _budgeted(call: Callable[..., Any], budget: float) -> Callable[..., Any]:
+    """`call`, with the share of activations that graphs compiled within it keep. Set around each call, because a new
+    shape may compile at any of them, and other models have their own.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return call(*args, **kwargs)
+
+    return run
+
+
+def _check(plan: CompilePlan) -> None:
     backends = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in backends:
-        near = difflib.get_close_matches(backend, backends, n=1)
+    if plan.backend not in backends:
+        near = difflib.get_close_matches(plan.backend, backends, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         fix = f"{hint}known backends: {', '.join(sorted(backends))}"
-        raise ConfigError(Problem("torch_compile_backend", backend, fix))
-    if mode is None:
+        raise ConfigError(Problem("torch_compile_backend", plan.backend, fix))
+    if plan.mode is None:
         return
-    if backend != DEFAULT_BACKEND:
-        fix = f"modes belong to the {DEFAULT_BACKEND} backend, and the backend is {backend!r}; drop one of the two"
-        raise ConfigError(Problem("torch_compile_mode", mode, fix))
+    if plan.backend != _INDUCTOR:
+        fix = f"modes belong to the {_INDUCTOR} backend, and the backend is {plan.backend!r}; drop one of the two"
+        raise ConfigError(Problem("torch_compile_mode", plan.mode, fix))
     modes = list(torch._inductor.list_mode_options())
-    if mode not in modes:
-        raise ConfigError(Problem("torch_compile_mode", mode, f"known modes: {', '.join(modes)}"))
+    if plan.mode not in modes:
+        raise ConfigError(Problem("torch_compile_mode", plan.mode, f"known modes: {', '.join(modes)}"))

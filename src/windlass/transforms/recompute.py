@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.blocks import repeated_blocks
 
 _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = (
@@ -130,28 +130,6 @@ def _check_plain_options(chosen: Mapping[str, Any]) -> None:
         problems.append(Problem(f"{_FIELD}.use_reentrant", True, fix))
     if problems:
         raise ConfigError(problems)
-
-
-def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated blocks: modules with layers inside, of a class that occurs twice in their list."""
-    taken: set[nn.Module] = set()
-    if isinstance(model, (nn.ModuleList, nn.Sequential)):
-        blocks = [member for member in model if _is_block(member)]
-        counts = Counter(type(block) for block in blocks)
-        taken = {block for block in blocks if counts[type(block)] > 1}
-    for child in model.children():  # each once, even if one block occurs several times
-        if child in taken:
-            yield child
-        else:
-            yield from repeated_blocks(child)
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Exclude bare torch layers (`nn.Linear`): they save only their input, as a checkpoint does."""
-    composite = next(module.children(), None) is not None or not type(module).__module__.startswith(
-        "torch.nn"
-    )
-    return composite and next(module.parameters(), None) is not None
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from torch import nn
 from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.transforms.blocks import repeated_blocks
 from windlass.transforms.buffers import is_ordinary
-from windlass.transforms.recompute import repeated_blocks
 
 _LAYERS = "fsdp_config.transformer_layer_cls_to_wrap"
 _IGNORED = "fsdp_config.ignored_modules"

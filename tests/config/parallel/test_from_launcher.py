@@ -16,7 +16,7 @@ from windlass.config.parallel import (
     plan_parallel,
     to_environment,
 )
-from windlass.config.plan import ShardPlan
+from windlass.config.plan import CompilePlan, ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
@@ -54,7 +54,7 @@ def planned(environ: dict[str, str], world: World = TWO, **arguments: Any) -> An
 
 def test_what_accelerate_exports_unasked_says_nothing() -> None:
     plan = planned(of_accelerate(), bf16=True, torch_compile=True)
-    assert (plan.dist.strategy, plan.precision.compute, plan.compile_backend) == ("ddp", "bf16", "inductor")
+    assert (plan.dist.strategy, plan.precision.compute, plan.compile) == ("ddp", "bf16", CompilePlan())
 
 
 def test_flags_of_the_real_accelerate_arrive() -> None:
@@ -66,7 +66,7 @@ def test_flags_of_the_real_accelerate_arrive() -> None:
         "--dynamo_backend", "aot_eager",
     )  # fmt: skip
     plan = planned(environ)
-    assert plan.compile_backend == "aot_eager"
+    assert plan.compile == CompilePlan("aot_eager")
     assert plan.dist.shard == ShardPlan(
         reshard=False, wrap="transformer", layers=("Block", "Head"), cpu_offload=True, param_dtype="bf16",
         reduce_dtype="fp32", forward_prefetch=1, recompute=True, state="sharded",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.config.parallel import from_environment, from_plugins, merge, plan_parallel
-from windlass.config.plan import ShardPlan
+from windlass.config.plan import CompilePlan, ShardPlan
 from windlass.config.plugins import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -71,7 +71,7 @@ def test_the_other_plugins() -> None:
     settings = from_plugins({"ddp_kwargs": handler, "dynamo_plugin": TorchDynamoPlugin(backend="INDUCTOR")})  # type: ignore[arg-type]
     plan = plan_parallel(settings, TWO)
     assert (plan.dist.find_unused_parameters, plan.dist.comm_hook) == (True, "fp16")
-    assert plan.compile_backend == "inductor"
+    assert plan.compile == CompilePlan("inductor")
     mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     shard = plan_parallel(from_plugins({"parallelism_config": mesh}), World(0, 4, 0, 4)).dist.shard
     assert shard is not None

@@ -41,6 +41,7 @@ def from_arguments(args: Any) -> Settings:
     if args.torch_compile:
         _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
         _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
+        _say(settings, rows.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
     _sharding(settings, args)
     read_section(
         settings, args.parallelism_config, "parallelism_config", "TrainingArguments.parallelism_config"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
-from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
@@ -24,7 +24,7 @@ class Parallel:
     Attributes:
         accumulation: micro-batches of an update; None if not set.
         use_cpu: do not use accelerators.
-        compile_backend: a backend of torch.compile; None does not compile.
+        compile: None does not compile.
         debug: check shapes before collective operations.
         settings: where each value came from.
     """
@@ -33,8 +33,7 @@ class Parallel:
     precision: PrecisionPlan
     accumulation: int | None
     use_cpu: bool
-    compile_backend: str | None
-    compile_mode: str | None
+    compile: CompilePlan | None
     debug: bool
     settings: Settings
 
@@ -50,18 +49,20 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
         raise ConfigError(problems)
     for note in [*settings.notes, *_remarks(settings, world)] if world.is_main else ():
         warn_once(logger, note)
-    backend = settings.value(rows.COMPILE_BACKEND)
-    mode = settings.value(rows.COMPILE_MODE)
     return Parallel(
         dist=_dist(settings, world),
         precision=PrecisionPlan(_compute(settings)),
         accumulation=settings.value(rows.ACCUMULATION),
         use_cpu=settings.value(rows.CPU),
-        compile_backend=None if backend == "no" else backend,
-        compile_mode=None if backend == "no" or mode == "default" else mode,
+        compile=_compiled(settings),
         debug=settings.value(rows.DEBUG),
         settings=settings,
     )
+
+
+def dtype_plans(settings: Settings) -> tuple[PrecisionPlan, DistPlan]:
+    """The plans that decide dtypes, of settings that are not checked."""
+    return PrecisionPlan(_compute(settings)), _dist(settings, World())
 
 
 def parallel_problems(settings: Settings, world: World) -> list[Problem]:
@@ -163,6 +164,13 @@ def _remarks(settings: Settings, world: World) -> Iterator[str]:
 def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
     precision: Literal["no", "bf16", "fp16"] = settings.value(rows.PRECISION)
     return "fp32" if precision == "no" else precision
+
+
+def _compiled(settings: Settings) -> CompilePlan | None:
+    backend, mode = settings.value(rows.COMPILE_BACKEND), settings.value(rows.COMPILE_MODE)
+    if backend == "no":
+        return None
+    return CompilePlan(backend, None if mode == "default" else mode, settings.value(rows.COMPILE_BLOCKS))
 
 
 def _dist(settings: Settings, world: World) -> DistPlan:

@@ -326,16 +326,20 @@ COMPILE_MODE = _compile(
     "mode", kinds.choice(*COMPILE_MODES), "default", "Mode of the inductor backend.", fields=("torch_compile_mode",),
     written="default",
 )  # fmt: skip
-_NOT_COMPILED = "is not built yet; dynamo_backend compiles the whole model with graph breaks allowed"
+COMPILE_BLOCKS = _compile(
+    "blocks", kinds.flag, False, "Compile the repeated blocks, one graph for all, and not the whole model.",
+    "use_regional_compilation", fields=("torch_compile_blocks",), written=False,
+)  # fmt: skip
+_NOT_COMPILED = "is not built yet; dynamo_backend compiles with graph breaks allowed"
 COMPILE = (
     COMPILE_BACKEND,
     COMPILE_MODE,
+    COMPILE_BLOCKS,
     *(
         _compile(words[0], read, None, what, *words, written="False", refused=_NOT_COMPILED)
         for words, read, what in (
             (("use_fullgraph", "fullgraph"), kinds.flag, "Refuse graph breaks."),
             (("use_dynamic", "dynamic"), kinds.flag, "Compile for dynamic shapes."),
-            (("use_regional_compilation",), kinds.flag, "Compile repeated layers once."),
             (("options",), kinds.anything, "Options of the backend."),
             (("disable",), kinds.flag, "Disable compilation."),
         )

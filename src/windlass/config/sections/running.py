@@ -120,6 +120,7 @@ class RunningSection:
         "The learning rate of a layer is that of the layer above times this.",
         bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
     )
+    torch_compile_blocks: bool = setting_of(rows.COMPILE_BLOCKS)
     global_batch_size: int | None = setting(None, "Samples of an update over all processes.")
     preemption_signals: str = setting("SIGTERM SIGUSR1", "Signals on which a run saves and exits, or 'none'.")
     preemption_deadline: float | str | None = setting(
