@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import yaml
+
 TOKEN, READER = "hf_writerwriterwriter0", "hf_readerreaderreader0"
 _LARGE = 4096  # bytes from which a file is uploaded by itself
 
@@ -281,7 +283,10 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str, content: bytes) -> None:
         found = self._tree(name, revision)
         if found is not None:
-            self._answer(200, {"id": name, "sha": found[0], "siblings": [{"rfilename": p} for p in found[1]]})
+            card = self.hub.blobs.get(found[1].get("README.md", ""), b"").decode().split("---\n")
+            data = yaml.safe_load(card[1]) if len(card) > 2 else None
+            files = [{"rfilename": path} for path in found[1]]
+            self._answer(200, {"id": name, "sha": found[0], "siblings": files, "cardData": data})
 
     def main(self, name: str, content: bytes) -> None:
         self.info(name, "main", content)

@@ -105,6 +105,14 @@ class HubClient:
         with self._doing("read"):
             return str(self._api.repo_info(self.repository, revision=revision or self._revision).sha)
 
+    def license_of(self, repository: str) -> str | None:
+        """The licence that the card of another model names; None if it cannot be found out."""
+        with contextlib.suppress(HubError), self._doing("read"):
+            data = self._api.model_info(repository).card_data
+            found = None if data is None else data.get("license")
+            return found if isinstance(found, str) else None
+        return None
+
     def fetch(self, name: str, revision: str, folder: Path) -> Path:
         """Download a file into `folder`, under its path in the repository."""
         with self._doing("download from"):

@@ -86,6 +86,10 @@ class Publisher:
             self._client, self._uploads = client, Uploads(client, every=settings.always)
         return self._uploads
 
+    def license_of(self, base: str) -> str | None:
+        """The licence of the model that this one was fine-tuned from; None if the Hub does not tell."""
+        return HubClient(base, self._settings.token).license_of(base)
+
     def saved(self, checkpoint: Path) -> None:
         """Publish a committed checkpoint, as the strategy asks. Returns at once."""
         strategy = self._settings.strategy

@@ -15,6 +15,7 @@ from windlass.dist.gang import Gang
 from windlass.hub.callback import HubCallback
 from windlass.hub.fetching import SCHEME, fetch
 from windlass.hub.publisher import HubSettings, Publisher
+from windlass.trainer.card_facts import base_of, is_repository
 from windlass.trainer.run_folder import RunFolder
 
 
@@ -39,6 +40,15 @@ def publisher(
         found = hub_callback(args, folder)
         handler.add_callback(found)
     return found.publisher
+
+
+def card_facts(publisher: Publisher, model: Any, facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts for the card of a model, with a name, and the licence of its base if none is given."""
+    facts.setdefault("model_name", publisher.repository.rpartition("/")[2])
+    base = facts.get("finetuned_from") or base_of(model)
+    if base and is_repository(base) and not facts.get("license"):
+        facts["license"] = publisher.license_of(base)
+    return facts
 
 
 def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
