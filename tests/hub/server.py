@@ -6,9 +6,11 @@ Repositories are folders of commits; a commit is a map from paths to contents by
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
 import time
 import urllib.parse
@@ -26,12 +28,23 @@ _LARGE = 4096  # bytes from which a file is uploaded by itself
 
 @dataclass
 class Fault:
-    """What happens to the next requests whose "METHOD path" matches: an answer, a delay, a cut connection, or a lie."""
+    """What happens to the next requests whose "METHOD path" matches.
+
+    Attributes:
+        status: this answer, and nothing done.
+        stall: seconds before anything else.
+        cut: the connection is closed without an answer, and nothing done.
+        half: the connection is closed when half of the content has been read.
+        lost: the request is carried out, and the connection closed without an answer.
+        lie: the content that is returned is damaged.
+    """
 
     match: str
     status: int | None = None
     stall: float = 0.0
     cut: bool = False
+    half: bool = False
+    lost: bool = False
     lie: bool = False
     times: int = 1
 
@@ -122,6 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         """Nothing on stderr."""
 
+    def _close(self) -> None:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def _answer(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(status)
@@ -133,7 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(size)
         path = urllib.parse.urlsplit(self.path).path
         request = f"{self.command} {path}"
         with self.hub.lock:
@@ -141,13 +158,15 @@ class _Handler(BaseHTTPRequestHandler):
             fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.match, request)), None)
             if fault is not None:
                 fault.times -= 1
+        content = self.rfile.read(size // 2 if fault is not None and fault.half else size)
         if fault is not None:
             time.sleep(fault.stall)
-            if fault.cut:
-                self.close_connection = True
-                self.connection.close()
+            if fault.cut or fault.half:
+                self._close()
                 return
-            if fault.status is not None:
+            if fault.lost:
+                self._answer = lambda *ignored: self._close()  # type: ignore[method-assign]
+            elif fault.status is not None:
                 self._answer(fault.status, {"error": f"told to answer {fault.status}"})
                 return
         who = {f"Bearer {TOKEN}": "writer", f"Bearer {READER}": "reader"}.get(

@@ -71,16 +71,21 @@ class HubClient:
     def commit(self, files: Mapping[str, Path], message: str, *, removed: Iterable[str] = ()) -> str:
         """Upload files, and remove others, in one commit. Return its address.
 
+        Contents are uploaded one file after the other: the client would upload several on threads for which the exit of
+        the process waits, however long the Hub does not answer.
+
         Args:
             files: path in the repository -> file to upload.
             removed: paths of files to remove.
         """
         add, delete = self._library.CommitOperationAdd, self._library.CommitOperationDelete
         with self._doing("upload to"):
-            operations = [add(name, str(path)) for name, path in files.items()]
-            operations += [delete(name, is_folder=False) for name in removed]
+            added = [add(name, str(path)) for name, path in files.items()]
+            for operation in added:
+                self._api.preupload_lfs_files(self.repository, [operation], revision=self._revision)
+            removals = [delete(name, is_folder=False) for name in removed]
             done = self._api.create_commit(
-                self.repository, operations, commit_message=message, revision=self._revision
+                self.repository, [*added, *removals], commit_message=message, revision=self._revision
             )
         left_out = sorted(files.keys() - set(self.names(revision=done.oid)))
         if left_out:

@@ -153,6 +153,11 @@ class Publisher:
             )  # fmt: skip
         return not failed
 
+    def leave(self) -> None:
+        """End the wait in `finish()` now, if there is one; for signal handlers."""
+        if self._uploads is not None:
+            self._uploads.leave()
+
     def _new_folder(self) -> Path:
         folder = self._staging / f"upload-{next(self._numbers)}"
         folder.mkdir(parents=True)

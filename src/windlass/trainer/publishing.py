@@ -64,6 +64,13 @@ def model_saved(args: TrainingArguments, handler: Any, folder: Path) -> None:
         push(publisher(args, handler, folder), folder, "Model save")
 
 
+def end_wait(handler: Any) -> None:
+    """End the wait for the uploads of a run, if there is one; for signal handlers."""
+    for callback in handler.callbacks:
+        if isinstance(callback, HubCallback):
+            callback.publisher.leave()
+
+
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:
     """Return `resume_from_checkpoint`; one on the Hub is downloaded once for each disk, and its path returned.
     Collective.

@@ -39,6 +39,8 @@ class TrainerNames:
     accelerator: Accelerator
     optimizer: torch.optim.Optimizer | None
     processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
     is_in_train: bool
     _session: Session
     _services: Services
