@@ -70,6 +70,7 @@ class Hub:
         blobs: contents by SHA-256.
         faults: applied in order; each counts down `times`.
         requests: "METHOD path" of all so far.
+        rate: bytes that are taken in a second; None for all that come.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class Hub:
         self.requests: list[str] = []
         self.lock = threading.Lock()
         self.url = ""
+        self.rate: float | None = None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -135,6 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         """Nothing on stderr."""
 
+    def _read(self, size: int) -> bytes:
+        """The content of a request, no faster than the Hub takes it in."""
+        if self.hub.rate is None:
+            return self.rfile.read(size)
+        begun, content = time.monotonic(), bytearray()
+        while len(content) < size:
+            content += self.rfile.read(min(1 << 18, size - len(content)))
+            time.sleep(max(0.0, len(content) / self.hub.rate - (time.monotonic() - begun)))
+        return bytes(content)
+
     def _close(self) -> None:
         self.close_connection = True
         with contextlib.suppress(OSError):
@@ -158,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.match, request)), None)
             if fault is not None:
                 fault.times -= 1
-        content = self.rfile.read(size // 2 if fault is not None and fault.half else size)
+        content = self._read(size // 2 if fault is not None and fault.half else size)
         if fault is not None:
             time.sleep(fault.stall)
             if fault.cut or fault.half:

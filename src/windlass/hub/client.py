@@ -19,6 +19,12 @@ from windlass.core.redact import redact_text
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 
 
+def _reason(error: BaseException) -> str:
+    """The kind of an error, and the last line of its text, in which the client puts the Hub's own words."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
 class HubError(WindlassError, ConnectionError):
     """A request to the Hub failed.
 
@@ -79,7 +85,7 @@ class HubClient:
             removed: paths of files to remove.
         """
         add, delete = self._library.CommitOperationAdd, self._library.CommitOperationDelete
-        with self._doing("upload to"):
+        with self._doing("upload to"), self._quiet():
             added = [add(name, str(path)) for name, path in files.items()]
             for operation in added:
                 self._api.preupload_lfs_files(self.repository, [operation], revision=self._revision)
@@ -127,6 +133,19 @@ class HubClient:
             return Path(path)
 
     @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Within the body the client draws no progress bars, which would cut those of training."""
+        bars: Any = require("huggingface_hub.utils", "publish on the Hub")
+        drawn = not bars.are_progress_bars_disabled()
+        if drawn:
+            bars.disable_progress_bars()
+        try:
+            yield
+        finally:
+            if drawn:
+                bars.enable_progress_bars()
+
+    @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
@@ -137,10 +156,10 @@ class HubClient:
 
     def _described(self, what: str, error: Exception) -> HubError:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().splitlines()
-        text = redact_text(
-            f"cannot {what} {self.address}: {type(error).__name__}: {reason[-1] if reason else ''}"
-        )
+        reasons = [_reason(error)]
+        if status is None and error.__cause__ is not None:  # of a file, with which the client says which
+            reasons.append(_reason(error.__cause__))
+        text = redact_text(f"cannot {what} {self.address}: {': '.join(reasons)}")
         if self._token:
             text = text.replace(self._token, "***")
         never = isinstance(error, ValueError | TypeError) and status is None

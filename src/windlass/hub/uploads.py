@@ -96,7 +96,9 @@ class Uploads:
         while pending := self.pending:
             left = until - time.monotonic()
             if left <= 0 or self._leaving:
-                self._give_up("the process had to exit" if self._leaving else f"it did not end within {limit:.0f} s")
+                self._give_up(
+                    "the process had to exit" if self._leaving else f"it did not end within {limit:.0f} s"
+                )
                 break
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
