@@ -62,7 +62,7 @@ class HubClient:
         return f"{self._api.endpoint}/{self.repository}"
 
     def open(self, private: bool | None = None) -> None:
-        """Create the repository and the branch if they do not exist, and check that the token may write there.
+        """Create the repository if it does not exist, and check that the token may write there.
 
         Args:
             private: of a new repository; None for the owner's default.
@@ -71,7 +71,11 @@ class HubClient:
             created = self._api.create_repo(self.repository, private=private, exist_ok=True)
             self.repository = created.repo_id
             self._api.auth_check(self.repository, write=True)
-            if self._revision is not None:
+
+    def open_branch(self) -> None:
+        """Create the branch if it does not exist; nothing for the main one."""
+        if self._revision is not None:
+            with self._doing(f"create the branch {self._revision} of"):
                 self._api.create_branch(self.repository, branch=self._revision, exist_ok=True)
 
     def commit(self, files: Mapping[str, Path], message: str, *, removed: Iterable[str] = ()) -> str:
