@@ -69,7 +69,7 @@ def test_no_secret_is_left_in_a_text(text: str) -> None:
         "pad_token='[PAD]'",
         "num_input_tokens_seen: 1234", "key_padding_mask=mask", "s3://bucket/run@v2",
         "https://h/x?a=1&b=2", "user@host",
-        "{'eos_token': '</s>', 'max_tokens': 5}", "hub_token=None", "token 5 of 7",
+        "{'eos_token': '</s>', 'max_tokens': 5}", "hub_token=None", "hub_token=None: log in", "token 5 of 7",
         "the file '/run/token': cannot be read",
         "git@github.com:a/b.git", "task-force",
         "hf_deepspeed_config_of_a_run", "risk-taking-behaviour-of-the-best", "the key is missing",

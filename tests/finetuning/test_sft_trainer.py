@@ -446,3 +446,14 @@ def test_the_defaults_train_on_a_cpu(tmp_path: Path) -> None:
     trainer.train()
     assert args.bf16
     assert args.gradient_checkpointing
+
+
+def test_the_card_says_what_was_fine_tuned_on_what(tmp_path: Path) -> None:
+    """With the arguments that scripts of TRL hand to `push_to_hub`."""
+    trainer = trainer_of(tmp_path, small.texts())
+    trainer.create_model_card(model_name="mine", dataset_name="someone/texts", tags=["more"])
+    hub = pytest.importorskip("huggingface_hub", reason="the client of the Hub")
+    data = hub.ModelCard.load(tmp_path / "README.md").data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.datasets == ["someone/texts"]
+    assert {"more", "sft", "windlass"} <= set(data.tags)

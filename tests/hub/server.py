@@ -6,9 +6,11 @@ Repositories are folders of commits; a commit is a map from paths to contents by
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
 import time
 import urllib.parse
@@ -18,18 +20,31 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import yaml
+
 TOKEN, READER = "hf_writerwriterwriter0", "hf_readerreaderreader0"
 _LARGE = 4096  # bytes from which a file is uploaded by itself
 
 
 @dataclass
 class Fault:
-    """What happens to the next requests whose "METHOD path" matches: an answer, a delay, a cut connection, or a lie."""
+    """What happens to the next requests whose "METHOD path" matches.
+
+    Attributes:
+        status: this answer, and nothing done.
+        stall: seconds before anything else.
+        cut: the connection is closed without an answer, and nothing done.
+        half: the connection is closed when half of the content has been read.
+        lost: the request is carried out, and the connection closed without an answer.
+        lie: the content that is returned is damaged.
+    """
 
     match: str
     status: int | None = None
     stall: float = 0.0
     cut: bool = False
+    half: bool = False
+    lost: bool = False
     lie: bool = False
     times: int = 1
 
@@ -55,6 +70,7 @@ class Hub:
         blobs: contents by SHA-256.
         faults: applied in order; each counts down `times`.
         requests: "METHOD path" of all so far.
+        rate: bytes that are taken in a second; None for all that come.
     """
 
     def __init__(self) -> None:
@@ -64,6 +80,7 @@ class Hub:
         self.requests: list[str] = []
         self.lock = threading.Lock()
         self.url = ""
+        self.rate: float | None = None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -120,6 +137,21 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         """Nothing on stderr."""
 
+    def _read(self, size: int) -> bytes:
+        """The content of a request, no faster than the Hub takes it in."""
+        if self.hub.rate is None:
+            return self.rfile.read(size)
+        begun, content = time.monotonic(), bytearray()
+        while len(content) < size:
+            content += self.rfile.read(min(1 << 18, size - len(content)))
+            time.sleep(max(0.0, len(content) / self.hub.rate - (time.monotonic() - begun)))
+        return bytes(content)
+
+    def _close(self) -> None:
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def _answer(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
         data = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
         self.send_response(status)
@@ -131,7 +163,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(size)
         path = urllib.parse.urlsplit(self.path).path
         request = f"{self.command} {path}"
         with self.hub.lock:
@@ -139,13 +170,15 @@ class _Handler(BaseHTTPRequestHandler):
             fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.match, request)), None)
             if fault is not None:
                 fault.times -= 1
+        content = self._read(size // 2 if fault is not None and fault.half else size)
         if fault is not None:
             time.sleep(fault.stall)
-            if fault.cut:
-                self.close_connection = True
-                self.connection.close()
+            if fault.cut or fault.half:
+                self._close()
                 return
-            if fault.status is not None:
+            if fault.lost:
+                self._answer = lambda *ignored: self._close()  # type: ignore[method-assign]
+            elif fault.status is not None:
                 self._answer(fault.status, {"error": f"told to answer {fault.status}"})
                 return
         who = {f"Bearer {TOKEN}": "writer", f"Bearer {READER}": "reader"}.get(
@@ -281,7 +314,10 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str, content: bytes) -> None:
         found = self._tree(name, revision)
         if found is not None:
-            self._answer(200, {"id": name, "sha": found[0], "siblings": [{"rfilename": p} for p in found[1]]})
+            card = self.hub.blobs.get(found[1].get("README.md", ""), b"").decode().split("---\n")
+            data = yaml.safe_load(card[1]) if len(card) > 2 else None
+            files = [{"rfilename": path} for path in found[1]]
+            self._answer(200, {"id": name, "sha": found[0], "siblings": files, "cardData": data})
 
     def main(self, name: str, content: bytes) -> None:
         self.info(name, "main", content)

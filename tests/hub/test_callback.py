@@ -15,7 +15,7 @@ from tests.hub.server import Fault, Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
-from windlass.core.errors import ConfigError
+from windlass.core.errors import EXIT_PREEMPTED, ConfigError
 
 
 def trainer(folder: Path, token: str, steps: int = 4, **changes: object) -> Trainer:
@@ -70,15 +70,7 @@ def test_a_run_that_is_killed_in_an_upload_is_continued_from_the_hub(
     hub: Hub, token: str, tmp_path: Path, root: Path
 ) -> None:
     """The upload of a later checkpoint never ends; the one before it is whole on the Hub."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-        "PYTHONPATH": str(root),
-    }
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), token]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+    with _started(KILLED, hub, root, str(tmp_path / "killed"), token) as process:
         try:
             _wait(lambda: len(hub.repositories.get("someone/run", _NONE).commits) > 2)
             hub.faults = [Fault("PUT /lfs/", stall=30.0, times=99)]
@@ -92,6 +84,60 @@ def test_a_run_that_is_killed_in_an_upload_is_continued_from_the_hub(
     whole = trainer(tmp_path / "whole", token, 42, push_to_hub=False)
     whole.train()
     assert torch.equal(again.model.layer.weight, whole.model.layer.weight)
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from tests.hub.test_callback import trainer
+trainer(Path(sys.argv[1]), sys.argv[2], 4, hub_strategy="checkpoint", preemption_deadline=None).train()
+"""
+
+
+def test_a_signal_ends_the_last_wait(hub: Hub, token: str, tmp_path: Path, root: Path) -> None:
+    """The process ends by itself, although the Hub answers no upload, and although several files are under way."""
+    hub.faults = [Fault("PUT /lfs/", stall=300.0, times=99)]
+    with _started(ENDED, hub, root, str(tmp_path / "run"), token) as process:
+        lines = _Lines(process)
+        try:
+            lines.wait_for("upload(s) to the Hub, at most")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == EXIT_PREEMPTED  # a hundred times what it takes, a fifth of the stall
+            said = lines.rest()
+        finally:
+            process.kill()
+    assert "not uploaded to someone/run" in said
+    assert f"windlass checkpoint push {tmp_path}/run/checkpoint-4 someone/run" in said
+    assert token not in said
+
+
+class _Lines:
+    """What a process says, read as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._stream, self._heard = process.stderr, list[str]()
+
+    def wait_for(self, text: str) -> None:
+        assert self._stream is not None
+        for line in self._stream:
+            self._heard.append(line)
+            if text in line:
+                return
+        raise AssertionError("".join(self._heard))
+
+    def rest(self) -> str:
+        assert self._stream is not None
+        return "".join([*self._heard, self._stream.read()])
+
+
+def _started(code: str, hub: Hub, root: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(root),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
 
 
 class _NONE:

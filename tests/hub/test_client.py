@@ -14,6 +14,7 @@ def test_a_repository_is_created_once_and_then_used(hub: Hub, token: str) -> Non
     for _ in range(2):
         client = HubClient("run", token, "branch")
         client.open(private=True)
+        client.open_branch()
         assert client.repository == "someone/run"
     assert hub.repositories["someone/run"].private
     assert set(hub.repositories["someone/run"].branches) == {"main", "branch"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
-from tests.hub.server import READER, Fault, Hub
+from tests.hub.server import READER, TOKEN, Fault, Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
@@ -76,17 +76,37 @@ def test_nothing_before_the_end(publish: Any, hub: Hub) -> None:
     [
         (HubSettings("run", "hf_nobodynobodynobody"), "hub_token"),
         (HubSettings("someone/run", READER), "hub_token"),
+        (HubSettings("run"), "hub_token"),
         (HubSettings("a--b"), "hub_model_id"),
+        (HubSettings("reserved", TOKEN), "hub_model_id"),
+        (HubSettings("run", TOKEN, revision="not a branch"), "hub_revision"),
     ],
 )
 def test_an_error_names_its_setting(
     hub: Hub, tmp_path: Path, settings: HubSettings, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A token of nobody, one that may only read, none at all; names that the client or the Hub refuses."""
     hub.create("someone/run")
+    hub.faults = [Fault("POST .*/branch/", status=400)]
+    if settings.repository == "reserved":
+        hub.faults = [Fault("POST /api/repos/create", status=400)]
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no login"))
     with pytest.raises(ConfigError) as error:
         Publisher(settings, tmp_path).open()
     assert [problem.field for problem in error.value.problems] == [field]
-    assert str(settings.token) not in str(error.value)
+    assert settings.token is None or settings.token not in str(error.value)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_no_network_is_one_error_with_both_ways_out(
+    hub: Hub, token: str, tmp_path: Path, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(ConfigError, match=r"push_to_hub=False.*windlass checkpoint push") as error:
+        Publisher(HubSettings("run", token), tmp_path).open()
+    assert [problem.field for problem in error.value.problems] == ["push_to_hub"]
 
 
 def test_what_was_not_uploaded_is_listed(

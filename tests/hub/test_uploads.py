@@ -49,6 +49,19 @@ def test_a_passing_failure_is_tried_again(hub: Hub, token: str, tmp_path: Path, 
     assert not one.folder.exists()
 
 
+def test_a_file_that_is_refused_once_is_tried_again(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The place for a file is handed out anew with each attempt, so a refusal there may be one of its age."""
+    one, running = upload(tmp_path), Uploads(client(token))
+    (one.folder / "w.safetensors").write_bytes(b"weights")
+    hub.faults = [Fault("PUT /lfs/", status=403)]
+    running.add(one)
+    assert running.finish(60, print) == []
+    assert hub.files("someone/run")["w.safetensors"] == b"weights"
+    assert "403" in caplog.text
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_lasting_failure_ends_the_upload(
     hub: Hub, token: str, tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture

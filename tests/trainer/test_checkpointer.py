@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from tests.trainer.small import (
     Net,
     arguments,
@@ -179,37 +178,6 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None
     trainer = Trainer(Net(), saving(tmp_path / "file" / "out"), train_dataset=rows(8))
     with pytest.raises(ConfigError, match="output_dir"):
         trainer.train()
-
-
-# --- the model card -------------------------------------------------------------------------------------------------
-
-
-def test_a_model_card_holds_the_facts_of_the_run(tmp_path: Path) -> None:
-    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
-    trainer = Trainer(Net(), args, train_dataset=rows(16), eval_dataset=rows(4))
-    trainer.train()
-    trainer.create_model_card(
-        language="en", tags="small", model_name="Net of three", dataset=["rows"], tasks="none"
-    )
-    _, head, body = (tmp_path / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(head) == {
-        "library_name": "windlass", "language": "en", "tags": ["small", "windlass"], "pipeline_tag": "none"
-    }  # fmt: skip
-    assert "# Net of three" in body
-    assert "A Net of 15 parameters, trained from scratch on rows." in body
-    assert "| learning_rate | 0.05 |" in body
-    (loss,) = [
-        entry["eval_loss"]
-        for entry in trainer.state.log_history
-        if entry.get("step") == 2 and "eval_loss" in entry
-    ]
-    assert f"{loss:.4g}" in body
-    trainer.create_model_card(tags=["more"])
-    assert yaml.safe_load((tmp_path / "README.md").read_text().split("---\n")[1])["tags"] == [
-        "more",
-        "small",
-        "windlass",
-    ]
 
 
 def test_what_is_not_built_says_so(tmp_path: Path) -> None:

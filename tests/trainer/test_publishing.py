@@ -39,3 +39,15 @@ def test_save_model_publishes_if_the_run_does(hub: Hub, token: str, tmp_path: Pa
     trainer.save_model()
     trainer.train()  # waits for the upload at its end
     assert set(hub.files("someone/mine")) == {"model.safetensors"}
+
+
+def test_the_card_takes_the_licence_of_the_base_from_the_hub(hub: Hub, token: str, tmp_path: Path) -> None:
+    base = hub.create("other/base")
+    card = {"path": "README.md", "content": "LS0tCmxpY2Vuc2U6IG1pdAotLS0KQmFzZQo="}  # "license: mit"
+    hub.commit(base, "main", [{"key": "header", "value": {"summary": ""}}, {"key": "file", "value": card}])
+    trainer = Trainer(Net(), arguments(tmp_path / "mine", hub_token=token), train_dataset=rows(8))
+    trainer.push_to_hub(finetuned_from="other/base")
+    assert b"license: mit\nbase_model: other/base\n" in hub.files("someone/mine")["README.md"]
+    (tmp_path / "mine/README.md").unlink()
+    trainer.push_to_hub(finetuned_from="other/absent")
+    assert b"license" not in hub.files("someone/mine")["README.md"]

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, without scripts or network, for light and dark pages."""
+"""Line charts as inline SVG, without scripts or network, for light and dark pages; and as plain text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,29 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
         f'</span></figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name} over steps">'
         f"{frame.axes()}{curves}</svg></figure>\n"
     )
+
+
+def text_chart(points: Sequence[Point], width: int = 64, height: int = 10) -> str:
+    """Return a curve as lines of text; empty for fewer than two finite points. Each column is the mean of its steps."""
+    finite = [p for p in points if _is_finite(p)]
+    if len(finite) < 2:
+        return ""
+    frame = _Frame.around(finite)
+    (left, right), low, high = frame.x_span, frame.y_ticks[0], frame.y_ticks[-1]
+    columns: dict[int, list[float]] = {}
+    for x, y in finite:
+        columns.setdefault(round((x - left) / (right - left) * (width - 1)), []).append(y)
+    rows = [[" "] * width for _ in range(height)]
+    for column, values in columns.items():
+        share = (sum(values) / len(values) - low) / (high - low)
+        rows[round((1 - share) * (height - 1))][column] = "*"
+    names = labels([high, low])
+    margin = max(map(len, names))
+    sides = [names[0], *[""] * (height - 2), names[1]]
+    lines = [f"{side:>{margin}} |{''.join(row).rstrip()}" for side, row in zip(sides, rows, strict=True)]
+    first, last = short(finite[0][0]), f"step {short(finite[-1][0])}"
+    foot = [f"{'':>{margin}} +{'-' * width}", f"{'':>{margin}}  {first}{last:>{width - len(first)}}"]
+    return "".join(f"{line}\n" for line in [*lines, *foot])
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

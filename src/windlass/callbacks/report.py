@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-_PACKAGES = ("windlass", "torch", "numpy", "transformers", "datasets", "tokenizers", "safetensors")
+_PACKAGES = ("windlass", "torch", "numpy", "transformers", "peft", "datasets", "tokenizers", "safetensors")
 
 
 class ReportCallback(TrainerCallback):
@@ -93,17 +93,21 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     return changed
 
 
-def environment() -> dict[str, str]:
-    """Return versions and devices of this process."""
-    versions = {}
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter to a result, as far as they are installed."""
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    return versions
+
+
+def environment() -> dict[str, str]:
+    """Return versions and devices of this process."""
     return {
-        "python": platform.python_version(),
-        **versions,
+        **package_versions(),
         "system": platform.platform(terse=True),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         **_accelerator(),

@@ -57,7 +57,7 @@ _ASSIGNED = re.compile(
     rf"{_NAMED}(?P<middle>[\"']?\s?[=:]\s?|(?<=\w)\s(?!-))(?P<value>{_QUOTED_OR_PLAIN})", re.IGNORECASE
 )
 _PLAIN_VALUE = re.compile(
-    r"[\"']?(?:none|null|true|false|-?\d+(?:\.\d*)?(?:e-?\d+)?|\*\*\*|<[A-Za-z_|/]+>)?[\"']?", re.I
+    r"[\"']?(?:none|null|true|false|-?\d+(?:\.\d*)?(?:e-?\d+)?|\*\*\*|<[A-Za-z_|/]+>)?[\"']?:?", re.I
 )
 
 

@@ -184,6 +184,14 @@ class SFTTrainer(Trainer):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return loss.detach(), outputs.logits.detach(), inputs["labels"]
 
+    # --- the model card ---------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args: Any, dataset_name: str | None = None, **facts: Any) -> None:
+        """As `Trainer.create_model_card`; `dataset_name` is what scripts of TRL call the dataset's id on the Hub."""
+        if dataset_name is not None:
+            facts.setdefault("dataset_tags", dataset_name)
+        super().create_model_card(*args, **facts)
+
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def evaluation_loop(

@@ -19,6 +19,12 @@ from windlass.core.redact import redact_text
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 
 
+def _reason(error: BaseException) -> str:
+    """The kind of an error, and the last line of its text, in which the client puts the Hub's own words."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
 class HubError(WindlassError, ConnectionError):
     """A request to the Hub failed.
 
@@ -56,7 +62,7 @@ class HubClient:
         return f"{self._api.endpoint}/{self.repository}"
 
     def open(self, private: bool | None = None) -> None:
-        """Create the repository and the branch if they do not exist, and check that the token may write there.
+        """Create the repository if it does not exist, and check that the token may write there.
 
         Args:
             private: of a new repository; None for the owner's default.
@@ -65,22 +71,31 @@ class HubClient:
             created = self._api.create_repo(self.repository, private=private, exist_ok=True)
             self.repository = created.repo_id
             self._api.auth_check(self.repository, write=True)
-            if self._revision is not None:
+
+    def open_branch(self) -> None:
+        """Create the branch if it does not exist; nothing for the main one."""
+        if self._revision is not None:
+            with self._doing(f"create the branch {self._revision} of"):
                 self._api.create_branch(self.repository, branch=self._revision, exist_ok=True)
 
     def commit(self, files: Mapping[str, Path], message: str, *, removed: Iterable[str] = ()) -> str:
         """Upload files, and remove others, in one commit. Return its address.
+
+        Contents are uploaded one file after the other: the client would upload several on threads for which the exit of
+        the process waits, however long the Hub does not answer.
 
         Args:
             files: path in the repository -> file to upload.
             removed: paths of files to remove.
         """
         add, delete = self._library.CommitOperationAdd, self._library.CommitOperationDelete
-        with self._doing("upload to"):
-            operations = [add(name, str(path)) for name, path in files.items()]
-            operations += [delete(name, is_folder=False) for name in removed]
+        with self._doing("upload to"), self._quiet():
+            added = [add(name, str(path)) for name, path in files.items()]
+            for operation in added:
+                self._api.preupload_lfs_files(self.repository, [operation], revision=self._revision)
+            removals = [delete(name, is_folder=False) for name in removed]
             done = self._api.create_commit(
-                self.repository, operations, commit_message=message, revision=self._revision
+                self.repository, [*added, *removals], commit_message=message, revision=self._revision
             )
         left_out = sorted(files.keys() - set(self.names(revision=done.oid)))
         if left_out:
@@ -105,6 +120,14 @@ class HubClient:
         with self._doing("read"):
             return str(self._api.repo_info(self.repository, revision=revision or self._revision).sha)
 
+    def license_of(self, repository: str) -> str | None:
+        """The licence that the card of another model names; None if it cannot be found out."""
+        with contextlib.suppress(HubError), self._doing("read"):
+            data = self._api.model_info(repository).card_data
+            found = None if data is None else data.get("license")
+            return found if isinstance(found, str) else None
+        return None
+
     def fetch(self, name: str, revision: str, folder: Path) -> Path:
         """Download a file into `folder`, under its path in the repository."""
         with self._doing("download from"):
@@ -112,6 +135,19 @@ class HubClient:
                 self.repository, name, revision=revision, token=self._token, local_dir=folder
             )
             return Path(path)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Within the body the client draws no progress bars, which would cut those of training."""
+        bars: Any = require("huggingface_hub.utils", "publish on the Hub")
+        drawn = not bars.are_progress_bars_disabled()
+        if drawn:
+            bars.disable_progress_bars()
+        try:
+            yield
+        finally:
+            if drawn:
+                bars.enable_progress_bars()
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -124,10 +160,10 @@ class HubClient:
 
     def _described(self, what: str, error: Exception) -> HubError:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().splitlines()
-        text = redact_text(
-            f"cannot {what} {self.address}: {type(error).__name__}: {reason[-1] if reason else ''}"
-        )
+        reasons = [_reason(error)]
+        if status is None and error.__cause__ is not None:  # of a file, with which the client says which
+            reasons.append(_reason(error.__cause__))
+        text = redact_text(f"cannot {what} {self.address}: {': '.join(reasons)}")
         if self._token:
             text = text.replace(self._token, "***")
         never = isinstance(error, ValueError | TypeError) and status is None

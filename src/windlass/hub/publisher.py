@@ -77,14 +77,21 @@ class Publisher:
         if self._uploads is None:
             settings = self._settings
             client = HubClient(settings.repository, settings.token, settings.revision)
+            field, value = "hub_model_id", settings.repository
             try:
                 client.open(settings.private)
+                field, value = "hub_revision", settings.revision or ""
+                client.open_branch()
             except HubError as error:
-                raise ConfigError(_problem(settings, error)) from None
+                raise ConfigError(_problem(settings, error, field, value)) from None
             for left in self._staging.glob("upload-*"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             self._client, self._uploads = client, Uploads(client, every=settings.always)
         return self._uploads
+
+    def license_of(self, base: str) -> str | None:
+        """The licence of the model that this one was fine-tuned from; None if the Hub does not tell."""
+        return HubClient(base, self._settings.token).license_of(base)
 
     def saved(self, checkpoint: Path) -> None:
         """Publish a committed checkpoint, as the strategy asks. Returns at once."""
@@ -149,6 +156,11 @@ class Publisher:
             )  # fmt: skip
         return not failed
 
+    def leave(self) -> None:
+        """End the wait in `finish()` now, if there is one; for signal handlers."""
+        if self._uploads is not None:
+            self._uploads.leave()
+
     def _new_folder(self) -> Path:
         folder = self._staging / f"upload-{next(self._numbers)}"
         folder.mkdir(parents=True)
@@ -170,11 +182,12 @@ def _export(folder: Path, place: str, keeps: bool) -> None:
         shutil.rmtree(folder / place)
 
 
-def _problem(settings: HubSettings, error: HubError) -> Problem:
+def _problem(settings: HubSettings, error: HubError, field: str, value: str) -> Problem:
+    """The setting to change; `field` if it is neither the token nor the network."""
     ways = {401: "Log in with `hf auth login`, or set HF_TOKEN", 403: "Give a token that may write there"}
     if error.status in ways:
         return Problem("hub_token", HIDDEN if settings.token else None, f"{error}. {ways[error.status]}")
     if error.status is None and error.passing:
         fix = f"{error}. Without a network set push_to_hub=False, and upload later with `windlass checkpoint push`"
         return Problem("push_to_hub", True, fix)
-    return Problem("hub_model_id", settings.repository, str(error))
+    return Problem(field, value, str(error))

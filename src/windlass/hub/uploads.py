@@ -59,6 +59,7 @@ class Uploads:
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
         self._given_up = threading.Event()
+        self._leaving = False
         self._thread: threading.Thread | None = None
         self._failed: list[Upload] = []
 
@@ -83,7 +84,7 @@ class Uploads:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def finish(self, limit: float, report: Callable[[str], None]) -> list[Upload]:
-        """Wait until all uploads have ended, at most `limit` seconds; then give up on the rest.
+        """Wait until all uploads have ended, at most `limit` seconds or until `leave()`; then give up on the rest.
 
         Returns:
             Those that failed since the last call.
@@ -94,25 +95,31 @@ class Uploads:
         until, told = time.monotonic() + limit, -math.inf
         while pending := self.pending:
             left = until - time.monotonic()
-            if left <= 0:
-                self._give_up(limit)
+            if left <= 0 or self._leaving:
+                self._give_up(
+                    "the process had to exit" if self._leaving else f"it did not end within {limit:.0f} s"
+                )
                 break
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
                 report(
                     f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
                 )
-            wait([pending[0].commit], min(left, 1.0))
+            wait([pending[0].commit], min(left, 0.2))
         failed, self._failed = self._failed, []
         return failed
 
-    def _give_up(self, limit: float) -> None:
+    def leave(self) -> None:
+        """End `finish()` now. May be called in a signal handler, so it takes no lock."""
+        self._leaving = True
+
+    def _give_up(self, why: str) -> None:
         self._given_up.set()
         with self._changed:
             rest = [*([self._current] if self._current else []), *self._waiting]
             self._waiting = []
         for upload in rest:
-            upload.error = upload.error or f"it did not end within {limit:.0f} s"
+            upload.error = upload.error or why
             self._fail(upload)
 
     # --- on the thread ------------------------------------------------------------------------------------------------

@@ -3,119 +3,209 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import nn
 
+from windlass.callbacks.charts import text_chart
+from windlass.callbacks.report import package_versions
+from windlass.callbacks.report_page import curve
+from windlass.config.arguments import TrainingArguments
 from windlass.config.plain_yaml import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
 from windlass.core.plain_text import read_text
+from windlass.trainer import card_facts
 
 _SETTINGS = (
     "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
-    "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
-    "warmup_steps", "label_smoothing_factor", "bf16", "fp16",
+    "num_train_epochs", "max_steps", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "max_grad_norm", "lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "neftune_noise_alpha", "bf16",
+    "fp16", "max_length", "packing", "loss_type", "assistant_only_loss", "completion_only_loss",
 )  # fmt: skip
+# More rows of losses or evaluations than a reader looks at; those between are left out evenly.
+_ROWS = 20
 
 
 @dataclass(frozen=True)
-class ModelCard:
-    """Contents of a card.
+class Given:
+    """Facts that a script gives for the card; what is empty is found out, or left out.
 
     Attributes:
         base: the model that this one was fine-tuned from.
-        facts: lists for the YAML head; empty ones are left out.
-        settings: the arguments of the run as a plain dict.
-        world: number of processes.
+        datasets: ids of datasets on the Hub; `dataset` their names for people, `dataset_args` their configurations, in
+            the same order.
     """
 
     name: str
+    language: list[str] = field(default_factory=list)
+    license: str | None = None
+    tags: list[str] = field(default_factory=list)
+    base: str | None = None
+    tasks: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
+    dataset: list[str] = field(default_factory=list)
+    dataset_args: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Card:
+    """The contents of a card.
+
+    Attributes:
+        data: the dataset that was evaluated, or else trained on.
+        world: number of processes.
+    """
+
+    given: Given
     model: nn.Module
-    base: str | None
-    facts: dict[str, list[str]]
-    dataset: list[str]
-    dataset_args: list[str]
-    settings: Mapping[str, Any]
-    world: int
+    args: TrainingArguments
     state: TrainerState
+    data: Any
+    world: int
+
+    @property
+    def base(self) -> str | None:
+        return self.given.base or card_facts.base_of(self.model)
+
+    @property
+    def datasets(self) -> dict[str, dict[str, str]]:
+        """Id on the Hub -> name, configuration and split for the results."""
+        given = self.given
+        if not given.datasets:
+            found = card_facts.datasets_of(self.data)
+            return {tag: {"name": tag, **details} for tag, details in found.items()}
+        names = [*given.dataset, *given.datasets[len(given.dataset) :]]
+        described = {tag: {"name": name} for tag, name in zip(given.datasets, names, strict=False)}
+        for tag, details in zip(given.datasets, given.dataset_args, strict=False):
+            described[tag]["args"] = details
+        return described
+
+    @property
+    def results(self) -> dict[str, float]:
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        return card_facts.results(self.state.log_history, best)
 
 
-def write_card(path: Path, card: ModelCard) -> None:
-    """Write the card; tags that an earlier one at `path` had are kept."""
-    tags = [*card.facts["tags"], *earlier_tags(path), "windlass"]
-    head: dict[str, Any] = {"library_name": "windlass", **card.facts, "tags": list(dict.fromkeys(tags))}
-    if card.base:
-        head["base_model"] = card.base
-    head = {
-        key: value[0] if isinstance(value, list) and len(value) == 1 and key != "tags" else value
-        for key, value in head.items()
-        if value
-    }
+def write_card(path: Path, card: Card) -> None:
+    """Write the card; tags and the licence that an earlier one at `path` had are kept."""
+    earlier = earlier_head(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
+    text = (
+        f"---\n{yaml.safe_dump(head(card, earlier), sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
+    )
     path.write_text(shown(text), encoding="utf-8")
 
 
-def earlier_tags(path: Path) -> list[str]:
-    """The tags in the YAML head of a card; empty if there is no card or no head."""
+def earlier_head(path: Path) -> dict[str, Any]:
+    """The YAML head of a card; empty if there is no card or no head."""
     if not path.is_file():
-        return []
+        return {}
     try:
         parts = read_text(path).split("---\n", 2)
     except (OSError, UnicodeDecodeError):  # too long for a card, or not a text: another program's file
-        return []
+        return {}
     if len(parts) < 3 or parts[0].strip():
-        return []
+        return {}
     try:
-        head = load_yaml(parts[1])[0]
+        found = load_yaml(parts[1])[0]
     except yaml.YAMLError:
-        return []
-    tags = head.get("tags", []) if isinstance(head, dict) else []
-    return [str(tag) for tag in (tags if isinstance(tags, list) else [tags])]
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def body(card: ModelCard) -> str:
-    """The Markdown below the head."""
-    origin = f"fine-tuned from {card.base}" if card.base else "trained from scratch"
-    data = f" on {', '.join(card.dataset)}" if card.dataset else ""
-    detail = f" ({', '.join(card.dataset_args)})" if card.dataset_args else ""
-    parameters = sum(p.numel() for p in card.model.parameters())
-    settings = [(name, card.settings[name]) for name in _SETTINGS if name in card.settings]
-    text = (
-        f"# {card.name}\n\n"
-        f"A {type(card.model).__name__} of {parameters:,} parameters, {origin}{data}{detail}.\n\n"
-        "## Training\n\n"
-        f"{card.state.global_step:,} updates, {card.state.epoch:.2f} epochs, {card.world} process(es).\n\n"
-        f"{table(('setting', 'value'), settings)}"
-    )
-    evaluations = evaluated(card.state.log_history)
-    if evaluations:
-        head = ("step", "epoch", *sorted({name for row in evaluations for name in row} - {"step", "epoch"}))
-        rows = [[row.get(name, "") for name in head] for row in evaluations]
-        text += f"\n## Evaluation\n\n{table(head, rows)}"
-    return text
+def head(card: Card, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata, in the Hub's format."""
+    given, results = card.given, card.results
+    tasks = given.tasks or card_facts.task_of(card.model)
+    kept, of_model = earlier.get("tags") or [], getattr(card.model, "model_tags", None) or []
+    kept = kept if isinstance(kept, list) else [kept]
+    tags = [*given.tags, *map(str, kept), *of_model, "windlass", "generated_from_trainer"]
+    found = {
+        "library_name": card_facts.library_of(card.model),
+        "language": given.language,
+        "license": given.license or earlier.get("license"),
+        "base_model": card.base if card.base and card_facts.is_repository(card.base) else None,
+        "pipeline_tag": tasks[0] if tasks else None,
+        "tags": list(dict.fromkeys(tags)),
+        "datasets": list(card.datasets),
+        "metrics": list(results),
+        "model-index": _model_index(card, tasks, results) if results else None,
+    }
+    return {key: value for key, value in found.items() if value}
 
 
-def evaluated(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations of a run: metrics without their timings."""
-    found = []
-    for entry in history:
-        metrics = {
-            name: value
-            for name, value in entry.items()
-            if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+def _model_index(card: Card, tasks: list[str], results: Mapping[str, float]) -> list[dict[str, Any]]:
+    """One entry per task and dataset, each with all metrics. The Hub refuses an entry that lacks one of the three."""
+    datasets = [{"type": tag, **details} for tag, details in card.datasets.items()]
+    unknown = [{"type": "unknown", "name": ", ".join(card.given.dataset) or "Unknown"}]
+    metrics = [{"type": name, "name": name, "value": value} for name, value in results.items()]
+    entries = [
+        {
+            "task": {"type": task, "name": task.replace("-", " ").capitalize()},
+            "dataset": data,
+            "metrics": metrics,
         }
-        if metrics:
-            found.append({"step": entry.get("step", ""), "epoch": entry.get("epoch", ""), **metrics})
-    return found
+        for task in tasks or ["other"]
+        for data in datasets or unknown
+    ]
+    return [{"name": card.given.name, "results": yaml.safe_load(yaml.safe_dump(entries))}]
+
+
+def body(card: Card) -> str:
+    """The Markdown below the head."""
+    given, state, history = card.given, card.state, card.state.log_history
+    origin = f"fine-tuned from {card.base}" if card.base else "trained from scratch"
+    names = given.dataset or [details["name"] for details in card.datasets.values()]
+    data = f" on {', '.join(names)}" if names else ""
+    detail = f" ({', '.join(given.dataset_args)})" if given.dataset_args else ""
+    parameters = sum(p.numel() for p in card.model.parameters())
+    results = sorted(card.results.items())
+    values = {
+        name: value for name, value in card.args.to_dict().items() if name in _SETTINGS and value is not None
+    }
+    loss = curve(history, "loss")
+    drawn = text_chart(loss)
+    sections = {
+        "Results": table(("metric", "value"), results) if results else "",
+        "Loss curve": f"```text\n{drawn}```\n" if drawn else "",
+        "Training": f"{state.global_step:,} updates, {state.epoch or 0:.2f} epochs, {card.world} process(es).\n\n"
+        + table(("setting", "value"), [(name, values[name]) for name in _SETTINGS if name in values]),
+        "Evaluations": _evaluations(card),
+        "Versions": table(("package", "version"), package_versions().items()),
+    }
+    opening = f"A {type(card.model).__name__} of {parameters:,} parameters, {origin}{data}{detail}."
+    return f"# {given.name}\n\n{opening}\n" + "".join(
+        f"\n## {title}\n\n{text}" for title, text in sections.items() if text
+    )
+
+
+def _evaluations(card: Card) -> str:
+    """A table of the evaluations, with the training loss that was last reported before each."""
+    found = card_facts.evaluations(card.state.log_history)
+    if not found:
+        return ""
+    losses = curve(card.state.log_history, "loss")
+    for row in found:
+        earlier = [loss for step, loss in losses if step <= float(row["step"] or 0)]
+        row["loss"] = earlier[-1] if earlier else ""
+    head = (
+        "step",
+        "epoch",
+        "loss",
+        *sorted({name for row in found for name in row if name.startswith("eval_")}),
+    )
+    every = -(-len(found) // _ROWS)
+    kept = found[::-1][::every][::-1]  # the last one among them
+    note = f"\n{len(kept)} of {len(found)} evaluations.\n" if len(kept) < len(found) else ""
+    return table(head, [[row.get(name, "") for name in head] for row in kept]) + note
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table; floats with four digits."""
-    shown = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in rows]
-    lines = [[cell.replace("|", "/") for cell in row] for row in (head, ["---"] * len(head), *shown)]
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    lines = [[cell.replace("|", "/") for cell in row] for row in (head, ["---"] * len(head), *cells)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

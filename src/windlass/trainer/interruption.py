@@ -36,6 +36,8 @@ class Interruptible(Protocol):
     @property
     def newest_checkpoint(self) -> Path | None: ...
 
+    def end_waits(self) -> None: ...
+
 
 class Interruption:
     """The requests of one run, from signals to this process and from other ranks.
@@ -82,6 +84,8 @@ class Interruption:
             if self._plan.deadline is not None:
                 deadline.start()
             current = run()
+            if current is not None:
+                current.end_waits()
             if self._gang.size == 1 and current is not None and current.waits_for_data:
                 raise WaitBrokenOff
 

@@ -15,6 +15,7 @@ from windlass.dist.gang import Gang
 from windlass.hub.callback import HubCallback
 from windlass.hub.fetching import SCHEME, fetch
 from windlass.hub.publisher import HubSettings, Publisher
+from windlass.trainer.card_facts import base_of, is_repository
 from windlass.trainer.run_folder import RunFolder
 
 
@@ -41,6 +42,15 @@ def publisher(
     return found.publisher
 
 
+def card_facts(publisher: Publisher, model: Any, facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts for the card of a model, with a name, and the licence of its base if none is given."""
+    facts.setdefault("model_name", publisher.repository.rpartition("/")[2])
+    base = facts.get("finetuned_from") or base_of(model)
+    if base and is_repository(base) and not facts.get("license"):
+        facts["license"] = publisher.license_of(base)
+    return facts
+
+
 def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
     """Start to upload the model in `folder`, with its card."""
     names = model_files(open_folder(folder))
@@ -52,6 +62,13 @@ def model_saved(args: TrainingArguments, handler: Any, folder: Path) -> None:
     """Start to upload the model that a script saved, if the run publishes and this is the main process."""
     if args.push_to_hub and args.process_index == 0:
         push(publisher(args, handler, folder), folder, "Model save")
+
+
+def end_wait(handler: Any) -> None:
+    """End the wait for the uploads of a run, if there is one; for signal handlers."""
+    for callback in handler.callbacks:
+        if isinstance(callback, HubCallback):
+            callback.publisher.leave()
 
 
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:

@@ -40,6 +40,7 @@ from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.publishing import end_wait
 from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
@@ -305,6 +306,9 @@ class Run:
     @property
     def newest_checkpoint(self) -> Path | None:
         return self.checkpointer.newest
+
+    def end_waits(self) -> None:
+        end_wait(self._events.handler)
 
     def save_checkpoint(self, wait: bool) -> None:
         """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and

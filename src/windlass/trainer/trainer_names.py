@@ -39,6 +39,8 @@ class TrainerNames:
     accelerator: Accelerator
     optimizer: torch.optim.Optimizer | None
     processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
     is_in_train: bool
     _session: Session
     _services: Services
@@ -414,30 +416,18 @@ class TrainerNames:
     ) -> None:
         """Write a draft of the model's card, `README.md` in the output folder, on the main process.
 
-        The arguments are facts that the run cannot know; settings, evaluations and sizes are filled in. Tags of an
-        existing card are kept.
+        The arguments are facts that the run cannot know; the rest is filled in. Tags and the licence of an existing
+        card are kept.
         """
-        if not self.is_world_process_zero():
-            return
-        config = getattr(self.model, "config", None)
-        found = card.ModelCard(
-            name=model_name or self.output_folder.absolute().name,
-            model=self.model,
-            base=finetuned_from or getattr(config, "_name_or_path", None) or None,
-            facts={
-                "language": _listed(language),
-                "license": _listed(license),
-                "tags": _listed(tags),
-                "pipeline_tag": _listed(tasks),
-                "datasets": _listed(dataset_tags),
-            },
-            dataset=_listed(dataset),
-            dataset_args=_listed(dataset_args),
-            settings=self.args.to_dict(),
-            world=self._session.gang.size,
-            state=self.state,
-        )
-        card.write_card(self.output_folder / "README.md", found)
+        if self.is_world_process_zero():
+            given = card.Given(
+                model_name or self.output_folder.absolute().name, _listed(language), license, _listed(tags),
+                finetuned_from, _listed(tasks), _listed(dataset_tags), _listed(dataset or dataset_tags),
+                _listed(dataset_args),
+            )  # fmt: skip
+            data = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+            found = card.Card(given, self.model, self.args, self.state, data, self._session.gang.size)
+            card.write_card(self.output_folder / "README.md", found)
 
     # --- the Hub ------------------------------------------------------------------------------------------------------
 
@@ -464,13 +454,12 @@ class TrainerNames:
             ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed.
         """
         self.save_model(_internal_call=True)
-        name = kwargs.pop("model_name", None) or publishing.repository(self.args).rpartition("/")[2]
-        self.create_model_card(model_name=name, **kwargs)
         self._services.events.fire("on_push_begin")
         if not self.is_world_process_zero():
             return None
         handler, folder = self.callback_handler, self.output_folder
         publisher = publishing.publisher(self.args, handler, folder, token, revision)
+        self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
         commit = publishing.push(publisher, folder, commit_message or "End of training")
         return commit.result() if blocking else commit
 
