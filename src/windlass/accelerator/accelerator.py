@@ -257,11 +257,11 @@ class Accelerator(Ranks):
     skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
     deepspeed_ulysses_dl_adapter = method_of("_preparer", Preparer.deepspeed_ulysses_dl_adapter)
 
-    # What scripts of the old library read.
-    _models = property_of("_prepared", Prepared.models)
-    _optimizers = value_of("_prepared.optimizers", "The prepared optimizers.")
-    _schedulers = value_of("_prepared.schedules", "The prepared schedules.")
-    _dataloaders = value_of("_prepared.loaders", "The prepared loaders.")
+    # What scripts of the old library read and shorten: what is not listed is neither saved nor loaded.
+    _models = variable_of("_prepared.models", "The prepared models.")
+    _optimizers = variable_of("_prepared.optimizers", "The prepared optimizers.")
+    _schedulers = variable_of("_prepared.schedules", "The prepared schedules.")
+    _dataloaders = variable_of("_prepared.loaders", "The prepared loaders.")
     _custom_objects = value_of("_prepared.custom", "The objects registered for checkpointing.")
 
     # --- a training step ----------------------------------------------------------------------------------------------
