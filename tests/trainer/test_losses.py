@@ -292,7 +292,9 @@ def test_losses_are_found_wherever_models_put_them() -> None:
 
 
 def test_what_stands_where_the_loss_should_be_is_said() -> None:
-    with pytest.raises(ModelError, match=r"a loss of shape \(3,\), and a loss is one number: return its mean"):
+    with pytest.raises(
+        ModelError, match=r"a loss of shape \(3,\), and a loss is one number: return its mean"
+    ):
         loss_of({"loss": torch.zeros(3), "logits": 1}, {"x": 1})
     with pytest.raises(ModelError, match=r"where the loss should be a tensor of shape \(2, 3\)"):
         loss_of((torch.zeros(2, 3), 1), {"x": 1})  # the logits of a model without labels

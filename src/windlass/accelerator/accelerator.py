@@ -201,7 +201,20 @@ class Accelerator(Ranks):
     is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
     is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
     fp8_backend = constant(FP8BackendType.NO, "NO: eight-bit training is not supported.")
-    deepspeed_plugin = constant(None, "None: DeepSpeed is not supported.")
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = constant(False, "False, as `fp8_backend`.")
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = constant(
+        None, "None."
+    )
+    deepspeed_plugin = deepspeed_engine_wrapped = deepspeed_config = constant(
+        None, "None: it is not supported."
+    )
+    ddp_handler = value_of(
+        "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
+    )
+    scaler_handler = value_of("_setup.settings.handlers.scaler", "Options of the fp16 scaler.")
+    init_handler = value_of("_setup.settings.handlers.init", "The given `InitProcessGroupKwargs`, or None.")
+    autocast_handler = value_of("_setup.settings.handlers.autocast", "Options of `autocast`.")
+    profile_handler = value_of("_setup.settings.handlers.profile", "Options of `profile`.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(
