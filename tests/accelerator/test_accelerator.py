@@ -194,7 +194,7 @@ def test_what_a_script_removes_from_the_private_lists_is_not_saved(way: str, tmp
 def test_a_model_that_was_not_prepared_is_not_listed() -> None:
     accelerator = Accelerator(cpu=True)
     for change in (accelerator._models.append, lambda model: setattr(accelerator, "_models", [model])):
-        with pytest.raises(ConfigError, match="_models='Linear'.*prepare"):
+        with pytest.raises(ConfigError, match=r"_models='Linear'.*prepare"):
             change(nn.Linear(1, 1))
 
 

@@ -10,7 +10,6 @@ import types
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 TRANSFORMERS = (
     "trainer", "trainer_utils", "trainer_callback", "training_args", "trainer_pt_utils", "optimization",

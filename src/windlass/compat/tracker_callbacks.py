@@ -34,7 +34,7 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
 
     def _of_run(self) -> Any:
         """The object of the tracker's own package for the open run; None if there is no open run."""
-        return next((tracker.tracker for tracker in self.trackers), None)
+        return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
 
 
 class ClearMLCallback(_TrackerCallback):

@@ -147,6 +147,9 @@ COMMANDS = {
     _TPU: ("tpu",),
 }  # fmt: skip
 # Class -> reason -> its methods, properties and fields.
+_DISPLAY = (
+    "progress has a display of its own, and plain lines without a terminal; override on_log to write more"
+)
 _FORKED = "notebook_launcher starts processes that need not know of it"
 _OF_ACCELERATOR = (
     "Accelerator has it, under this name or as step_scheduler_with_optimizer, state or gradient_state"
@@ -168,29 +171,13 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "TrainerMemoryTracker": {
         _INSIDE: (
-            "cpu",
-            "cpu_mem_used",
-            "cpu_mem_used_at_start",
-            "cpu_mem_used_now",
-            "cpu_mem_used_peak",
-            "derive_stage",
-            "gpu",
-            "gpu_mem_used_at_start",
-            "gpu_mem_used_now",
-            "gpu_mem_used_peak",
-            "init_reported",
-            "peak_monitor_func",
-            "peak_monitoring",
-            "process",
-            "torch",
+            "cpu", "cpu_mem_used", "cpu_mem_used_at_start", "cpu_mem_used_now", "cpu_mem_used_peak",
+            "derive_stage", "gpu", "gpu_mem_used_at_start", "gpu_mem_used_now", "gpu_mem_used_peak",
+            "init_reported", "peak_monitor_func", "peak_monitoring", "process", "torch",
         ),
     },
     "ProgressCallback": {
-        "progress has a display of its own, with plain lines where there is no terminal; override on_log to write more": (
-            "current_step",
-            "prediction_bar",
-            "training_bar",
-        ),
+        _DISPLAY: ("current_step", "prediction_bar", "training_bar"),
     },
     "ParallelMode": {_SAGEMAKER: ("SAGEMAKER_DATA_PARALLEL", "SAGEMAKER_MODEL_PARALLEL")},
     "BatchRebalanceSampler": {_INSIDE: ("QUADRATIC_COST_COEF", "has_tail", "num_full_batches", "remainder")},
@@ -214,19 +201,9 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "Accelerator": {"LOMO optimizers are prepared and used as any other": ("has_lomo_optimizer",)},
     "DeepSpeedPlugin": {
         _DEEPSPEED: (
-            "deepspeed_config",
-            "deepspeed_config_process",
-            "dschf",
-            "fill_match",
-            "get_value",
-            "is_auto",
-            "is_zero3_init_enabled",
-            "select",
-            "selected",
-            "set_deepspeed_weakref",
-            "set_mixed_precision",
-            "set_moe_leaf_modules",
-            "zero3_init_context_manager",
+            "deepspeed_config", "deepspeed_config_process", "dschf", "fill_match", "get_value", "is_auto",
+            "is_zero3_init_enabled", "select", "selected", "set_deepspeed_weakref", "set_mixed_precision",
+            "set_moe_leaf_modules", "zero3_init_context_manager",
         ),
     },
     "DistributedDataParallelKwargs": {
@@ -246,24 +223,15 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "DataLoaderDispatcher": {
         _INSIDE: (
-            *_LOADER_INSIDE,
-            "get_sampler",
-            "set_sampler",
-            "slice_fn",
-            "state",
-            "submesh_dp",
-            "submesh_fsdp",
-            "submesh_tp",
-            "torch_device_mesh",
+            *_LOADER_INSIDE, "get_sampler", "set_sampler", "slice_fn", "state", "submesh_dp", "submesh_fsdp",
+            "submesh_tp", "torch_device_mesh",
         ),
     },
     "DataLoaderShard": {_INSIDE: (*_LOADER_INSIDE, "get_sampler", "set_sampler")},
     "SkipDataLoader": {_INSIDE: _LOADER_INSIDE},
     "AlignDevicesHook": {
         _INSIDE: (
-            "buffer_original_devices",
-            "param_original_devices",
-            "tied_params_names",
+            "buffer_original_devices", "param_original_devices", "tied_params_names",
             "tied_pointers_to_remove",
         ),
     },
@@ -272,7 +240,7 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "TensorBoardTracker": {_INSIDE: ("logging_dir_param",)},
     "LocalSGD": {_INSIDE: ("accelerator", "local_sgd_steps", "model", "model_sync_obj")},
     "RegressionModel": {_INSIDE: ("first_batch",)},
-}
+}  # fmt: skip
 
 WHY = reverse(REFUSED)
 WHY_NOT_COMMANDS = reverse(COMMANDS)
