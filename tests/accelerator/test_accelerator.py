@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,44 @@ def test_the_private_lists_that_scripts_read() -> None:
     assert accelerator._custom_objects == [custom]
     accelerator.free_memory()
     assert [getattr(accelerator, name) for name in lists] == [[], [], [], []]
+
+
+@pytest.mark.parametrize("way", ["assign", "clear", "remove", "pop"])
+def test_what_a_script_removes_from_the_private_lists_is_not_saved(way: str, tmp_path: Path) -> None:
+    accelerator, kept, dropped = Accelerator(cpu=True), nn.Linear(1, 1), nn.Linear(2, 2)
+    kept, dropped = accelerator.prepare(kept, dropped)
+    optimizer = accelerator.prepare(torch.optim.SGD(dropped.parameters(), lr=0.1))
+    accelerator.backward(dropped(torch.ones(1, 2)).sum())
+    optimizer.step()
+    if way == "assign":
+        accelerator._models = [model for model in accelerator._models if model is not dropped]
+        accelerator._optimizers = []
+    elif way == "clear":
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+    elif way == "remove":
+        accelerator._models.remove(dropped)
+        accelerator._optimizers.remove(optimizer)
+    else:
+        assert accelerator._models.pop() is dropped
+        accelerator._optimizers.pop()
+    left = [] if way == "clear" else [kept]
+    assert (list(accelerator._models), accelerator._optimizers) == (left, [])
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    names = {path.name for path in folder.iterdir()}
+    assert ("model.safetensors" in names) == bool(left)
+    assert not {name for name in names if name.startswith(("model_1", "optimizer"))}
+    accelerator.load_state(folder)
+    before = dropped.weight.clone()
+    optimizer.step()  # the script may go on with it
+    assert not torch.equal(dropped.weight, before)
+
+
+def test_a_model_that_was_not_prepared_is_not_listed() -> None:
+    accelerator = Accelerator(cpu=True)
+    for change in (accelerator._models.append, lambda model: setattr(accelerator, "_models", [model])):
+        with pytest.raises(ConfigError, match=r"_models='Linear'.*prepare"):
+            change(nn.Linear(1, 1))
 
 
 def test_a_trainer_deals_a_loader_that_a_script_constructed(accelerator: Accelerator) -> None:

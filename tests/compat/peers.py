@@ -10,7 +10,6 @@ import types
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 TRANSFORMERS = (
     "trainer", "trainer_utils", "trainer_callback", "training_args", "trainer_pt_utils", "optimization",
@@ -23,13 +22,6 @@ ACCELERATE = (
 )  # fmt: skip
 # Where several modules of a peer are one of Windlass's.
 MERGED = {"integrations.integration_utils": "integrations", "data.data_collator": "data"}
-CLASSES = {
-    "transformers.trainer": ("Trainer",),
-    "transformers.training_args": ("TrainingArguments",),
-    "transformers.trainer_callback": ("TrainerState", "TrainerControl", "TrainerCallback", "CallbackHandler"),
-    "accelerate": ("Accelerator",),
-    "accelerate.state": ("PartialState", "AcceleratorState", "GradientState"),
-}
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -93,24 +85,61 @@ def _defined(path: Path) -> set[str]:
     return set(bound(ast.parse(path.read_text("utf-8")).body))
 
 
-def members_of(cls: Any) -> list[str]:
-    """The public methods, properties and fields of a class."""
-    found = {name for name in dir(cls) if not name.startswith("_")}
-    if dataclasses.is_dataclass(cls):
-        found |= {field.name for field in dataclasses.fields(cls)}
-    return sorted(found)
-
-
-def classes() -> Iterator[tuple[str, type, str]]:
-    """(module of a peer, class of it, module of Windlass)"""
-    own = dict(modules())
-    for peer, names in CLASSES.items():
-        for name in names:
-            yield peer, getattr(importlib.import_module(peer), name), own[peer]
+def members_of(cls: type) -> set[str]:
+    """The public methods, properties, fields and attributes of a class."""
+    found = {*dir(cls), *_declared(cls), *_assigned(cls, ("transformers", "accelerate"))}
+    return {name for name in found if not name.startswith("_")}
 
 
 def has_member(cls: type, name: str) -> bool:
-    """Whether a class has a method, a property, a field, or an attribute that it declares."""
+    """Whether a class has a method, a property, a field, or an attribute."""
+    return hasattr(cls, name) or name in _declared(cls) or name in _assigned(cls, ("windlass",))
+
+
+def _declared(cls: type) -> set[str]:
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    declared = {key for base in cls.__mro__ for key in vars(base).get("__annotations__", {})}
-    return name in fields | declared or hasattr(cls, name)
+    return fields | {key for base in cls.__mro__ for key in vars(base).get("__annotations__", {})}
+
+
+@cache
+def _assigned(cls: type, packages: tuple[str, ...]) -> set[str]:
+    """Attributes that methods of the class, or of its bases in these packages, set on `self`."""
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in packages]
+    return {name for base in bases for name in _assigned_in(base.__module__).get(base.__name__, ())}
+
+
+@cache
+def _assigned_in(module: str) -> dict[str, set[str]]:
+    """The same for each class at the top level of a module."""
+    tree = ast.parse(Path(importlib.import_module(module).__file__).read_text("utf-8"))
+    return {
+        cls.name: {
+            node.attr
+            for node in ast.walk(cls)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef)
+    }
+
+
+def classes() -> Iterator[tuple[str, type, str, str]]:
+    """(module of a peer, class of it, module of Windlass, name there) for every public class, once."""
+    seen = set()
+    for peer, own in modules():
+        if peer == "accelerate.commands":
+            continue  # its names are those of files
+        for name in names_of(peer):
+            cls = _class_at(peer, name)
+            if cls is not None and cls not in seen:
+                seen.add(cls)
+                yield peer, cls, own, name
+
+
+def _class_at(peer: str, name: str) -> type | None:
+    try:
+        found = getattr(importlib.import_module(peer), name)
+    except (AttributeError, ImportError):  # of a package that is not installed
+        return None
+    return found if isinstance(found, type) else None

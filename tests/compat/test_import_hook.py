@@ -69,6 +69,8 @@ model = torch.nn.Linear(2, 1)
 model = accelerator.prepare(model)
 print("engine", type(accelerator).__module__, accelerate.Accelerator is Accelerator)
 print("version", accelerate.__version__ == __import__("importlib.metadata").metadata.version("accelerate"))
+from accelerate.test_utils import are_the_same_tensors
+print("same", are_the_same_tensors(torch.ones(2)))
 print("internal", sys.modules["accelerate"].library().Accelerator.__module__)
 """
 
@@ -105,6 +107,7 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     assert "engine windlass.accelerator.accelerator True" in ended.stdout
     assert "version True" in ended.stdout
+    assert "same True" in ended.stdout
     assert "internal accelerate.accelerator" in ended.stdout
 
 

@@ -89,6 +89,16 @@ def test_an_accelerator_publishes_its_state_and_keeps_its_own() -> None:
     assert (first.state.mixed_precision, AcceleratorState().mixed_precision) == ("bf16", "no")
 
 
+def test_the_state_of_an_accelerator_can_be_reset() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._reset_state()
+    with pytest.raises(ModelError, match="create one first"):
+        AcceleratorState()
+    assert PartialState().initialized
+    accelerator.state._reset_state(True)
+    assert not PartialState._shared_state
+
+
 def test_a_script_may_switch_the_checks_of_collectives_on() -> None:
     PartialState(cpu=True).debug = True
     accelerator = Accelerator(cpu=True)

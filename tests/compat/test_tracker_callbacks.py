@@ -48,18 +48,38 @@ def test_a_script_adds_and_removes_it(tmp_path: Path) -> None:
     assert not any(isinstance(one, TrackingCallback) for one in trainer.callback_handler.callbacks)
 
 
+def test_a_subclass_extends_setup_and_uses_the_writer(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    class Texts(ours.TensorBoardCallback):
+        def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+            assert self.tb_writer is None
+            super().setup(args, state, model, **kwargs)
+            self.tb_writer.add_text("about", type(model).__name__)
+
+    args = TrainingArguments(
+        str(tmp_path), report_to="none", max_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    texts = Texts()
+    Trainer(Regression(), args, train_dataset=[{"x": 1.0}], callbacks=[texts]).train()
+    assert type(texts.tb_writer).__name__ == "SummaryWriter"
+    files = list(tmp_path.rglob("events.out.tfevents.*"))
+    assert any(b"Regression" in file.read_bytes() for file in files)
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": ((x - self.weight) ** 2).mean()}
+
+
 def test_an_open_writer_receives_the_logs(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
-
-    class Regression(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": ((x - self.weight) ** 2).mean()}
 
     args = TrainingArguments(
         str(tmp_path / "out"),

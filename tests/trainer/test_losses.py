@@ -286,14 +286,18 @@ def test_losses_are_found_wherever_models_put_them() -> None:
 
     for outputs in ({"loss": loss}, (loss, 1), [loss], Output(), loss):
         assert loss_of(outputs, {}) is loss
-    for nothing in ({"logits": loss}, (), object(), {"loss": torch.zeros(3)}, {"loss": None}):
+    for nothing in ({"logits": loss}, (), object(), (torch.zeros(3),), {"loss": None}):
         with pytest.raises(ModelError, match="returned no loss"):
             loss_of(nothing, {"x": 1})
 
 
 def test_what_stands_where_the_loss_should_be_is_said() -> None:
-    with pytest.raises(ModelError, match=r"loss, logits, where the loss should be a tensor of shape \(3,\)"):
+    with pytest.raises(
+        ModelError, match=r"a loss of shape \(3,\), and a loss is one number: return its mean"
+    ):
         loss_of({"loss": torch.zeros(3), "logits": 1}, {"x": 1})
+    with pytest.raises(ModelError, match=r"where the loss should be a tensor of shape \(2, 3\)"):
+        loss_of((torch.zeros(2, 3), 1), {"x": 1})  # the logits of a model without labels
     with pytest.raises(ModelError, match="where the loss should be float"):
         loss_of({"loss": 3.0}, {"x": 1})
 

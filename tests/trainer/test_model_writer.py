@@ -16,8 +16,10 @@ from tests.dist.launch import launch
 from tests.trainer.small import arguments, llama, text_rows, tokenizer
 
 from windlass import Trainer
+from windlass.checkpoint import content, split
 from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.core.errors import CheckpointError
+from windlass.trainer import model_writer
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +71,37 @@ class OwnWay(transformers.LlamaForCausalLM):
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         super().save_pretrained(save_directory, **{**options, "max_shard_size": "5KB"})
         Path(save_directory, "note.txt").write_text("mine")
+
+
+def test_large_weights_are_saved_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (split, content, model_writer):
+        monkeypatch.setattr(module, "LARGEST_FILE", 5_000)
+    whole = Trainer(llama(), saving(tmp_path / "whole"), train_dataset=text_rows(16))
+    whole.train()
+    whole.model.save_pretrained(tmp_path / "theirs", max_shard_size=5_000)
+    whole.save_model(str(tmp_path / "final"))
+    theirs = {path.name for path in (tmp_path / "theirs").glob("model*")}
+    assert len(theirs) > 2
+    wanted = whole.model.state_dict()
+    for folder in (tmp_path / "final", tmp_path / "whole" / "checkpoint-4"):
+        assert {path.name for path in folder.glob("model*")} == theirs
+        assert places(folder) == places(tmp_path / "theirs")
+        read = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+        assert read.keys() == wanted.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
+    listed = json.loads((tmp_path / "whole" / "checkpoint-4" / "manifest.json").read_text())["files"]
+    assert theirs <= listed.keys()
+    resumed = Trainer(llama(), saving(tmp_path / "resumed"), train_dataset=text_rows(16))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+    monkeypatch.undo()
+    whole.save_model(str(tmp_path / "final"))
+    assert {path.name for path in (tmp_path / "final").glob("model*")} == {WEIGHTS_NAME}
+
+
+def places(folder: Path) -> Any:
+    return json.loads((folder / split.SPLIT_INDEX_NAME).read_text())["weight_map"]
 
 
 class OnlyHead(transformers.LlamaForCausalLM):

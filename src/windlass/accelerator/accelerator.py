@@ -201,7 +201,20 @@ class Accelerator(Ranks):
     is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
     is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
     fp8_backend = constant(FP8BackendType.NO, "NO: eight-bit training is not supported.")
-    deepspeed_plugin = constant(None, "None: DeepSpeed is not supported.")
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = constant(False, "False, as `fp8_backend`.")
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = constant(
+        None, "None."
+    )
+    deepspeed_plugin = deepspeed_engine_wrapped = deepspeed_config = constant(
+        None, "None: it is not supported."
+    )
+    ddp_handler = value_of(
+        "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
+    )
+    scaler_handler = value_of("_setup.settings.handlers.scaler", "Options of the fp16 scaler.")
+    init_handler = value_of("_setup.settings.handlers.init", "The given `InitProcessGroupKwargs`, or None.")
+    autocast_handler = value_of("_setup.settings.handlers.autocast", "Options of `autocast`.")
+    profile_handler = value_of("_setup.settings.handlers.profile", "Options of `profile`.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(
@@ -257,11 +270,11 @@ class Accelerator(Ranks):
     skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
     deepspeed_ulysses_dl_adapter = method_of("_preparer", Preparer.deepspeed_ulysses_dl_adapter)
 
-    # What scripts of the old library read.
-    _models = property_of("_prepared", Prepared.models)
-    _optimizers = value_of("_prepared.optimizers", "The prepared optimizers.")
-    _schedulers = value_of("_prepared.schedules", "The prepared schedules.")
-    _dataloaders = value_of("_prepared.loaders", "The prepared loaders.")
+    # What scripts of the old library read and shorten: what is not listed is neither saved nor loaded.
+    _models = variable_of("_prepared.models", "The prepared models.")
+    _optimizers = variable_of("_prepared.optimizers", "The prepared optimizers.")
+    _schedulers = variable_of("_prepared.schedules", "The prepared schedules.")
+    _dataloaders = variable_of("_prepared.loaders", "The prepared loaders.")
     _custom_objects = value_of("_prepared.custom", "The objects registered for checkpointing.")
 
     # --- a training step ----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.accelerator.prepared_models import PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -59,8 +60,9 @@ class Prepared:
         self.scaler = scaler
         self._device, self._elsewhere, self._discards = device, elsewhere, False
         self._restorable: list[Strategy] = []  # their models load what they save
-        # By optimizer: the number of its parameters, and the executor over them.
-        self._executors: dict[int, tuple[int, NativeExecutor]] = {}
+        # The number of its parameters, and the executor over them; until the script drops the optimizer.
+        self._executors: weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]
+        self._executors = weakref.WeakKeyDictionary()
         # Parameters before their model was sharded, for optimizers that were built on them.
         self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
@@ -72,9 +74,13 @@ class Prepared:
         return [*self._elsewhere(), *self.strategies]
 
     @property
-    def models(self) -> list[nn.Module]:
+    def models(self) -> PreparedModels:
         """What `prepare` returned for each model, those that are updated elsewhere first."""
-        return [strategy.model for strategy in self.all_strategies]
+        return PreparedModels(self.strategies, self._elsewhere)
+
+    @models.setter
+    def models(self, kept: Iterable[nn.Module]) -> None:
+        self.models[:] = kept
 
     @property
     def forwards_meet(self) -> bool:
@@ -145,14 +151,14 @@ class Prepared:
     def executor_of(self, optimizer: PreparedOptimizer) -> NativeExecutor:
         """The executor of one optimizer and its models."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, executor = self._executors.get(id(optimizer), (0, None))
+        known, executor = self._executors.get(optimizer, (0, None))
         if executor is None or known != count:
             parameters: Any = parameters_of(optimizer)
             strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
             if isinstance(executor, FusedExecutor):
                 executor.remove_hooks()
             executor = self._new_executor(strategy, optimizer.optimizer, parameters)
-            self._executors[id(optimizer)] = count, executor
+            self._executors[optimizer] = count, executor
         return executor
 
     def _new_executor(self, strategy: Strategy, optimizer: Any, parameters: Any) -> NativeExecutor:
@@ -188,7 +194,7 @@ class Prepared:
         for _, executor in self._executors.values():
             if isinstance(executor, FusedExecutor):
                 executor.remove_hooks()
-        self._executors = {}
+        self._executors.clear()
 
     def _strategy_over(self, parameters: list[Tensor], name: str) -> Strategy:
         wanted = {id(p) for p in parameters}

@@ -10,6 +10,7 @@ from windlass.accelerator.ranks import Ranks
 from windlass.config.plugin_words import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave
+from windlass.dist.operations import check_operations
 
 # The attributes of the newest `Accelerator`'s state, which the singletons of `windlass.state` share.
 PROCESS: dict[str, Any] = {}
@@ -45,6 +46,12 @@ class ProcessState(Ranks):
             leave()
         else:
             torch.distributed.destroy_process_group(group)
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Clear the published state of the process; the next `PartialState` determines it again."""
+        PROCESS.clear()
+        check_operations(False)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -87,6 +94,13 @@ class LoopState(ProcessState):
     def is_fsdp2(self) -> bool:
         """Return True if models are sharded. Windlass shards with FSDP2 only."""
         return self.distributed_type == DistributedType.FSDP
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Clear the published settings; with `reset_partial_state`, the state of the process too."""
+        LOOP.clear()
+        if reset_partial_state:
+            ProcessState._reset_state()
 
 
 def publish(state: LoopState, accumulation: Any) -> None:

@@ -60,6 +60,10 @@ class TrackingCallback(RowCallback):
         if self._has_trained:
             self._running = []  # a second training is another run; opening it ends the first one
         self._has_trained = True
+        self.setup(args, state, model)
+
+    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Open the runs when training begins, and send them the settings. Subclasses of scripts extend it."""
         if state.is_world_process_zero:
             self._ensure_running(args, state)
             self._describe(args, model)

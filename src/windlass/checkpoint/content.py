@@ -11,9 +11,10 @@ from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
 from windlass.checkpoint.history import History
 from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
+from windlass.checkpoint.split import LARGEST_FILE, SPLIT_INDEX_NAME, is_split, save_split
 from windlass.checkpoint.staged import StagedCheckpoint, rank_stem
 from windlass.checkpoint.tensor_file import nbytes
-from windlass.checkpoint.weights import save_weights, weights_bytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
 from windlass.core.types import State
 
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors
@@ -76,7 +77,7 @@ class Content:
             names |= part.names()
         if is_writer:
             names |= set(self.files).union(*(state_files(name, state) for name, state in self.shared.items()))
-            names |= set(self.weights)
+            names |= {_last_file(name, tensors) for name, tensors in self.weights.items()}
             names |= set() if self.history is None else {segment.name for segment in self.history.segments}
         return names
 
@@ -96,13 +97,22 @@ class Content:
         for name, tensors in self.weights.items():
             path = staged.folder / name
             staged.files.ensure_folder(path.parent)
-            staged.add(
-                {name: save_weights(path.parent, self.layout(tensors), name=path.name, files=staged.files)}
-            )
+            written = self.layout(tensors)
+            if is_split(name, tensors):
+                entries = save_split(path.parent, written, LARGEST_FILE, staged.files)
+            else:
+                entries = {path.name: save_weights(path.parent, written, name=path.name, files=staged.files)}
+            folder = name.removesuffix(path.name)
+            staged.add({f"{folder}{file}": entry for file, entry in entries.items()})
         for name, data in self.files.items():
             staged.write_file(name, data)
         if self.write_model is not None:
             self.write_model(staged.folder)
+
+
+def _last_file(name: str, tensors: Mapping[str, Any]) -> str:
+    """The name of the file that is written last of these weights."""
+    return f"{name.rpartition(WEIGHTS_NAME)[0]}{SPLIT_INDEX_NAME}" if is_split(name, tensors) else name
 
 
 def _state_bytes(state: State | Encoded) -> int:

@@ -106,7 +106,7 @@ class Checkpoint:
             load_adapter((self.folder / adapter).parent, model, base, files=self._files)
             return
         path = weights_file(name)
-        if weights_file(name, SPLIT_INDEX_NAME) in self.info.files:  # a script's own way to save
+        if weights_file(name, SPLIT_INDEX_NAME) in self.info.files:  # large, or saved in a script's own way
             load_folder((self.folder / path).parent, model, files=self._files)
             return
         if path not in self.info.files:

@@ -11,14 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from windlass.checkpoint.deferred import Shaped
-from windlass.checkpoint.files import Files
+from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import check_tensor, stream_tensors
-from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, stored_state
+from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, stored_state, weights_bytes
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+LARGEST_FILE = 50 * 10**9  # bytes of tensors: as in `save_pretrained`, because the Hub takes no larger file
+
+
+def is_split(name: str, state: Mapping[str, Any]) -> bool:
+    """Return True if the weights `state` are too large for one file `name`, so that they are written as several."""
+    return name.rpartition("/")[2] == WEIGHTS_NAME and len(state) > 1 and weights_bytes(state) > LARGEST_FILE
 
 
 def save_split(
@@ -27,7 +33,7 @@ def save_split(
     limit: int,
     files: Files | None = None,
     offloaded: Callable[[str], Tensor] | None = None,
-) -> list[str]:
+) -> dict[str, FileEntry]:
     """Write a state dict into `folder`, as one file or as several of at most `limit` bytes of tensors each.
 
     A tensor that is larger by itself has a file of its own. Files of an earlier, differently split save are removed
@@ -37,7 +43,7 @@ def save_split(
         offloaded: reads the data of a tensor that is on the meta device, by its name in `state`; one at a time.
 
     Returns:
-        The names of the files that hold tensors.
+        The files that were written, the index included, by name.
     """
     files = files or Files()
     files.ensure_folder(folder)
@@ -64,27 +70,28 @@ def stream_split(
     aliases: Mapping[str, str],
     limit: int,
     files: Files,
-) -> list[str]:
-    """Write tensors that are made one by one, by `read`, as one file or as several with an index; return their names.
+) -> dict[str, FileEntry]:
+    """Write tensors that are made one by one, by `read`, as one file or as several with an index; return all files.
 
     Args:
         aliases: tied name -> the name that it is stored under.
     """
     parts = _parts(shaped, limit)
     if len(parts) < 2:
-        _write_part(folder, WEIGHTS_NAME, shaped, read, with_aliases({"format": "pt"}, aliases), files)
-        return [WEIGHTS_NAME]
+        metadata = with_aliases({"format": "pt"}, aliases)
+        return {WEIGHTS_NAME: _write_part(folder, WEIGHTS_NAME, shaped, read, metadata, files)}
     places: dict[str, str] = {}
-    written = []
+    written: dict[str, FileEntry] = {}
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        _write_part(folder, name, {key: shaped[key] for key in part}, read, {"format": "pt"}, files)
+        held = {key: shaped[key] for key in part}
+        written[name] = _write_part(folder, name, held, read, {"format": "pt"}, files)
         places.update(dict.fromkeys(part, name))
-        written.append(name)
     size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
     index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
     with replacing(folder / SPLIT_INDEX_NAME, files) as new:
-        files.write(new, [json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"])
+        text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+        written[SPLIT_INDEX_NAME] = files.write(new, [text])
     return written
 
 
@@ -114,14 +121,14 @@ def _write_part(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     files: Files,
-) -> None:
+) -> FileEntry:
     with replacing(folder / name, files) as new:
-        stream_tensors(new, shaped, read, metadata, files=files)
+        return stream_tensors(new, shaped, read, metadata, files=files)
 
 
-def _remove_others(folder: Path, written: list[str], files: Files) -> None:
+def _remove_others(folder: Path, written: Mapping[str, FileEntry], files: Files) -> None:
     """Remove files of an earlier save, complete or not: a reader would find two sets of weights."""
-    single = written == [WEIGHTS_NAME]
+    single = WEIGHTS_NAME in written
     for path in folder.iterdir():
         of_a_split = SPLIT_FILE.fullmatch(path.name.removeprefix("tmp-")) is not None
         stale = of_a_split and path.name not in written

@@ -40,7 +40,7 @@ MODULES = {
         f"accelerate.{name}": f"windlass.{name}"
         for name in (
             "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging", "optimizer",
-            "parallelism_config", "scheduler", "state", "tracking", "utils",
+            "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
         )
     },
 }  # fmt: skip

@@ -60,12 +60,6 @@ class PartialState(ProcessState):
     def debug(self, value: bool) -> None:
         check_operations(value)
 
-    @classmethod
-    def _reset_state(cls) -> None:
-        """Clear the state; the next instance determines it again."""
-        cls._shared_state.clear()
-        check_operations(False)
-
     def __getattr__(self, name: str) -> Any:
         if name not in _ATTRIBUTES and name != "_gang":
             raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
@@ -95,13 +89,6 @@ class AcceleratorState(PartialState, LoopState):
             problems.append(Problem("cpu", True, fix))
         if problems:
             raise ConfigError(problems)
-
-    @classmethod
-    def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Clear the settings; with `reset_partial_state`, the `PartialState` too."""
-        cls._shared_state.clear()
-        if reset_partial_state:
-            PartialState._reset_state()
 
 
 class GradientState:

@@ -32,6 +32,10 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
     def __init__(self, tracker: GeneralTracker | None = None) -> None:
         super().__init__(tracker or self.name)
 
+    def _of_run(self) -> Any:
+        """The object of the tracker's own package for the open run; None if there is no open run."""
+        return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
+
 
 class ClearMLCallback(_TrackerCallback):
     """Reports to ClearML."""
@@ -49,6 +53,11 @@ class DVCLiveCallback(_TrackerCallback):
     """Reports to DVCLive."""
 
     name = "dvclive"
+
+    @property
+    def live(self) -> Any:
+        """The `dvclive.Live` of the open run, or None."""
+        return self._of_run()
 
 
 class MLflowCallback(_TrackerCallback):
@@ -75,6 +84,11 @@ class TensorBoardCallback(_TrackerCallback):
     def __init__(self, tb_writer: Any = None) -> None:
         kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
         super().__init__(None if tb_writer is None else kind.of_writer(tb_writer))
+
+    @property
+    def tb_writer(self) -> Any:
+        """The `SummaryWriter` of the open run, or None: scripts add images and texts to it."""
+        return self._of_run()
 
 
 class TrackioCallback(_TrackerCallback):

@@ -42,15 +42,23 @@ class Helpers:
         log_level_replica: str
         log_on_each_node: bool
         save_on_each_node: bool
+        bf16: bool
+        fp16: bool
         warmup_steps: float
         output_dir: str | None
 
     # DeepSpeed is not built. Scripts look if there is one.
     deepspeed_plugin: ClassVar[None] = None
+    hf_deepspeed_config: ClassVar[None] = None
 
     @property
     def _world(self) -> World:
         return world_from_environment()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The type that forwards compute in: "no", "fp16" or "bf16"."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
 
     @property
     def output_path(self) -> str:

@@ -147,15 +147,100 @@ COMMANDS = {
     _TPU: ("tpu",),
 }  # fmt: skip
 # Class -> reason -> its methods, properties and fields.
+_DISPLAY = (
+    "progress has a display of its own, and plain lines without a terminal; override on_log to write more"
+)
+_FORKED = "notebook_launcher starts processes that need not know of it"
+_OF_ACCELERATOR = (
+    "Accelerator has it, under this name or as step_scheduler_with_optimizer, state or gradient_state"
+)
+_LOADER_INSIDE = (
+    "adjust_state_dict_for_prefetch", "base_dataloader", "begin", "dl_state_dict", "end", "reset",
+    "use_stateful_dataloader",
+)  # fmt: skip
+
 MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "TrainingArguments": {_INSIDE: ("default_optim", "is_torch_greater_or_equal_than_2_8")},
-    "PartialState": {"a process takes the device of its local rank as it starts": ("set_device",)},
+    "Trainer": {
+        _SEARCH: ("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"),
+        _NEFTUNE: ("neftune_hook_handle", "neftune_noise_alpha"),
+        _INSIDE: ("gather_function", "model_preparation_time", "push_in_progress"),
+    },
+    "TrainingArguments": {
+        _INSIDE: ("default_optim", "fsdp_plugin_args", "is_torch_greater_or_equal_than_2_8"),
+        _TPU: ("xla_fsdp_config",),
+    },
+    "TrainerMemoryTracker": {
+        _INSIDE: (
+            "cpu", "cpu_mem_used", "cpu_mem_used_at_start", "cpu_mem_used_now", "cpu_mem_used_peak",
+            "derive_stage", "gpu", "gpu_mem_used_at_start", "gpu_mem_used_now", "gpu_mem_used_peak",
+            "init_reported", "peak_monitor_func", "peak_monitoring", "process", "torch",
+        ),
+    },
+    "ProgressCallback": {
+        _DISPLAY: ("current_step", "prediction_bar", "training_bar"),
+    },
+    "ParallelMode": {_SAGEMAKER: ("SAGEMAKER_DATA_PARALLEL", "SAGEMAKER_MODEL_PARALLEL")},
+    "BatchRebalanceSampler": {_INSIDE: ("QUADRATIC_COST_COEF", "has_tail", "num_full_batches", "remainder")},
+    "GreedyLR": {_INSIDE: ("reset_start_original",)},
+    "IterableDatasetShard": {_INSIDE: ("num_examples",)},
+    "RemoveColumnsCollator": {_INSIDE: ("logger", "message_logged")},
+    "ClearMLCallback": {_INSIDE: ("log_suffix",)},
+    "TensorBoardCallback": {"event files lie in the output folder": ("logging_dir",)},
+    "TrackioCallback": {_INSIDE: ("BADGE_MARKDOWN", "MIN_TRACKIO_VERSION_FOR_FREEZE", "SPACE_URL")},
+    "PartialState": {
+        "a process takes the device of its local rank as it starts": ("set_device",),
+        _FORKED: ("fork_launched",),
+    },
     "AcceleratorState": {
         _DEEPSPEED: ("get_deepspeed_plugin", "select_deepspeed_plugin"),
-        "notebook_launcher starts processes that need not know of it": ("fork_launched",),
+        "Accelerator.torch_device_mesh is the mesh": ("device_mesh",),
+        _TPU: ("downcast_bfloat",),
+        _FORKED: ("fork_launched",),
     },
     "GradientState": {_TPU: ("is_xla_gradients_synced",), _INSIDE: ("dataloader_references",)},
-}
+    "Accelerator": {"LOMO optimizers are prepared and used as any other": ("has_lomo_optimizer",)},
+    "DeepSpeedPlugin": {
+        _DEEPSPEED: (
+            "deepspeed_config", "deepspeed_config_process", "dschf", "fill_match", "get_value", "is_auto",
+            "is_zero3_init_enabled", "select", "selected", "set_deepspeed_weakref", "set_mixed_precision",
+            "set_moe_leaf_modules", "zero3_init_context_manager",
+        ),
+    },
+    "DistributedDataParallelKwargs": {
+        "the hook is registered as the model is prepared": ("register_comm_hook",)
+    },
+    "FullyShardedDataParallelPlugin": {"set cpu_offload": ("set_cpu_offload",)},
+    "ProfileKwargs": {"Accelerator.profile makes the profiler": ("build",)},
+    "ParallelismConfig": {
+        "it returns nothing in that library; dataclasses.asdict gives the sizes": ("to_json",)
+    },
+    "AcceleratedScheduler": {
+        _OF_ACCELERATOR: ("gradient_state", "split_batches", "step_with_optimizer"),
+        "print get_last_lr()": ("print_lr",),
+    },
+    "AcceleratedOptimizer": {
+        _OF_ACCELERATOR: ("accelerator_state", "device_placement", "gradient_state", "scaler"),
+    },
+    "DataLoaderDispatcher": {
+        _INSIDE: (
+            *_LOADER_INSIDE, "get_sampler", "set_sampler", "slice_fn", "state", "submesh_dp", "submesh_fsdp",
+            "submesh_tp", "torch_device_mesh",
+        ),
+    },
+    "DataLoaderShard": {_INSIDE: (*_LOADER_INSIDE, "get_sampler", "set_sampler")},
+    "SkipDataLoader": {_INSIDE: _LOADER_INSIDE},
+    "AlignDevicesHook": {
+        _INSIDE: (
+            "buffer_original_devices", "param_original_devices", "tied_params_names",
+            "tied_pointers_to_remove",
+        ),
+    },
+    "OffloadedWeightsLoader": {"iterate it, as any mapping": ("all_keys",)},
+    "ClearMLTracker": {_INSIDE: ("user_provided_run_name",)},
+    "TensorBoardTracker": {_INSIDE: ("logging_dir_param",)},
+    "LocalSGD": {_INSIDE: ("accelerator", "local_sgd_steps", "model", "model_sync_obj")},
+    "RegressionModel": {_INSIDE: ("first_batch",)},
+}  # fmt: skip
 
 WHY = reverse(REFUSED)
 WHY_NOT_COMMANDS = reverse(COMMANDS)

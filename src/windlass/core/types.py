@@ -61,6 +61,7 @@ class EvalPrediction:
         label_ids: numpy array (or a tuple of arrays) of labels, None where the data has none.
         inputs: what `include_for_metrics=["inputs"]` asks for, else None.
         losses: per-batch losses where `include_for_metrics=["loss"]` asks for them, else None.
+        elements: all of them that there are, in this order.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -68,16 +69,16 @@ class EvalPrediction:
         self.label_ids = label_ids
         self.inputs = inputs
         self.losses = losses
-        self._elements = (predictions, label_ids, *(x for x in (inputs, losses) if x is not None))
+        self.elements = (predictions, label_ids, *(x for x in (inputs, losses) if x is not None))
 
     def __iter__(self) -> Any:
-        return iter(self._elements)
+        return iter(self.elements)
 
     def __getitem__(self, index: int) -> Any:
-        return self._elements[index]
+        return self.elements[index]
 
     def __len__(self) -> int:
-        return len(self._elements)
+        return len(self.elements)
 
 
 class TrainOutput(NamedTuple):

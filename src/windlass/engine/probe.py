@@ -117,8 +117,9 @@ class Probe:
         try:
             return self._value(in_mode, part, None)
         except Exception as error:
-            # The model returns no loss in evaluation mode, or does not accept a part of a batch.
-            logger.info("the loss of a part of a batch cannot be measured: %r", error)
+            # The model returns no loss in evaluation mode, or does not accept a part of a batch. Ordinary: the model of
+            # a pairwise or contrastive trainer accepts no batch. Who needs the answer reports that it is missing.
+            logger.debug("the loss of a part of a batch cannot be measured: %r", error)
             return math.nan
 
     def value(self, batch: Any, loss: Loss) -> float:

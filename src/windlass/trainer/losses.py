@@ -122,6 +122,13 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     else:
         loss = getattr(outputs, "loss", None)
     if not isinstance(loss, LossTerms) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        if isinstance(loss, Tensor) and not isinstance(
+            outputs, (Tensor, tuple, list)
+        ):  # whose first may be logits
+            raise ModelError(
+                f"the model returned a loss of shape {tuple(loss.shape)}, and a loss is one number: return its mean, "
+                "or LossTerms(sum, weight)"
+            )
         found = _shown(outputs)
         if loss is not None:
             found += f", where the loss should be {_kind_of(loss)}"

@@ -13,6 +13,7 @@ from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, find_adapter
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
 from windlass.checkpoint.pretrained import file_layout, overrides_saving, write_configurations
+from windlass.checkpoint.split import LARGEST_FILE, save_split
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
 from windlass.core.logs import showing_place
@@ -114,7 +115,10 @@ class ModelWriter:
         weights = dict(bare(self.model).state_dict()) if state is None else state
         if weights:
             name, tensors = self.named(weights)
-            save_weights(folder, self.layout(tensors), name=name)
+            if name == WEIGHTS_NAME:
+                save_split(folder, self.layout(tensors), LARGEST_FILE)
+            else:
+                save_weights(folder, self.layout(tensors), name=name)
 
     def write_small(self, folder: Path) -> None:
         """Write configurations and the run's arguments."""

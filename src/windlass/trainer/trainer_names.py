@@ -37,6 +37,10 @@ class TrainerNames:
     model: nn.Module
     model_init: Callable[..., nn.Module] | None
     accelerator: Accelerator
+    # Engines that are not built; scripts look if there is one.
+    is_deepspeed_enabled = is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_model_parallel = is_distributed_loading_by_transformers = False
+    deepspeed = None
     optimizer: torch.optim.Optimizer | None
     processing_class: Any
     train_dataset: Any
@@ -137,16 +141,6 @@ class TrainerNames:
     def is_fsdp_enabled(self) -> bool:
         """True if the model's parameters are sharded."""
         return self._engine.dist.shard is not None
-
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        """False: DeepSpeed is not built yet."""
-        return False
-
-    @property
-    def deepspeed(self) -> None:
-        """None: DeepSpeed is not built yet."""
-        return None
 
     @property
     def hub_model_id(self) -> str | None:
