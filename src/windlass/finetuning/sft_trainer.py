@@ -115,6 +115,12 @@ class SFTTrainer(Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
 
+    def data_facts(self) -> dict[str, Any]:
+        """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
+        return {
+            f"{n}: {k}": v for n, summary in self._data.summaries.items() for k, v in summary.facts().items()
+        }
+
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(_COLUMNS)
