@@ -178,6 +178,14 @@ def test_figures_are_those_of_the_forward(tmp_path: Path) -> None:
     assert "train_loss" in last
 
 
+def test_checkpoints_come_with_a_model_card(tmp_path: Path) -> None:
+    model = small.model()
+    model.add_model_tags(["mine"])
+    trainer_of(tmp_path, small.texts(), model, max_steps=1, save_strategy="steps", save_steps=1).train()
+    head = (tmp_path / "README.md").read_text().split("---")[1]
+    assert [line for line in head.splitlines() if line.startswith("- ")] == ["- windlass", "- sft", "- mine"]
+
+
 def test_tokens_and_figures_are_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
     whole = trainer_of(tmp_path / "a", small.texts(), **options)

@@ -84,6 +84,20 @@ def prepare_quantized(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
+def keep_differentiable(model: nn.Module) -> None:
+    """Keep 4-bit weights of bitsandbytes in the layout that gradients flow through.
+
+    On processors with AVX512-BF16 an evaluation rearranges them for a product that has no backward. Without this, the
+    layers below get no gradient from then on, and nothing fails.
+    """
+    layers: list[Any] = [*model.modules()]
+    for module in layers:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                module.state_dict()  # restores the layout
+
+
 def let_gradients_in(model: nn.Module) -> None:
     """Let gradients flow from the first block on: reentrant recomputation drops them if no input of a block requires
     one. A second call changes nothing.
@@ -95,10 +109,15 @@ def let_gradients_in(model: nn.Module) -> None:
 
 
 def describe_trained(model: nn.Module) -> str:
-    """How many of a model's parameters are trained. A packed 4-bit weight counts as the elements that it represents."""
+    """How many of a model's parameters are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(_elements(p) for p in model.parameters())
+    total = count_parameters(model)
     return f"training {trained:,} of {total:,} parameters ({trained / max(total, 1):.2%})"
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The parameters of a model; a packed 4-bit weight counts as the elements that it represents."""
+    return sum(map(_elements, model.parameters()))
 
 
 def _elements(parameter: nn.Parameter) -> int:
