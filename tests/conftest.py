@@ -57,6 +57,14 @@ _FOREIGN = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Launch files and prepared text of these tests, not those of the user."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("WINDLASS_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

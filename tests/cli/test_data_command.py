@@ -75,13 +75,20 @@ def test_the_data_of_a_recipe_is_shown(
     recipe.write_text(RECIPE.replace("DATA", str(data)).replace("TOKENIZER", tokenizer))
     assert main(["data", "show", str(recipe), "--split", "eval"]) == 0
     assert "⟦two<eos>⟧" in capsys.readouterr().out
+    assert main(["data", "prepare", str(recipe)]) == 2
+    assert "tokenizes its text when training starts" in capsys.readouterr().err
 
 
 def test_a_file_is_prepared_once(
-    tmp_path: Path, chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    chats: str,
+    tokenizer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cache = tmp_path / "cache"
-    words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70", "--cache", str(cache)]
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
+    cache = tmp_path / "text"
+    words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70"]
     for _ in range(2):
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()

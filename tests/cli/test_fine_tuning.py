@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.fine_tuning import tuning_rows, tuning_texts
 from windlass.cli.main import main
 from windlass.cli.recipe import load_recipe
-from windlass.cli.schema import DataSpec
 from windlass.core.errors import ConfigError
 
 pytest.importorskip("transformers")
@@ -79,14 +77,6 @@ def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureF
     assert list((problems.parent / "whole").glob("**/model.safetensors"))
 
 
-def test_rows_of_a_recipe() -> None:
-    records = [("file:1", {"q": "one", "a": "two"})]
-    data = DataSpec(prompt_column="q", completion_column="a")
-    assert tuning_rows(records, data) == [{"prompt": "one\n", "completion": "two"}]
-    assert tuning_texts(records, data) == ["one\ntwo"]
-    assert tuning_rows(records, DataSpec()) == [{"q": "one", "a": "two"}]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -95,6 +85,8 @@ def test_rows_of_a_recipe() -> None:
         ("data: T\nmodel: m\nbase: {max_steps: 3}", "is trained if no model is named"),
         ("data: T\nquantization: nf4", "add an adapter"),
         ("data: T\nquantization: 2bit\nadapter: {r: 2}", "must be one of nf4, fp4, int8"),
+        ("data: {train: T, mixture: {T: 1}}", "give either data.mixture or data.train"),
+        ("data: {mixture: {nowhere.jsonl: 1}}", "no such file or folder"),
         ("data: T\ntraining: {packing_strategy: best}", "must be one of bfd, bfd_split, wrapped"),
         ("task: causal-lm\ndata: T\nadapter: {r: 2}", "has no meaning for task causal-lm"),
     ],

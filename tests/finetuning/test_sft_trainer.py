@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.finetuning import small
 
-from windlass import SFTConfig, SFTTrainer, TrainingArguments
+from windlass import DatasetMixture, SFTConfig, SFTTrainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
@@ -99,6 +99,31 @@ def test_evaluation_sets_are_prepared_by_name_and_when_passed(tmp_path: Path) ->
     assert trainer.state.log_history[-1].keys() >= {"eval_entropy", "eval_num_tokens"}
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_mixture_is_prepared_by_source_and_resumed(tmp_path: Path, packing: bool) -> None:
+    def trainer(name: str, **changes: Any) -> SFTTrainer:
+        mixture = DatasetMixture({"texts": small.texts(), "chats": small.chats()}, {"texts": 3, "chats": 1})
+        return trainer_of(tmp_path / name, mixture, packing=packing, max_length=24, max_steps=9, **changes)
+
+    whole = trainer("whole")
+    whole.train()
+    assert whole.state.epoch is not None
+    assert whole.state.epoch > 1, "the second epoch reads other rows of the sources"
+    trainer("cut", save_strategy="steps", save_steps=7).train()
+    (tmp_path / "cut" / "checkpoint-9").rename(tmp_path / "cut" / "later")
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-7"))
+    for name, weight in resumed.model.named_parameters():
+        assert torch.equal(weight, whole.model.get_parameter(name))
+    assert {name.partition(": ")[0] for name in whole.data_facts()} == {"train texts", "train chats"}
+
+
+def test_alpaca_trains_the_output(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [{"instruction": "the cat", "output": "sat on"}])
+    row = trainer.train_dataset[0]
+    assert small.tokenizer().decode([i for i in row["labels"] if i != -100]) == "sat on <eos>"
+
+
 def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     stream = small.table(small.texts()).to_iterable_dataset()
     trainer = trainer_of(tmp_path, stream)
@@ -151,6 +176,14 @@ def test_figures_are_those_of_the_forward(tmp_path: Path) -> None:
     assert first["entropy"] == pytest.approx(entropy / targets, rel=1e-5)
     assert first["num_tokens"] == tokens
     assert "train_loss" in last
+
+
+def test_checkpoints_come_with_a_model_card(tmp_path: Path) -> None:
+    model = small.model()
+    model.add_model_tags(["mine"])
+    trainer_of(tmp_path, small.texts(), model, max_steps=1, save_strategy="steps", save_steps=1).train()
+    head = (tmp_path / "README.md").read_text().split("---")[1]
+    assert [line for line in head.splitlines() if line.startswith("- ")] == ["- windlass", "- sft", "- mine"]
 
 
 def test_tokens_and_figures_are_resumed(tmp_path: Path) -> None:

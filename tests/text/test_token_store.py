@@ -72,6 +72,23 @@ def test_a_damaged_folder_is_prepared_again(tmp_path: Path, damage: str) -> None
     assert same(store.get(KEY, never)[0], rows)
 
 
+def test_a_folder_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert same(TokenStore(tmp_path / "file" / "text").get(KEY, prepared)[0], prepared()[0])
+
+    def full(self: Files, operation: str, path: Path) -> None:
+        if path.name == "labels.bin":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Files, "before", full)
+    assert same(TokenStore(tmp_path / "full").get(KEY, prepared)[0], prepared()[0])
+    assert caplog.records[0].getMessage().startswith("prepared text cannot be kept (")
+    assert "was not kept" in caplog.records[1].getMessage()
+    assert not TokenStore(tmp_path / "full").path(KEY).exists()
+
+
 def test_an_interrupted_preparation_leaves_nothing_to_be_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +147,9 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
     assert folders([dict(row) for row in rows], num_proc=1) == 1
     assert folders(rows, max_length=2) == 2
     assert folders(rows[::-1]) == 3
+    tokenizer.save_pretrained(tmp_path.with_name("tokenizer"))
+    tokenizer = type(tokenizer).from_pretrained(tmp_path.with_name("tokenizer"))
+    assert folders(rows) == 3, "the same tokenizer, from elsewhere"
     tokenizer.add_tokens(["two"])
     assert folders(rows) == 4
     table = datasets.Dataset.from_list(rows * 3)

@@ -35,6 +35,7 @@ ONLY_FOR_TASK = {
     "image_size": ("image-classification",),
     "prompt_column": ("sft",),
     "completion_column": ("sft",),
+    "mixture": ("sft",),
 }
 # Formats without labels or targets, and the tasks that read them.
 PLAIN_TEXT = ("causal-lm", "masked-lm", "sft")
@@ -84,10 +85,18 @@ def _sources(recipe: Recipe) -> Iterator[Conflict]:
             fix = f"{data.format} brings its own data; to read this, set data.format=auto"
             yield "data.train", data.train, fix
         return
-    if not data.train:
+    if data.mixture and data.train:
+        yield "data.mixture", data.mixture, f"give either data.mixture or data.train={data.train}"
+    elif not data.train and not data.mixture:
         fix = "names the training data: a file, a folder or (format: hub) a hub name"
         yield "data.train", data.train, fix
-    for key, source in (("data.train", data.train), ("data.eval", data.eval), ("data.test", data.test)):
+    mixed = [(f"data.mixture.{path}", path) for path in data.mixture or ()]
+    for key, source in (
+        ("data.train", data.train),
+        *mixed,
+        ("data.eval", data.eval),
+        ("data.test", data.test),
+    ):
         if source and data.format not in PATHLESS and (problem := _path_problem(source, recipe)):
             yield key, source, problem
     if data.eval is not None and data.eval_split is not None:
@@ -123,7 +132,8 @@ def _neighbour(path: Path) -> str:
 
 def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
     data, default = recipe.data, DataSpec()
-    formats = {format_of(source, data) for source in (data.train, data.eval) if source} - {None}
+    sources = (data.train, *(data.mixture or ()), data.eval)
+    formats = {format_of(source, data) for source in sources if source} - {None}
     for name, tasks in ONLY_FOR_TASK.items():
         if getattr(data, name) != getattr(default, name) and recipe.task not in tasks:
             yield f"data.{name}", getattr(data, name), f"has no meaning for task {recipe.task}; leave it out"

@@ -26,7 +26,11 @@ def _parser() -> argparse.ArgumentParser:
         "show", help="print samples as text, with the trained tokens marked", allow_abbrev=False
     )
     prepare = actions.add_parser(
-        "prepare", help="tokenize a dataset, and keep the result for training", allow_abbrev=False
+        "prepare",
+        help="tokenize a dataset, and keep the result for training",
+        description="Tokenize a dataset, and keep the result for training in $WINDLASS_HOME/text, else in "
+        "~/.cache/windlass/text.",
+        allow_abbrev=False,
     )
     for action in (show, prepare):
         action.add_argument("source", metavar="RECIPE.yaml | FILE", help="a recipe, or a file with data")
@@ -38,8 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     show.add_argument("--rows", type=int, default=3, metavar="N", help="how many (default: 3)")
     show.add_argument("--start", type=int, default=0, metavar="N", help="the first of them (default: 0)")
-    show.add_argument("--split", choices=("train", "eval"), default="train", help="(default: train)")
-    prepare.add_argument(
-        "--cache", metavar="DIR", help="where the result is kept (default: the user's cache)"
+    show.add_argument(
+        "--split", default="train", help="train or eval; of a mixture 'train FILE' (default: train)"
     )
     return parser

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from windlass.callbacks.displays import Display, open_display
 from windlass.cli.data_source import open_source
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
-from windlass.text.prepare_text import prepare_text
+from windlass.finetuning.preparing import prepare_kept
 from windlass.text.summary import TextSummary
 from windlass.text.token_store import default_cache
 
@@ -19,21 +17,17 @@ _BAR = 40
 def prepare_command(options: argparse.Namespace) -> int:
     """Prepare each split, and print its counts and the lengths of its rows."""
     source = open_source(options.source, options.overrides)
+    if not source.is_kept:
+        fix = "tokenizes its text when training starts, which reads nothing that was prepared; use task sft"
+        raise ConfigError(Problem("task", options.source, fix))
     if source.tokenizer is None:
         raise ConfigError(Problem("tokenizer", None, "name one: tokenizer=NAME"))
-    folder = Path(options.cache) if options.cache else default_cache()
-    for name, rows in source.splits.items():
-        display = open_display(len(rows), f"prepare {name}")
-
-        def advance(done: int, _: int, display: Display = display) -> None:
-            display.advance(done)
-
-        found = prepare_text(rows, source.tokenizer, source.options, cache=folder, progress=advance)
-        display.close()
+    for name, split in source.splits.items():
+        found = prepare_kept(split.rows, source.tokenizer, split.options, name)
         assert found.summary is not None
         say(f"{name}: {found.summary}")
         say("\n".join(histogram_lines(found.summary)))
-    say(f"kept in {folder}")
+    say(f"kept in {default_cache()}")
     return 0
 
 

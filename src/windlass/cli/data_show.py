@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from windlass.cli.data_source import DataSource, open_source
+from windlass.cli.data_source import open_source
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, shown
 from windlass.text.encoder import IGNORED
 from windlass.text.forms import recognise_form, standardised
 from windlass.text.prepare_text import prepare_text
+from windlass.text.text_options import TextOptions
 
 _COLOUR, _PLAIN = "\x1b[32m", "\x1b[0m"
 _BRACKETS = ("⟦", "⟧")
@@ -22,23 +23,24 @@ _BRACKETS = ("⟦", "⟧")
 def show_command(options: argparse.Namespace) -> int:
     """Print the form of a dataset, some samples, and what the marks mean."""
     source = open_source(options.source, options.overrides)
-    rows = source.splits.get(options.split)
-    if rows is None:
+    split = source.splits.get(options.split)
+    if split is None:
         raise DataError(f"there is no split {options.split!r}; there is: {', '.join(source.splits)}")
+    rows, settings = split.rows, split.options
     chosen = rows[options.start : options.start + options.rows] if options.start >= 0 else []
     if not chosen:
         raise ConfigError(
             Problem("--start", options.start, f"must be less than the number of rows, {len(rows)}")
         )
-    form = recognise_form(chosen[0], source.options.dataset_text_field)
+    form = recognise_form(chosen[0], settings.dataset_text_field)
     say(f"{len(rows):,} rows, {form.value}")
     if source.tokenizer is None:
         for number, row in enumerate(chosen, options.start):
             say(f"--- row {number}")
-            say("\n".join(_described(standardised(row, form, source.options.dataset_text_field, True))))
+            say("\n".join(_described(standardised(row, form, settings.dataset_text_field, True))))
         say("Set tokenizer=NAME to see the tokens that a model is trained on.")
         return 0
-    _print_tokens(source, chosen, options.start)
+    _print_tokens(chosen, source.tokenizer, settings, options.start)
     return 0
 
 
@@ -51,17 +53,19 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {value}"
 
 
-def _print_tokens(source: DataSource, rows: Sequence[Mapping[str, Any]], first: int) -> None:
+def _print_tokens(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, options: TextOptions, first: int
+) -> None:
     coloured = STDOUT.isatty() and not os.environ.get("NO_COLOR")
     marks = (_COLOUR, _PLAIN) if coloured else _BRACKETS
     for number, row in enumerate(rows, first):
-        found = prepare_text([row], source.tokenizer, source.options)
+        found = prepare_text([row], tokenizer, options)
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None
         cut = ", truncated" if summary.truncated else ""
         say(f"--- row {number}: {len(ids)} tokens, {summary.trained_tokens} trained{cut}")
         # Not `say`, which would make the colours visible as text.
-        STDOUT.write(marked(ids, labels, source.tokenizer, marks) + "\n")
+        STDOUT.write(marked(ids, labels, tokenizer, marks) + "\n")
     sample = f"{marks[0]}trained{marks[1]}"
     STDOUT.write(f"--- {sample} tokens have a label; all others are read, and have no loss\n")
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.fine_tuning import tuning_rows, tuning_texts
 from windlass.cli.readers import read_records, texts
 from windlass.cli.recipe import load_recipe
-from windlass.cli.schema import DataSpec
+from windlass.cli.schema import DataSpec, Recipe
 from windlass.cli.splits import load_records
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.cli.training import training_arguments
+from windlass.cli.tuning_data import load_tuning_data
 from windlass.config.documents import coerce, parse_override
 from windlass.config.nearest import nearest
+from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
+from windlass.finetuning.base_model import set_special_tokens
+from windlass.finetuning.preparing import text_options
+from windlass.finetuning.sft_data import trains_on_completions
+from windlass.finetuning.templates import take_over_template
+from windlass.text.mixture import DatasetMixture
 from windlass.text.text_options import TextOptions
 
 # Options that a command line cannot hold.
@@ -26,12 +32,25 @@ _NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CO
 
 
 @dataclass(frozen=True, slots=True)
-class DataSource:
-    """Rows by the name of their split, and what they are prepared with; `tokenizer` is None if none was named."""
+class Split:
+    """Rows, and what they are prepared with."""
 
-    splits: dict[str, list[dict[str, Any]]]
-    tokenizer: Any
+    rows: Sequence[Mapping[str, Any]]
     options: TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Splits by name.
+
+    Attributes:
+        tokenizer: None if none was named.
+        is_kept: training reads prepared text.
+    """
+
+    splits: dict[str, Split]
+    tokenizer: Any
+    is_kept: bool = True
 
 
 def open_source(path: str, overrides: Sequence[str]) -> DataSource:
@@ -51,24 +70,41 @@ def open_source(path: str, overrides: Sequence[str]) -> DataSource:
 
 def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
     recipe = load_recipe(path, overrides)
+    if recipe.task == "sft":
+        return _of_tuning(recipe)
     train, held = load_records(recipe, training_arguments(recipe.training, recipe.task).seed)
     column = recipe.data.text_column
     is_text = all(column in record for _, record in train)
-    if recipe.task == "sft":
-        tokenizer = build_tokenizer(recipe, tuning_texts(train, recipe.data))
-        train, held = ([("", row) for row in tuning_rows(part, recipe.data)] for part in (train, held))
-    else:
-        tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
-    settings: dict[str, Any] = {"dataset_text_field": column}
+    tokenizer = build_tokenizer(recipe, texts(train, column) if is_text else [])
+    options = TextOptions(dataset_text_field=column)
     if recipe.task == "classification":
-        settings["max_length"] = recipe.data.max_length
-    settings |= {name: value for name, value in recipe.training.items() if name in _NAMES}
+        options = replace(options, max_length=recipe.data.max_length)
     splits = {"train": train, "eval": held}
     return DataSource(
-        {name: [values for _, values in records] for name, records in splits.items() if records},
+        {name: Split([row for _, row in records], options) for name, records in splits.items() if records},
         tokenizer,
-        TextOptions(**settings),
+        is_kept=False,
     )
+
+
+def _of_tuning(recipe: Recipe) -> DataSource:
+    """What `SFTTrainer` will prepare, in the same way, so that it finds the result."""
+    args = training_arguments(recipe.training, recipe.task)
+    assert isinstance(args, SFTConfig)
+    data = load_tuning_data(recipe, args.seed)
+    take_over_template(args.chat_template_path, data.tokenizer)
+    set_special_tokens(data.tokenizer, args)
+
+    def split(rows: Sequence[Mapping[str, Any]], packing: bool) -> Split:
+        return Split(rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False)))
+
+    sources: Mapping[str, Any] = {"train": data.train}
+    if isinstance(data.train, DatasetMixture):
+        sources = {f"train {name}": rows for name, rows in data.train.sources.items()}
+    splits = {name: split(rows, args.packing) for name, rows in sources.items()}
+    if data.evaluation:
+        splits["eval"] = split(data.evaluation, args.packs_evaluation)
+    return DataSource(splits, data.tokenizer)
 
 
 def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
@@ -84,7 +120,7 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     records = read_records(path, DataSpec(**{"train": path, **data}))
     rows = [values for _, values in records]
-    return DataSource({"train": rows}, _tokenizer(name), TextOptions(**options))
+    return DataSource({"train": Split(rows, TextOptions(**options))}, _tokenizer(name))
 
 
 def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix: str) -> dict[str, Any]:

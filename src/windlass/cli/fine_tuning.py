@@ -1,9 +1,8 @@
-"""The task sft of a recipe: its rows, the small base that is trained first, the adapter, the trainer."""
+"""The task sft of a recipe: the small base that is trained first, the adapter, the trainer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.cli.modelling import build_model
-from windlass.cli.readers import Record, column, texts
 from windlass.cli.samples import pack
-from windlass.cli.schema import BaseSpec, DataSpec, ModelSpec, Recipe
+from windlass.cli.schema import BaseSpec, ModelSpec, Recipe
+from windlass.cli.tuning_data import Rows, tuning_texts
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
@@ -31,29 +30,6 @@ _SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
     "initializer_range": 0.06,
 }  # fmt: skip
-
-
-def tuning_rows(records: Sequence[Record], data: DataSpec) -> list[dict[str, Any]]:
-    """Return the rows to tune on: prompts with completions if the recipe names their columns, else rows as they are.
-
-    A prompt that does not end with a blank is ended by a line feed, so that its last token is the same without the
-    completion.
-    """
-    if data.prompt_column is None or data.completion_column is None:
-        return [values for _, values in records]
-    prompts, answers = (texts(list(records), name) for name in (data.prompt_column, data.completion_column))
-    return [
-        {"prompt": prompt if prompt[-1:].isspace() else f"{prompt}\n", "completion": answer}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-
-
-def tuning_texts(records: Sequence[Record], data: DataSpec) -> list[str]:
-    """Return the whole texts of the rows, for a tokenizer and a base that are trained on them."""
-    rows = tuning_rows(records, data)
-    if rows and "prompt" in rows[0]:
-        return [row["prompt"] + row["completion"] for row in rows]
-    return [str(text) for text in column(list(records), data.text_column)]
 
 
 def build_sft_trainer(recipe: Recipe, tokenizer: Any, train: Any, evaluation: Any, args: Any) -> Any:
@@ -100,7 +76,7 @@ def _quantization(recipe: Recipe) -> Any:
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
-def _trained_base(recipe: Recipe, tokenizer: Any, rows: Sequence[Any], args: Any) -> Path:
+def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists."""
     from windlass.trainer.trainer import Trainer
 
@@ -114,9 +90,6 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Sequence[Any], args: Any
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
-    whole = [
-        row["prompt"] + row["completion"] if "prompt" in row else row[recipe.data.text_column] for row in rows
-    ]
     kind = spec.config.get("model_type", _SMALL["model_type"])
     config = {**(_SMALL if kind == _SMALL["model_type"] else {}), **spec.config}
     model_recipe = replace(
@@ -132,7 +105,7 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Sequence[Any], args: Any
     )  # fmt: skip
     trainer = Trainer(
         build_model(model_recipe, tokenizer, []), base_args, default_data_collator,
-        pack(whole, tokenizer, spec.block_size), processing_class=tokenizer,
+        pack(list(tuning_texts(rows, recipe.data.text_column)), tokenizer, spec.block_size), processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     trainer.save_model()

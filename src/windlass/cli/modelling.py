@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 from windlass.cli.checks import PLAIN_TEXT
@@ -66,9 +65,6 @@ def _head(labels: list[str]) -> dict[str, Any]:
 
 
 def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
-    if not sys.stderr.isatty():
-        # Its progress bar would fill a log file with carriage returns.
-        require("transformers.utils.logging", "run a recipe").disable_progress_bar()
     try:
         return auto.from_pretrained(name, **options)
     except (OSError, ValueError) as error:

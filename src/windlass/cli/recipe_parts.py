@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.callbacks.report import ReportCallback
 from windlass.checkpoint.store import Store
-from windlass.cli.fine_tuning import build_sft_trainer, tuning_rows, tuning_texts
+from windlass.cli.fine_tuning import build_sft_trainer
 from windlass.cli.images import Images, load_images
 from windlass.cli.modelling import build_model
 from windlass.cli.readers import Record, read_records, texts
@@ -31,6 +31,7 @@ from windlass.cli.splits import label_ids, label_names, load_records
 from windlass.cli.text_metrics import SCORES, of_predictions
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.cli.training import run_folder
+from windlass.cli.tuning_data import Rows, load_tuning_data
 from windlass.config.arguments import TrainingArguments
 from windlass.core.rng import preserved_rng, set_seed
 from windlass.core.types import EvalPrediction
@@ -41,7 +42,7 @@ from windlass.data.collators import (
     default_data_collator,
 )
 
-Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images | list[dict[str, Any]]
+Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images | Rows
 # Of the texts generated before and after training, so that only the training differs.
 SEED = 0
 
@@ -70,11 +71,11 @@ def build_parts(recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path |
     if recipe.task == "image-classification":
         images, held_images, labels = load_images(recipe, args.seed)
         return RecipeParts(recipe, None, images, held_images, labels)
+    if recipe.task == "sft":
+        found = load_tuning_data(recipe, args.seed, saved_tokenizer)
+        return RecipeParts(recipe, found.tokenizer, found.train, found.evaluation, [])
     train, held = load_records(recipe, args.seed)
     data = recipe.data
-    if recipe.task == "sft":
-        tokenizer = build_tokenizer(recipe, tuning_texts(train, data), saved_tokenizer)
-        return RecipeParts(recipe, tokenizer, tuning_rows(train, data), tuning_rows(held, data) or None, [])
     columns = (data.text_column, data.target_column) if recipe.task == "seq2seq" else (data.text_column,)
     text = [text for column in columns for text in texts(train, column)]
     tokenizer = build_tokenizer(recipe, text, saved_tokenizer)
@@ -117,7 +118,7 @@ def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
 
     if parts.recipe.task == "sft":
         tuner = build_sft_trainer(parts.recipe, parts.tokenizer, parts.train, parts.evaluation, args)
-        tuner.add_callback(ReportCallback(run_folder(args)))
+        tuner.add_callback(ReportCallback(run_folder(args), {"data": tuner.data_facts()}))
         return tuner
     set_seed(args.seed)
     recipe = parts.recipe

@@ -27,6 +27,9 @@ class DataSpec:
     """The source of the samples, and their length."""
 
     train: str = setting("", "file, folder or hub name")
+    mixture: dict[str, float] | None = setting(
+        None, "file -> weight: several files in these shares, instead of train; sft only"
+    )
     eval: str | None = setting(None, "the same for evaluation; without it a part of train is held out")
     eval_fraction: float = setting(
         0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=between(0, 1)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS, ROUGE
 from windlass.core.locations import local_folder
 from windlass.core.types import TrainOutput
-from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
+from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 
 WIDTH = 100
 MARGIN = 15
@@ -54,7 +53,7 @@ class RunOutcome:
 def describe_run(parts: RecipeParts, trainer: Any) -> str:
     """Return the sizes of model and data."""
     config = trainer.model.config
-    size = sum(p.numel() for p in trainer.model.parameters())
+    size = count_parameters(trainer.model)
     held = "no evaluation"
     if parts.evaluation is not None:
         held = f"{_amount(parts.evaluation)} held out for evaluation"
@@ -132,8 +131,11 @@ def _speed(outcome: RunOutcome) -> str:
     )
     runtime = float(outcome.output.metrics["train_runtime"])
     seconds = max(runtime - evaluating, 1e-9)
+    tokens = [row["num_tokens"] for row in state.log_history if "num_tokens" in row]
+    if tokens and not outcome.first_step:
+        return f"{tokens[-1] / seconds:,.0f} tokens/s, {steps} steps in {duration(runtime)}"
     samples = steps * outcome.trainer.get_total_train_batch_size(outcome.trainer.args)
-    if parts.recipe.task in PLAIN_TEXT:
+    if isinstance(parts.train, Blocks | MaskedBlocks):
         rate = f"{samples * parts.recipe.data.block_size / seconds:,.0f} tokens/s"
     else:
         rate = f"{samples / seconds:,.0f} samples/s"

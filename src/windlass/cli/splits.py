@@ -24,7 +24,8 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
         return train, read_records(data.train, data, data.eval_split)
     if data.eval_fraction == 0:
         return train, []
-    if recipe.task in PLAIN_TEXT and data.prompt_column is None and len(train) < ENOUGH_DOCUMENTS:
+    is_text = data.prompt_column is None and all(data.text_column in values for _, values in train)
+    if recipe.task in PLAIN_TEXT and is_text and len(train) < ENOUGH_DOCUMENTS:
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
     return _hold_out_records(train, data, data.eval_fraction, seed)
 

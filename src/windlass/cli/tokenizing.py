@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ TEMPLATES = {
 }
 
 
-def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = None) -> Any:
+def build_tokenizer(recipe: Recipe, texts: Iterable[str], saved: Path | None = None) -> Any:
     """Return a `PreTrainedTokenizerFast` for `recipe`.
 
     Args:
-        texts: the *training* text only: a tokenizer trained on the evaluation text lowers its loss.
+        texts: the *training* text only: a tokenizer trained on the evaluation text lowers its loss. Read only if one
+            is trained.
         saved: checkpoint with the tokenizer of this run, used instead of training a new one.
     """
     transformers = require("transformers", "run a recipe")
@@ -45,7 +46,7 @@ def build_tokenizer(recipe: Recipe, texts: Sequence[str], saved: Path | None = N
     if training is not None and saved is not None:
         return transformers.AutoTokenizer.from_pretrained(str(saved))
     if training is not None:
-        return _trained(training, texts, recipe.task)
+        return _trained(training, list(texts), recipe.task)
     name = recipe.tokenizer.name or recipe.model.name
     assert name is not None  # `checks.py` asks for one of the two
     try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +18,16 @@ from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.optional import require
 from windlass.core.output import say
 from windlass.core.world import world_from_environment
 
 if TYPE_CHECKING:
     from windlass.cli.recipe_parts import RecipeParts
+
+
+# Libraries that report at import what they found of optional parts of their own.
+_CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -90,8 +98,18 @@ def _speaker() -> Callable[[str], None]:
     return say if world_from_environment().is_main else lambda text: None
 
 
+def _quieten_libraries() -> None:
+    """Keep the screen for the run: no remarks of imports, and no bars of carriage returns in a log file."""
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # of peft
+    if not sys.stderr.isatty():
+        require("transformers.utils.logging", "run a recipe").disable_progress_bar()
+
+
 def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
     say = _speaker()
+    _quieten_libraries()
     say("Preparing: reading the data, building tokenizer and model ...")
     from windlass.cli.recipe_parts import build_parts, build_trainer, continue_prompt, saved_tokenizer
     from windlass.cli.screen import RunOutcome, describe_run, render_screen

@@ -133,8 +133,8 @@ def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Any:
     return tokenizer
 
 
-def set_special_tokens(tokenizer: Any, model: nn.Module, args: SFTConfig) -> None:
-    """Set the eos token and the padding token of the arguments on the tokenizer and in the model's configurations.
+def set_special_tokens(tokenizer: Any, args: SFTConfig) -> None:
+    """Set the eos token and the padding token of the arguments on the tokenizer.
 
     Raises:
         ConfigError: a token is not in the vocabulary, or the tokenizer has neither a pad nor an eos token.
@@ -152,10 +152,10 @@ def set_special_tokens(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Non
             fix = "the tokenizer has neither a pad token nor an eos token; set tokenizer.pad_token or args.eos_token"
             raise ConfigError(Problem("processing_class", type(tokenizer).__name__, fix))
         tokenizer.pad_token = tokenizer.eos_token
-    _write_to_configs(tokenizer, model)
 
 
-def _write_to_configs(tokenizer: Any, model: nn.Module) -> None:
+def write_special_tokens(tokenizer: Any, model: nn.Module) -> None:
+    """Write the eos token and the padding token of the tokenizer to the model's configurations."""
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -95,10 +95,15 @@ def let_gradients_in(model: nn.Module) -> None:
 
 
 def describe_trained(model: nn.Module) -> str:
-    """How many of a model's parameters are trained. A packed 4-bit weight counts as the elements that it represents."""
+    """How many of a model's parameters are trained."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(_elements(p) for p in model.parameters())
+    total = count_parameters(model)
     return f"training {trained:,} of {total:,} parameters ({trained / max(total, 1):.2%})"
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The parameters of a model; a packed 4-bit weight counts as the elements that it represents."""
+    return sum(map(_elements, model.parameters()))
 
 
 def _elements(parameter: nn.Parameter) -> int:

@@ -16,19 +16,16 @@ logger = get_job_logger(__name__)
 _KNOWN_DATASET_OPTIONS = ("skip_prepare_dataset",)
 
 
-def check_settings(
-    args: SFTConfig, *, own_collator: bool, own_loss: bool, formatted: bool, completion_only: bool
-) -> None:
+def check_settings(args: SFTConfig, *, own_collator: bool, own_loss: bool, formatted: bool) -> None:
     """Raise ConfigError with everything that contradicts.
 
     Args:
         own_collator: the script passed a collator.
         own_loss: the script passed `compute_loss_func`.
         formatted: the script passed `formatting_func`.
-        completion_only: the loss is over completions alone.
     """
     problems = [
-        *_data_problems(args, own_collator, formatted, completion_only),
+        *_data_problems(args, own_collator, formatted),
         *_loss_problems(args, own_loss),
     ]
     if problems:
@@ -40,9 +37,7 @@ def check_settings(
         )  # fmt: skip
 
 
-def _data_problems(
-    args: SFTConfig, own_collator: bool, formatted: bool, completion_only: bool
-) -> Iterator[Problem]:
+def _data_problems(args: SFTConfig, own_collator: bool, formatted: bool) -> Iterator[Problem]:
     if own_collator and args.joins_rows:
         why = "padding_free" if args.padding_free else "packing"
         fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
@@ -55,7 +50,7 @@ def _data_problems(
         yield Problem("max_length", args.max_length, fix)
     if args.packing and args.max_length is None:
         yield Problem("max_length", None, "When packing is enabled, `max_length` can't be `None`")
-    if formatted and completion_only and not args.skips_preparation:
+    if formatted and args.completion_only_loss and not args.skips_preparation:
         fix = (
             "a formatting function returns one text, which has no completion: apply it before, or leave one of the two "
             "out"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.finetuning.preparing import prepare_kept, text_options
+from windlass.text.mixture import DatasetMixture
 from windlass.text.packing import pack_dataset
-from windlass.text.prepare_text import prepare_text
-from windlass.text.text_options import TextOptions
+from windlass.text.summary import TextSummary
 
 _MASKS = ("completion_mask", "assistant_masks")
 _IMAGES = ("image", "images")
+# Prompts and completions, as they are and in the form of Alpaca.
+_PAIRS = ({"prompt", "completion"}, {"instruction", "output"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +28,22 @@ class SFTData:
         args: the settings.
         tokenizer: turns text into ids.
         formatting_func: row -> text.
-        completion_only: train on completions alone.
         own_collator: the script passed a collator, which may read masks itself.
+        summaries: name of a dataset -> counts of its preparation; streams have none.
     """
 
     args: SFTConfig
     tokenizer: Any
     formatting_func: Callable[[Any], Any] | None
-    completion_only: bool
     own_collator: bool
+    summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
         """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
+        The sources of a mixture are prepared one by one, and mixed again.
 
         Args:
-            name: of the dataset, for errors.
+            name: of the dataset, for errors and for the summary.
 
         Raises:
             ConfigError, DataError: what cannot be prepared, before training.
@@ -47,8 +51,15 @@ class SFTData:
         if self.args.skips_preparation:
             self._check_skipped(dataset, name)
             return dataset
+        if isinstance(dataset, DatasetMixture):
+            return dataset.map_sources(lambda source, rows: self.prepare(rows, f"{name} {source}", packing))
         _check_transform(dataset)
-        prepared = prepare_text(dataset, self.tokenizer, self._options(packing)).dataset
+        completion_only = trains_on_completions(self.args, dataset, self.formatting_func is not None)
+        options = text_options(self.args, packing, completion_only, self.formatting_func)
+        found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm)
+        if found.summary is not None:
+            self.summaries[name] = found.summary
+        prepared = found.dataset
         if packing:
             # Before and after packing: documents of one row are not neighbours, nor are rows.
             prepared = self._shuffled(prepared)
@@ -61,19 +72,6 @@ class SFTData:
         if isinstance(datasets, Mapping):
             return {name: self.prepare(dataset, name, packing) for name, dataset in datasets.items()}
         return self.prepare(datasets, "eval", packing)
-
-    def _options(self, packing: bool) -> TextOptions:
-        args = self.args
-        return TextOptions(
-            dataset_text_field=args.dataset_text_field,
-            max_length=args.max_length,
-            truncation_mode=args.truncation_mode,
-            completion_only_loss=self.completion_only if self.formatting_func is None else None,
-            assistant_only_loss=args.assistant_only_loss,
-            formatting_func=self.formatting_func,
-            packing=packing,
-            num_proc=args.dataset_num_proc,
-        )
 
     def _shuffled(self, dataset: Any) -> Any:
         if not self.args.shuffle_dataset:
@@ -127,10 +125,12 @@ def columns_of(dataset: Any) -> set[str]:
 
 
 def trains_on_completions(args: SFTConfig, dataset: Any, formatted: bool) -> bool:
-    """Resolve `completion_only_loss`: by default True if rows have a prompt and a completion."""
+    """Resolve `completion_only_loss`: by default True if rows have a prompt and a completion, under any names."""
     if args.completion_only_loss is not None:
         return args.completion_only_loss
-    return not formatted and {"prompt", "completion"} <= columns_of(dataset)
+    columns = columns_of(dataset)
+    is_tokenized = "input_ids" in columns
+    return not formatted and not is_tokenized and any(pair <= columns for pair in _PAIRS)
 
 
 def _check_transform(dataset: Any) -> None:

@@ -13,11 +13,21 @@ from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import world_from_environment
 from windlass.data.collate_causal import DataCollatorForCausalLM
-from windlass.finetuning.base_model import open_model, open_tokenizer, set_special_tokens
-from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
+from windlass.finetuning.base_model import (
+    open_model,
+    open_tokenizer,
+    set_special_tokens,
+    write_special_tokens,
+)
+from windlass.finetuning.peft_adapters import (
+    add_adapter,
+    is_peft_model,
+    is_quantized,
+    let_gradients_in,
+)
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
-from windlass.finetuning.sft_data import SFTData, check_train_dataset, trains_on_completions
+from windlass.finetuning.sft_data import SFTData, check_train_dataset
 from windlass.finetuning.templates import adopt_template
 from windlass.text.tables import is_stream
 from windlass.trainer.defaults import seed_all
@@ -71,11 +81,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     check_train_dataset(given.train_dataset)
     settle_stream(args, is_stream(given.train_dataset))
     formatted, own_collator = given.formatting_func is not None, given.data_collator is not None
-    completion_only = trains_on_completions(args, given.train_dataset, formatted)
-    check_settings(
-        args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted,
-        completion_only=completion_only,
-    )  # fmt: skip
+    check_settings(args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted)
     seed_all(args)  # new adapters are drawn from these generators
     model = open_model(given.model, args, given.quantization_config)
     keep_trainable(model)
@@ -83,7 +89,8 @@ def build_sft_parts(given: Given) -> SFTParts:
     processing_class = open_tokenizer(given.processing_class, model, args)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     new_tokens = adopt_template(args.chat_template_path, model, processing_class)
-    set_special_tokens(tokenizer, model, args)
+    set_special_tokens(tokenizer, args)
+    write_special_tokens(tokenizer, model)
     router_weight = router_coefficient(args, model)
     if given.peft_config is not None:
         model = add_adapter(model, given.peft_config, new_tokens)
@@ -93,7 +100,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     collator = given.data_collator or DataCollatorForCausalLM(
         tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
-    data = SFTData(args, tokenizer, given.formatting_func, completion_only, own_collator)
+    data = SFTData(args, tokenizer, given.formatting_func, own_collator)
     return SFTParts(args, model, processing_class, collator, data, router_weight)
 
 

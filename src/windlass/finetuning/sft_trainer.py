@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.sft import SFTConfig
+from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
@@ -25,6 +26,20 @@ logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
 _COLUMNS = ["input_ids", "labels", "seq_lengths"]
+
+
+class CardWriter(TrainerCallback):
+    """Writes the model's card when a checkpoint is saved.
+
+    Args:
+        write: writes it, on the main process.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._write()
 
 
 class SFTTrainer(Trainer):
@@ -95,6 +110,7 @@ class SFTTrainer(Trainer):
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
+        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         if self.args.joins_rows:
             with self._documents_apart():
                 refuse_leaks(self.model)
@@ -114,6 +130,12 @@ class SFTTrainer(Trainer):
             return super().train(*args, **kwargs)
 
     # --- data -------------------------------------------------------------------------------------------------------
+
+    def data_facts(self) -> dict[str, Any]:
+        """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
+        return {
+            f"{n}: {k}": v for n, summary in self._data.summaries.items() for k, v in summary.facts().items()
+        }
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -193,6 +215,21 @@ class SFTTrainer(Trainer):
         super().create_model_card(*args, **facts)
 
     # --- reports ----------------------------------------------------------------------------------------------------
+
+    def create_model_card(  # type: ignore[override]  # the order is TRL's
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **facts: Any,
+    ) -> None:
+        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
+        given = [tags] if isinstance(tags, str) else tags or []
+        known = getattr(self.model, "model_tags", None) or []
+        facts.setdefault("dataset", dataset_name)
+        super().create_model_card(
+            model_name=model_name, tags=list(dict.fromkeys([*given, *_TAGS, *known])), **facts
+        )
 
     def evaluation_loop(
         self,

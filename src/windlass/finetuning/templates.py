@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,41 @@ def adopt_template(path: str | None, model: nn.Module, tokenizer: Any) -> list[i
     Raises:
         ConfigError: the file or tokenizer cannot be read.
     """
-    if path is None:
-        return []
-    if path.endswith(_ENDINGS):
-        try:
-            tokenizer.chat_template = read_text(Path(path).expanduser())
-        except OSError as error:
-            raise ConfigError(
-                Problem("chat_template_path", path, f"cannot be read: {error.strerror}")
-            ) from error
+    if path is None or path.endswith(_ENDINGS):
+        take_over_template(path, tokenizer)
         return []
     return clone_chat_template(model, tokenizer, path)[2]
+
+
+def take_over_template(path: str | None, tokenizer: Any) -> list[str]:
+    """As `adopt_template`, for a tokenizer without its model. Return the names of the tokens that were added."""
+    if path is None:
+        return []
+    if not path.endswith(_ENDINGS):
+        return _take_over_tokenizer(path, tokenizer)
+    try:
+        tokenizer.chat_template = read_text(Path(path).expanduser())
+    except OSError as error:
+        raise ConfigError(Problem("chat_template_path", path, f"cannot be read: {error.strerror}")) from error
+    return []
+
+
+def _take_over_tokenizer(path: str, tokenizer: Any) -> list[str]:
+    """Set template, end token and added tokens of the tokenizer at `path`; return the tokens that are new."""
+    transformers = require("transformers", "read a chat template")
+    try:
+        source = transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        fix = f"is neither a {' or '.join(_ENDINGS)} file nor a tokenizer: {error}"
+        raise ConfigError(Problem("chat_template_path", path, fix)) from error
+    if source.chat_template is None:
+        raise ConfigError(Problem("chat_template_path", path, "its tokenizer has no chat template"))
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
+    tokenizer.add_tokens(added)
+    tokenizer.eos_token = source.eos_token
+    return [token.content for token in added]
 
 
 def clone_chat_template(
@@ -53,32 +78,15 @@ def clone_chat_template(
     Raises:
         ConfigError: the tokenizer cannot be loaded, or has no chat template.
     """
-    transformers = require("transformers", "read a chat template")
-    try:
-        source = transformers.AutoTokenizer.from_pretrained(source_tokenizer_path)
-    except (OSError, ValueError) as error:
-        fix = f"is neither a {' or '.join(_ENDINGS)} file nor a tokenizer: {error}"
-        raise ConfigError(Problem("chat_template_path", source_tokenizer_path, fix)) from error
-    if source.chat_template is None:
-        raise ConfigError(
-            Problem("chat_template_path", source_tokenizer_path, "its tokenizer has no chat template")
-        )
-    tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
-    tokenizer.add_tokens(added)
-    tokenizer.eos_token = source.eos_token
+    added = _take_over_tokenizer(source_tokenizer_path, tokenizer)
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         if config is not None:
             config.eos_token_id = tokenizer.eos_token_id
-    added_names = [token.content for token in added]
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     rows = model.get_input_embeddings().weight.shape[0]
-    for name in (
-        f"<extra_id_{number}>" for number in range(10 * rows)
-    ):  # every row of the embedding has a token
-        if len(tokenizer) >= rows:
-            break
+    names = (f"<extra_id_{number}>" for number in count())
+    while len(tokenizer) < rows:  # every row of the embedding has a token
+        name = next(names)
         if tokenizer.add_tokens(name):
-            added_names.append(name)
-    return model, tokenizer, tokenizer.convert_tokens_to_ids(added_names)
+            added.append(name)
+    return model, tokenizer, tokenizer.convert_tokens_to_ids(added)

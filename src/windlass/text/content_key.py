@@ -51,13 +51,15 @@ def _settings(tokenizer: Any, options: TextOptions) -> Iterator[bytes]:
         yield date.today().isoformat().encode()  # the template writes the date of today into the text
     yield type(tokenizer).__name__.encode()
     yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode()
-    yield json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str).encode()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         # truncation and padding are what the last call set
         state = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
-        yield json.dumps(state).encode()
+        yield json.dumps(
+            state
+        ).encode()  # all that a fast tokenizer encodes with, wherever it was loaded from
         return
+    yield json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str).encode()
     yield json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     vocabulary = getattr(tokenizer, "vocab_file", None)
     if vocabulary and Path(vocabulary).is_file():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,11 @@ class DatasetMixture:
         if problems:
             raise ConfigError(problems)
         self.names = list(sources)
-        self._sources = [sources[name] for name in self.names]
+        self._settings: dict[str, Any] = {
+            "weights": weights, "seed": seed, "seeds": seeds, "stopping_strategy": stopping_strategy, "length": length,
+        }  # fmt: skip
+        self.sources = dict(sources)
+        self._sources = list(sources.values())
         self._sizes = [len(source) for source in self._sources]
         shares = np.array(
             [weights[name] for name in self.names] if weights else self._sizes, dtype=np.float64
@@ -62,6 +66,11 @@ class DatasetMixture:
         ]
         self._epoch = -1
         self.set_epoch(0)
+
+    def map_sources(self, function: Callable[[str, Any], Any]) -> DatasetMixture:
+        """Return a mixture of `function(name, source)` for each source, with the same weights and seeds."""
+        made = {name: function(name, source) for name, source in self.sources.items()}
+        return DatasetMixture(made, **self._settings)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the samples of an epoch, from 0; a loader calls this."""
@@ -99,6 +108,9 @@ class DatasetMixture:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
         source, row = self._order[index], self._row[index]

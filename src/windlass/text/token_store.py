@@ -48,10 +48,29 @@ class TokenStore:
     def get(self, key: str, prepare: Callable[[], Prepared]) -> Prepared:
         """Return what `prepare` returned for `key`, from the disk if it is there.
 
-        One process of all that share the folder prepares; the others wait for it, and succeed it if it dies.
+        One process of all that share the folder prepares; the others wait for it, and succeed it if it dies. If the
+        folder cannot be written, nothing is kept, and each process prepares.
         """
-        self._files.ensure_folder(self.folder)
         lock = RunLock(self.folder, f".{key[:32]}.lock")
+        try:
+            self._files.ensure_folder(self.folder)
+            found = self._found_or_locked(key, lock)
+        except OSError as error:
+            _logger.warning("prepared text cannot be kept (%s); set WINDLASS_HOME to another folder", error)
+            return prepare()
+        if found is not None:
+            _logger.info("using the text that was prepared before: %s", self.path(key))
+            return found
+        with lock:
+            made = prepare()
+            try:
+                self._save(key, *made)
+            except OSError as error:
+                _logger.warning("prepared text was not kept: %s", error)
+            return made
+
+    def _found_or_locked(self, key: str, lock: RunLock) -> Prepared | None:
+        """Return what is on the disk, after waiting for a process that prepares it; or None, and the lock is held."""
         is_announced = False
         while (found := self._load(key)) is None:
             try:
@@ -62,12 +81,10 @@ class TokenStore:
                     is_announced = True
                 time.sleep(_POLL)
                 continue
-            with lock:
-                found = self._load(key)  # another process may have finished it before the lock was free
-                if found is not None:
-                    return found
-                rows, summary = prepare()
-                self._save(key, rows, summary)
+            found = self._load(key)  # another process may have finished it before the lock was free
+            if found is not None:
+                lock.release()
+            return found
         return found
 
     def _save(self, key: str, rows: TokenRows, summary: TextSummary) -> None:

@@ -1,0 +1,66 @@
+"""The one way in which trainers and commands prepare text: with the cache of the user, and a bar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.callbacks.displays import Display, open_display
+from windlass.config.sft import SFTConfig
+from windlass.core.world import world_from_environment
+from windlass.text.prepare_text import ENOUGH_FOR_WORKERS, PreparedText, prepare_text
+from windlass.text.text_options import TextOptions
+from windlass.text.token_store import default_cache
+
+
+def text_options(
+    args: SFTConfig, packing: bool, completion_only: bool | None, formatting_func: Any = None
+) -> TextOptions:
+    """Return what `SFTConfig` says on the preparation of one dataset.
+
+    Args:
+        packing: the rows are packed later.
+        completion_only: train on completions alone; see `sft_data.trains_on_completions`.
+    """
+    return TextOptions(
+        dataset_text_field=args.dataset_text_field,
+        max_length=args.max_length,
+        truncation_mode=args.truncation_mode,
+        completion_only_loss=None if formatting_func is not None else completion_only,
+        assistant_only_loss=args.assistant_only_loss,
+        formatting_func=formatting_func,
+        packing=packing,
+        num_proc=args.dataset_num_proc,
+    )
+
+
+def prepare_kept(
+    dataset: Any, tokenizer: Any, options: TextOptions, name: str, show_progress: bool = True
+) -> PreparedText:
+    """`prepare_text`, whose result is looked for in the cache of the user and kept there.
+
+    No process group is needed: of several processes one prepares, and the others wait for its lock.
+
+    Args:
+        name: of the dataset, for the bar. It is drawn for many rows, and only by a process that prepares them.
+
+    Raises:
+        ConfigError, DataError: as `prepare_text`.
+    """
+    bar: list[Display] = []
+
+    def advance(done: int, total: int) -> None:
+        if (
+            not bar
+            and show_progress
+            and total >= ENOUGH_FOR_WORKERS
+            and world_from_environment().local_rank == 0
+        ):
+            bar.append(open_display(total, f"prepare {name}"))
+        for display in bar:
+            display.advance(done)
+
+    try:
+        return prepare_text(dataset, tokenizer, options, cache=default_cache(), progress=advance)
+    finally:
+        for display in bar:
+            display.close()

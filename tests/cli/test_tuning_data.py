@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.finetuning import small
+
+from windlass.cli.main import main
+from windlass.cli.recipe import load_recipe
+from windlass.cli.schema import DataSpec
+from windlass.cli.tuning_data import load_tuning_data, tuning_rows, tuning_texts
+from windlass.core.errors import DataError
+from windlass.text.mixture import DatasetMixture
+from windlass.text.token_store import default_cache
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+
+def test_rows_of_a_recipe() -> None:
+    records = [("file:1", {"q": "one", "a": "two"})]
+    rows = tuning_rows(records, DataSpec(prompt_column="q", completion_column="a"))
+    assert rows == [{"prompt": "one\n", "completion": "two"}]
+    assert tuning_rows(records, DataSpec()) == [{"q": "one", "a": "two"}]
+    assert list(tuning_texts([*rows, {"text": "three"}], "text")) == ["one\ntwo", "three"]
+    with pytest.raises(DataError, match="columns messages need a model with its tokenizer"):
+        list(tuning_texts([{"messages": []}], "text"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A mixture of prompts and of conversations, for a model of a folder."""
+    for name, rows in {"prompts": small.prompts(20), "chats": small.chats(20)}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = small.saved(tmp_path / "model")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"task: sft\nmodel: {model}\n"
+        f"data: {{mixture: {{{tmp_path}/prompts.jsonl: 3, {tmp_path}/chats.jsonl: 1}}, eval_fraction: 0.2}}\n"
+        "training: {max_steps: 2, use_cpu: true, bf16: false, gradient_checkpointing: false, max_length: 32, "
+        f"save_strategy: 'no', output_dir: {tmp_path / 'run'}, eval_strategy: steps, eval_steps: 2}}\n"
+    )
+    return path
+
+
+def test_files_are_mixed_by_weight(recipe: Path) -> None:
+    data = load_tuning_data(load_recipe(recipe), seed=1)
+    assert isinstance(data.train, DatasetMixture)
+    assert list(data.train.counts.values()) == [16, 5]
+    assert data.evaluation is not None
+    assert [sorted(row) for row in data.evaluation] == [["completion", "prompt"]] * 4 + [["messages"]] * 4
+
+
+def test_what_was_prepared_before_is_not_prepared_by_training(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    recipe.write_text(recipe.read_text().replace(f", {tmp_path}/chats.jsonl: 1", ""))
+    assert main(["data", "prepare", str(recipe)]) == 0
+    assert "16 rows" in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in default_cache().rglob("*")}
+    assert len(list(default_cache().iterdir())) == 2
+    assert main(["train", str(recipe)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in default_cache().rglob("*")} == before
+    assert "trained tokens" in (tmp_path / "run" / "report.html").read_text()
