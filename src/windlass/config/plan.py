@@ -280,6 +280,17 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroPlan:
+    """DeepSpeed's ZeRO: each rank has a part of the optimizer state (stage 1), the gradients (2), the parameters (3).
+
+    Attributes:
+        config: of DeepSpeed's engine, complete.
+    """
+
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class DistPlan:
     """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
@@ -293,8 +304,9 @@ class DistPlan:
     bucket_cap_mb: int | None = None
     broadcast_buffers: bool | None = None
     static_graph: bool = False
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
     shard: ShardPlan | None = None
+    zero: ZeroPlan | None = None
     comm_hook: Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "no"
     comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
     comm_options: dict[str, Any] = field(default_factory=dict)
