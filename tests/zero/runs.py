@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.trainer.small import arguments, rows
+from tests.trainer.small import arguments, llama, rows, text_rows
 from torch import nn
 
 from windlass import Trainer
@@ -49,6 +49,13 @@ def trainer(folder: Path, stage: int, steps: int = 7, **changes: Any) -> Trainer
         folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_grad_norm=0.5, **changes
     )
     return Trainer(Net(), args, train_dataset=rows(50), eval_dataset=rows(11, seed=1))
+
+
+def language_trainer(folder: Path, stage: int, steps: int, **changes: Any) -> Trainer:
+    """A tiny language model of transformers, in bf16."""
+    changes = {"max_steps": steps, "bf16": True, "logging_steps": 1, **config(stage), **changes}
+    args = arguments(folder, per_device_train_batch_size=2, gradient_accumulation_steps=4 // WORLD, **changes)
+    return Trainer(llama(tied=True), args, train_dataset=text_rows(40))
 
 
 def told(made: Trainer) -> dict[str, Any]:

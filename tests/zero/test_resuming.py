@@ -11,7 +11,7 @@ import torch
 from tests.dist.launch import launch, run_script
 from tests.zero import resumed_runs, runs
 
-from windlass.checkpoint.sharded import load_parts
+from windlass.checkpoint.sharded import load_parts, open_parts
 from windlass.core.optional import is_available
 
 SCRIPT = Path(resumed_runs.__file__)
@@ -78,3 +78,15 @@ def test_a_checkpoint_of_another_strategy_is_continued(folder: tuple[Path, int])
         weights(made / f"alone{stage}" / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_in_bf16_is_continued_from_its_fp32_values(stage: int, tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, f"clean:{stage}b:8", f"stopped:{stage}b:4", f"stopped:{stage}b:8:resume")
+    clean, same = (digest(tmp_path / name / "checkpoint-8") for name in ("clean", "stopped"))
+    assert clean == same
+    with open_parts(tmp_path / "clean" / "checkpoint-8", "model") as parts:
+        assert {parts.dtype(name) for name in parts.names} == {torch.float32}
+        assert parts.aliases, "tied weights are written once"
+        embedded = parts.read("model.embed_tokens.weight")
+    assert not torch.equal(embedded, embedded.bfloat16().float()), "more than bf16 holds"

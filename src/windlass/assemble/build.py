@@ -89,7 +89,7 @@ def _build_engine(
 
     assert plan.dist.zero is not None, "the caller looked"
     optimizer, schedule = _created(create, plan, model)
-    return Built(ZeroExecutor(model, optimizer, plan.dist.zero.config, device, gang), schedule)
+    return Built(ZeroExecutor(model, optimizer, plan.dist.zero, device, gang), schedule)
 
 
 def _executor(

@@ -29,7 +29,6 @@ from windlass.config.plan import (
     SavePlan,
     StabilityPlan,
     TransformPlan,
-    ZeroPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.sections.setting import default_of
@@ -305,17 +304,13 @@ def resolve_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> D
         "scheduler.params.warmup_num_steps": (args.get_warmup_steps(steps), "warmup_steps"),
         "scheduler.params.total_num_steps": (steps, "the updates of the run"),
     }
-    origin = (
-        parallel.settings["deepspeed.config"].origin
-        if "deepspeed.config" in parallel.settings
-        else "deepspeed"
-    )
-    config, problems = completed(parallel.dist.zero.config, origin, RunValues(values, facts.hidden_size))
+    zero = parallel.dist.zero
+    config, problems = completed(zero.config, zero.origin, RunValues(values, facts.hidden_size))
     if parallel.precision.compute == "bf16":
         config["bf16"] = {**config.get("bf16", {}), "enabled": True}
     if problems:
         raise ConfigError(problems)
-    return replace(parallel.dist, zero=ZeroPlan(for_engine(config, size.micro)))
+    return replace(parallel.dist, zero=replace(zero, config=for_engine(config, size.micro)))
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:
@@ -326,9 +321,7 @@ def resolve_precision(args: Any) -> PrecisionPlan:
 def _precision(args: Any, parallel: Parallel) -> PrecisionPlan:
     full_eval: Literal["no", "bf16", "fp16"]
     full_eval = "bf16" if args.bf16_full_eval else "fp16" if args.fp16_full_eval else "no"
-    # An engine that keeps weights of few bits has no need of casts.
-    compute = parallel.precision.compute if parallel.dist.zero is None else "fp32"
-    return replace(parallel.precision, compute=compute, full_eval=full_eval, tf32=args.tf32)
+    return replace(parallel.precision, full_eval=full_eval, tf32=args.tf32)
 
 
 def resolve_data(args: Any) -> DataPlan:

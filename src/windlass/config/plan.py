@@ -284,10 +284,18 @@ class ZeroPlan:
     """DeepSpeed's ZeRO: each rank has a part of the optimizer state (stage 1), the gradients (2), the parameters (3).
 
     Attributes:
-        config: of DeepSpeed's engine, complete.
+        config: of DeepSpeed's engine; in a loop of the user's own, as it was given, with "auto" and the sections of
+            the optimizer and the schedule.
+        origin: where it was given, for messages.
+        max_norm: the global norm to which a loop clips that does not do so itself; None does not clip.
+        any_optimizer: an optimizer may be used of which it is not known if its update of an element depends on that
+            element alone.
     """
 
     config: dict[str, Any]
+    origin: str = "deepspeed"
+    max_norm: float | None = None
+    any_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
+from windlass.config.plan import ZeroPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.module_state import bare, customizes_state
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
@@ -34,7 +36,10 @@ class ZeroExecutor:
     Args:
         module: on its device; the engine changes it in place.
         optimizer: the user's; an optimizer whose update of an element depends on that element alone.
-        config: of the engine, complete.
+        plan: its configuration is complete.
+
+    Raises:
+        ConfigError: the optimizer or the model cannot be used under ZeRO.
     """
 
     updates_in_backward = False
@@ -43,17 +48,19 @@ class ZeroExecutor:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        config: dict[str, Any],
+        plan: ZeroPlan,
         device: torch.device,
         gang: Gang,
     ) -> None:
+        _check_optimizer(optimizer, plan)
+        _check_model(module)
         own = ZeroOptimizer(optimizer)
-        self._engine = Engine(module, own, config, device, gang)
+        self._engine = Engine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device
         self.strategy = ZeroModel(module, self._engine, gang)
-        self._max_norm: float | None = None
+        self._usual_norm = self._max_norm = plan.max_norm
         self._factor = 1.0
         self._norm = torch.zeros((), device=device)
         self._beacon, self._waiting = beacon(), thread_waiting()
@@ -84,16 +91,23 @@ class ZeroExecutor:
     def add_aux(self, factor: Tensor) -> None:
         """No auxiliary gradients exist."""
 
+    def unscale(self) -> None:
+        """Gradients are not scaled."""
+
     def clip(self, max_norm: float | None) -> Tensor:
-        """Clip in the next `step`. The norm is that of the last update."""
+        """Clip in the next `step`. The norm is that of the last update: the engine measures in its step."""
         self._max_norm = max_norm
         return self._norm
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients in the next `step`."""
+        self._factor = float(factor)
 
     def step(self) -> bool:
         norm, finite = self._engine.step(self._max_norm, self._factor)
         self._norm = norm.to(self._device)
         applied = finite and not self._own.skips
-        self._max_norm, self._factor, self._own.skips = None, 1.0, False
+        self._max_norm, self._factor, self._own.skips = self._usual_norm, 1.0, False
         self._waiting.look()
         return applied
 
@@ -134,7 +148,8 @@ class ZeroExecutor:
         self._beacon.call("norm and update")
         loss, rescale = sum(losses[1:], losses[0]), hooks.rescale(request)
         if rescale is not None:
-            loss, self._factor = loss * rescale, float(rescale)
+            loss = loss * rescale
+            self.multiply(rescale)
         self._max_norm = request.max_norm
         self._own.skips = request.empty and rescale is None
         hooks.event("on_pre_optimizer_step")
@@ -159,12 +174,33 @@ class ZeroExecutor:
         """Nothing to do: there is no loss scale."""
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ZeRO may join parameters for this optimizer: its update of an element reads that element alone."""
-    return type(optimizer) in _ELEMENTWISE
-
-
 _ELEMENTWISE = (
     torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SGD,
     torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Adadelta,
 )  # fmt: skip
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
+    """Check that the optimizer may work on flat tensors, in which parameters are joined and cut."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)) or getattr(optimizer, "in_backward", False):
+        fix = "averages weights or updates in the backward, which ZeRO does not know; choose adamw_torch, or fsdp=True"
+        raise ConfigError(Problem("optim", name, fix))
+    if isinstance(optimizer, torch.optim.Adagrad):
+        fix = "makes its state before ZeRO divides the parameters; choose adamw_torch, or fsdp=True"
+        raise ConfigError(Problem("optim", name, fix))
+    if type(optimizer) not in _ELEMENTWISE and not plan.any_optimizer:
+        fix = (
+            "ZeRO joins parameters into flat tensors and cuts them anywhere, and it is not known if this optimizer "
+            "needs whole matrices or layers: choose adamw_torch or fsdp=True, or, if its update of an element depends "
+            f'on that element alone, set "zero_allow_untested_optimizer": true in {plan.origin}'
+        )
+        raise ConfigError(Problem("optim", name, fix))
+
+
+def _check_model(module: nn.Module) -> None:
+    if customizes_state(module):
+        raise ModelError(
+            f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
+            "DeepSpeed do not call: remove the override, or train without DeepSpeed"
+        )

@@ -216,8 +216,15 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         timeout_seconds=settings.value(rows.DDP_TIMEOUT),
         strategy="deepspeed" if zero else "fsdp" if sharded else "ddp",
         shard=_shard(settings, world) if sharded else None,
-        zero=ZeroPlan(_zero_config(settings)) if zero else None,
+        zero=_zero(settings) if zero else None,
     )
+
+
+def _zero(settings: Settings) -> ZeroPlan:
+    config = _zero_config(settings)
+    whole = settings.get(deepspeed.CONFIG.name)
+    allowed = config.get("zero_allow_untested_optimizer") is True
+    return ZeroPlan(config, "deepspeed" if whole is None else whole.origin, any_optimizer=allowed)
 
 
 def _shard(settings: Settings, world: World) -> ShardPlan:
