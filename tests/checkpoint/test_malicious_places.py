@@ -29,7 +29,7 @@ from windlass.cli.main import main
 from windlass.compat.checkpoint_loading import load_checkpoint_in_model
 from windlass.compat.offloaded import OffloadedWeightsLoader
 from windlass.config import documents
-from windlass.config.canonical import read_document
+from windlass.config.json_document import read_document
 from windlass.config.parallel.from_files import parse_file
 from windlass.config.parser import HfArgumentParser
 from windlass.core.errors import CheckpointError

@@ -12,6 +12,7 @@ FLOORS = [
     {"config", "dist"},
     {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
     {"engine", "callbacks", "hub", "text"},
+    {"zero"},
     {"assemble"},
     {"accelerator"},
     {"trainer"},

@@ -40,6 +40,7 @@ HOMES: dict[str, set[str]] = {
     "huggingface_hub": {"hub"},
     "bitsandbytes": {"optim"},
     "torchao": {"optim"},
+    "deepspeed": {"zero"},
     "sacrebleu": {"cli"},
     "rouge_score": {"cli"},
     "sklearn": {"cli"},
@@ -48,7 +49,7 @@ HOMES: dict[str, set[str]] = {
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "torchao", "sacrebleu", "rouge_score", "sklearn", "PIL", *TRACKERS,
+    "bitsandbytes", "torchao", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", *TRACKERS,
 }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ THIRD_PARTY = {
         ),
         _SCRIPTS,
     ),
+    "_make_wrapper_subclass": "PyTorch makes tensors without memory under no other name",
     **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute", "_recompute_offload"), _MARK),
 }  # fmt: skip
 

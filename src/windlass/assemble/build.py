@@ -60,18 +60,38 @@ def build(
     check_precision(plan.precision, device, model)
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms)
+    if plan.dist.zero is not None:
+        return _build_engine(model, create, plan, device, gang)
     names = names_of(model)
     strategy = spread(model, plan.dist, gang, device, plan.optimizer.in_backward)
     if early is not None and strategy.sharded:
         rebind(early, names, model)
+    optimizer, schedule = _created(create, plan, strategy.module)
+    return Built(_executor(strategy, optimizer, plan, device, gang), schedule)
+
+
+def _created(
+    create: OptimizerFactory, plan: RunPlan, model: nn.Module
+) -> tuple[torch.optim.Optimizer, Schedule]:
     optimizer, scheduler = create(plan.duration.steps)
     if optimizer is None or scheduler is None:
         name = "optimizer" if optimizer is None else "lr_scheduler"
         fix = f"an overridden create_optimizer, create_scheduler or create_optimizer_and_scheduler must set self.{name}"
         raise ConfigError(Problem(name, None, fix))
-    _check_parameters(optimizer, strategy.module)
+    _check_parameters(optimizer, model)
     warn_of_lost_updates(optimizer)
-    return Built(_executor(strategy, optimizer, plan, device, gang), as_schedule(scheduler, optimizer))
+    return optimizer, as_schedule(scheduler, optimizer)
+
+
+def _build_engine(
+    model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device, gang: Gang
+) -> Built:
+    """DeepSpeed's engine takes the optimizer of the whole model, and divides both."""
+    from windlass.zero.executor import ZeroExecutor
+
+    assert plan.dist.zero is not None, "the caller looked"
+    optimizer, schedule = _created(create, plan, model)
+    return Built(ZeroExecutor(model, optimizer, plan.dist.zero, device, gang), schedule)
 
 
 def _executor(

@@ -34,6 +34,7 @@ class Facts:
         resumed: the progress before updates changed their size; None if they did not.
         size: the size of updates; None: that of the arguments.
         in_backward: the script passed an optimizer that updates in the backward.
+        hidden_size: width of the model, as its configuration has it; None if it has none.
     """
 
     world: World
@@ -44,3 +45,4 @@ class Facts:
     resumed: Progress | None = None
     size: UpdateSize | None = None
     in_backward: bool = False
+    hidden_size: int | None = None

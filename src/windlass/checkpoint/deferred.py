@@ -89,3 +89,20 @@ class Deferred:
 
     def read(self, wanted: Part | None = None) -> Tensor:
         return self.source.read(self.name, wanted)
+
+
+def read_run(source: TensorSource, name: str, start: int, length: int) -> Tensor:
+    """A run of the elements of a stored tensor in row-major order, one-dimensional, on the host. Reads the rows that
+    hold it.
+
+    Args:
+        start: index of the first element in the flattened tensor.
+    """
+    shape = source.shape(name)
+    if not shape or not length:
+        return source.read(name).reshape(-1)[start : start + length] if length else torch.empty(0)
+    inner = math.prod(shape[1:])
+    first, end = start // inner, -(-(start + length) // inner)
+    rows = Part((first, *(0,) * (len(shape) - 1)), (end - first, *shape[1:]))
+    flat = source.read(name, rows).reshape(-1)
+    return flat[start - first * inner :][:length]

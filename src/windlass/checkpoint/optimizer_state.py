@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,24 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PART = (
     "windlass.part"  # key of a mark in the place of a tensor that ranks wrote in parts; the value is its name
 )
+
+
+@runtime_checkable
+class KeepsOwnState(Protocol):
+    """An optimizer whose state an engine keeps by other tensors than the parameters of the model."""
+
+    def split_state(self, model: nn.Module) -> tuple[State, dict[str, Tensor]]:
+        """As `split_optimizer_state`."""
+        ...
+
+    def take_state(self, model: nn.Module, state: State) -> None:
+        """As `load_optimizer_state`."""
+        ...
+
+
+def part_mark(name: str) -> dict[str, str]:
+    """What takes the place of a tensor in a state if ranks write its parts under `name`."""
+    return {_PART: name}
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
@@ -81,12 +99,14 @@ def split_optimizer_state(
 
     `join_parts` is the inverse.
     """
+    if isinstance(optimizer, KeepsOwnState):
+        return optimizer.split_state(model)
     parts: dict[str, Tensor] = {}
 
     def apart(value: Any, path: str) -> Any:
         if is_sharded(value):
             parts[path] = value
-            return {_PART: path}
+            return part_mark(path)
         if isinstance(value, dict):
             return {key: apart(item, f"{path}/{key}") for key, item in value.items()}
         return value
@@ -120,13 +140,17 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     Raises:
         CheckpointError: parameters missing or unexpected, shapes or groups that differ; they are named.
     """
+    if isinstance(optimizer, KeepsOwnState):
+        optimizer.take_state(model, state)
+        return
     names = _names_of(optimizer, model)
     by_name = {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
-    _check_shapes(by_name, state)
+    check_shapes({name: parameter.shape for name, parameter in by_name.items()}, state)
     _check_state(state)
     fresh = _start_states(optimizer, names, state["state"])
     _check_spread(optimizer, fresh, by_name, state["state"])
-    options = _match_groups(optimizer, names, state)
+    members = [frozenset(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    options = match_groups(members, state)
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key, value in saved.items():
             if key not in IMPLEMENTATION:
@@ -173,7 +197,12 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, s
     return names
 
 
-def _check_shapes(by_name: dict[str, Tensor], state: State) -> None:
+def check_shapes(shapes: Mapping[str, Sequence[int]], state: State) -> None:
+    """Check that a state is of parameters with these names and shapes.
+
+    Raises:
+        CheckpointError: it is not; names are missing or unexpected, or shapes differ.
+    """
     try:
         saved = {name: list(shape) for name, shape in state["shapes"].items()}
     except (KeyError, AttributeError, TypeError):
@@ -181,13 +210,13 @@ def _check_shapes(by_name: dict[str, Tensor], state: State) -> None:
             "the optimizer state is not one that Windlass saved (no map of shapes)"
         ) from None
     wrong = [
-        f"{name} is {saved[name]} in the checkpoint and {list(parameter.shape)} in the model"
-        for name, parameter in by_name.items()
-        if name in saved and saved[name] != list(parameter.shape)
+        f"{name} is {saved[name]} in the checkpoint and {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in saved and saved[name] != list(shape)
     ]
     problems = counted(
-        ((name for name in by_name if name not in saved), "parameters have none in the checkpoint"),
-        ((name for name in saved if name not in by_name), "saved ones are not trained here"),
+        ((name for name in shapes if name not in saved), "parameters have none in the checkpoint"),
+        ((name for name in saved if name not in shapes), "saved ones are not trained here"),
         (wrong, "have another shape"),
     )
     if problems:
@@ -203,10 +232,12 @@ def _check_state(state: State) -> None:
         raise CheckpointError(f"the optimizer state is malformed: no shape is given for {shorten(stray)}")
 
 
-def _match_groups(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], state: State
-) -> list[dict[str, Any]]:
-    """The saved options for each of the optimizer's groups, matched by their set of names."""
+def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[str, Any]]:
+    """The saved options for each of the optimizer's groups, which are given by the names of their parameters.
+
+    Raises:
+        CheckpointError: the saved groups hold other parameters.
+    """
     try:
         saved = {frozenset(group["names"]): dict(group["options"]) for group in state["groups"]}
     except (KeyError, TypeError, ValueError):
@@ -216,8 +247,7 @@ def _match_groups(
     # Earlier versions had one group for all parameters of a model that is trained without weight decay.
     only = next(iter(saved)) if len(saved) == 1 else frozenset[str]()
     options = []
-    for index, group in enumerate(optimizer.param_groups):
-        members = frozenset(names[id(parameter)] for parameter in group["params"])
+    for index, members in enumerate(groups):
         if members not in saved and not members <= only:
             moved = sorted(members - max(saved, key=lambda other: len(members & other), default=frozenset()))
             raise CheckpointError(

@@ -8,7 +8,9 @@ Writing sends no tensor between ranks, and reading opens only the files with the
     {"version": 1, "ranks": 2, "aliases": {"head.weight": "embed.weight"}, "tensors": {"embed.weight": {
         "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
 
-where a part is [rank, first row, rows] along dimension `dim`. If several ranks have copies of a part (hybrid sharding),
+where a part is [rank, first row, rows] along dimension `dim`. An entry with `"flat": true` is divided between any two
+elements: its parts count elements in row-major order, and the files hold them one-dimensional.
+If several ranks have copies of a part (hybrid sharding),
 the one with the fewest bytes so far writes it; plain tensors, which may differ between ranks, are the first one's. Tied
 tensors are written once, under the first of their names. If there are several disks, each has an index, with the first
 of its own ranks that has a part.
@@ -35,6 +37,7 @@ from windlass.checkpoint.weights import fill, stored_state
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.core.world import World
+from windlass.dist.flat import FlatParts
 from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local
 
 VERSION = 1
@@ -98,8 +101,15 @@ def parts_of_rank(
     load = dict.fromkeys(here, 0) if len(here) == world.size else {}
     by_size = sorted(stored, key=lambda name: -nbytes(stored[name]))  # large ones first: small ones even out
     # Values may differ in size between ranks, which must all choose the same writers.
-    writers = {name: _writers(stored[name], here, {} if is_of_value(name) else load) for name in by_size}
-    index = {name: _entry(name, tensor, writers[name]) for name, tensor in stored.items()}
+    writers = {
+        name: _writers(stored[name], here, {} if is_of_value(name) else load)
+        for name in by_size
+        if not isinstance(stored[name], FlatParts)
+    }
+    index = {
+        name: _flat_entry(tensor) if isinstance(tensor, FlatParts) else _entry(name, tensor, writers[name])
+        for name, tensor in stored.items()
+    }
     mine = {
         name: local(stored[name])
         for name, entry in index.items()
@@ -134,6 +144,11 @@ def _entry(name: str, tensor: Tensor, held: Sequence[tuple[int, Part]]) -> dict[
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "parts": parts}
 
 
+def _flat_entry(tensor: FlatParts) -> dict[str, Any]:
+    parts = [list(piece) for piece in tensor.pieces]
+    return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "dim": 0, "flat": True, "parts": parts}
+
+
 def _rows(found: Part, dim: int) -> tuple[int, int]:
     """First index and length along `dim`; a scalar is one row."""
     return (found.offsets[dim], found.sizes[dim]) if found.sizes else (0, 1)
@@ -146,6 +161,12 @@ def _rows(found: Part, dim: int) -> tuple[int, int]:
 class _Stored(Shaped):
     dim: int
     parts: tuple[tuple[int, int, int], ...]  # (rank, first index, length), in order of the index
+    flat: bool = False
+
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """The shape of which the parts are blocks."""
+        return (math.prod(self.shape),) if self.flat else self.shape
 
 
 @contextmanager
@@ -189,8 +210,23 @@ class Parts(TensorSource):
     def read(self, name: str, wanted: Part | None = None) -> Tensor:
         stored = self._tensors[name]
         wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
+        if stored.flat:
+            return self._read_flat(name, stored, wanted)
         if not stored.shape:
             return self._file_of(name, stored, stored.parts[0]).read(name, wanted)
+        return self._read_blocks(name, stored, wanted)
+
+    def _read_flat(self, name: str, stored: _Stored, wanted: Part) -> Tensor:
+        """The rows that hold `wanted`, as one run of elements, and `wanted` of them."""
+        if not stored.shape:
+            return self._read_blocks(name, stored, Part((0,), (1,))).reshape(())
+        inner = math.prod(stored.shape[1:])
+        first, rows = wanted.offsets[0], wanted.sizes[0]
+        run = self._read_blocks(name, stored, Part((first * inner,), (rows * inner,)))
+        within = Part((0, *wanted.offsets[1:]), wanted.sizes)
+        return within.of(run.reshape(rows, *stored.shape[1:]))
+
+    def _read_blocks(self, name: str, stored: _Stored, wanted: Part) -> Tensor:
         begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
         touched = [part for part in stored.parts if max(begin, part[1]) < min(end, part[1] + part[2])]
         # Before memory is allocated: the files bound the sizes that the index may claim.
@@ -205,7 +241,7 @@ class Parts(TensorSource):
     def _file_of(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> TensorFile:
         """The file of a part, checked against the index."""
         rank, _, size = found
-        shape = list(stored.shape)
+        shape = list(stored.divided)
         if shape:
             shape[stored.dim] = size
         file, path = self._file(rank), self._folder / rank_file(self._stem, rank)
@@ -235,17 +271,18 @@ def _narrowed(wanted: Part, dim: int, offset: int, size: int) -> Part:
 def _stored(entry: Any, ranks: int) -> _Stored:
     """An entry of the index; its parts are checked to cover each row once."""
     dtype, shape, dim = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["dim"]
+    flat = entry.get("flat", False)
     parts = tuple(sorted(((rank, offset, size) for rank, offset, size in entry["parts"]), key=lambda p: p[1]))
     numbers = [*shape, dim, *(number for found in parts for number in found)]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a shape or a part is not made of whole numbers")
     if dim >= max(len(shape), 1) or any(rank >= ranks for rank, _, _ in parts):
         raise ValueError("a dimension or a rank lies outside its range")
-    position, rows = 0, shape[dim] if shape else 1
+    position, rows = 0, math.prod(shape) if flat is True else shape[dim] if shape else 1
     for _, offset, size in parts:
         if offset != position:
             raise ValueError("parts of a tensor overlap or leave rows out")
         position += size
     if position != rows and math.prod(shape):
         raise ValueError("parts of a tensor leave rows out")
-    return _Stored(dtype, shape, dim, parts)
+    return _Stored(dtype, shape, dim, parts, flat is True)

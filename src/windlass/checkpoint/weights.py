@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.deferred import TensorSource
+from windlass.checkpoint.deferred import TensorSource, read_run
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, counted, shorten
@@ -33,9 +33,11 @@ from windlass.core.module_state import (
     modules_with_extra_state,
     on_device_of,
     state_of,
+    state_was_loaded,
 )
 from windlass.core.tensors import distinct
-from windlass.dist.sharded import Part, is_sharded, local, part
+from windlass.dist.flat import FlatParts
+from windlass.dist.sharded import Part, is_in_parts, local, part
 from windlass.dist.views import end_of, overlapping
 
 WEIGHTS_NAME = "model.safetensors"
@@ -89,7 +91,7 @@ def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def _memory_key(tensor: Tensor, name: str) -> Any:
     """Equal for two tensors if they are the same view of the same memory."""
-    if is_sharded(tensor):
+    if is_in_parts(tensor):
         return id(tensor)  # a rank's part may be empty, without memory
     if tensor.is_meta:
         return id(tensor)
@@ -163,8 +165,12 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     with torch.no_grad():
         for name, tensor in stored.items():
             mine = local(tensor)
-            distinct(mine).copy_(distinct(tensors.read(sources[name], part(tensor)), mine))
+            if isinstance(tensor, FlatParts):
+                mine.copy_(read_run(tensors, sources[name], tensor.start, mine.numel()))
+            else:
+                distinct(mine).copy_(distinct(tensors.read(sources[name], part(tensor)), mine))
     fill_values(path, module, read)
+    state_was_loaded(module)
 
 
 def _match(file: TensorSource, aliases: Mapping[str, str], targets: Mapping[str, Tensor]) -> dict[str, str]:

@@ -7,17 +7,16 @@ import os
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
+from windlass.config.json_document import read_document
 from windlass.config.renamed import TWINS
 from windlass.config.sections.setting import STRIDE, Rules, rules_of
 from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError
 from windlass.core.logs import get_verbosity
-from windlass.core.plain_text import parse_json, read_text
 
 DEFAULT_OUTPUT_DIR = "trainer_output"
 
@@ -53,40 +52,6 @@ def _paths(values: dict[str, Any]) -> None:
         values["hub_token"] = None
 
 
-def read_document(text: str) -> dict[str, Any]:
-    """Return the dict in JSON text, or in the JSON file whose path is `text`.
-
-    Raises:
-        ValueError: it is neither; with the reason.
-    """
-    source = text if text.lstrip().startswith("{") else None
-    try:
-        value = parse_json(read_text(Path(text).expanduser()) if source is None else source)
-    except OSError as error:
-        raise ValueError(f"is neither JSON nor a readable file ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"holds JSON of type {type(value).__name__}, not an object")
-    # A command line cannot quote types inside JSON easily, so words that look like numbers become numbers.
-    return {key: _typed(item) for key, item in value.items()} if source is not None else value
-
-
-def _typed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _typed(item) for key, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
-
-
 def _documents(values: dict[str, Any], rules: Mapping[str, Rules], declared: Iterable[str]) -> None:
     documents = [name for name, rule in rules.items() if rule.document]
     # Fields of a script's subclass; their text is taken for JSON only if it looks so.
@@ -94,7 +59,7 @@ def _documents(values: dict[str, Any], rules: Mapping[str, Rules], declared: Ite
     for name in documents:
         if isinstance(values[name], os.PathLike):
             values[name] = os.fspath(values[name])
-        if not isinstance(values[name], str) or not values[name] or name == "deepspeed":
+        if not isinstance(values[name], str) or not values[name]:
             continue
         try:
             values[name] = read_document(values[name])

@@ -297,6 +297,25 @@ class ShardPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroPlan:
+    """DeepSpeed's ZeRO: each rank has a part of the optimizer state (stage 1), the gradients (2), the parameters (3).
+
+    Attributes:
+        config: of DeepSpeed's engine; in a loop of the user's own, as it was given, with "auto" and the sections of
+            the optimizer and the schedule.
+        origin: where it was given, for messages.
+        max_norm: the global norm to which a loop clips that does not do so itself; None does not clip.
+        any_optimizer: an optimizer may be used of which it is not known if its update of an element depends on that
+            element alone.
+    """
+
+    config: dict[str, Any]
+    origin: str = "deepspeed"
+    max_norm: float | None = None
+    any_optimizer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DistPlan:
     """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
@@ -310,8 +329,9 @@ class DistPlan:
     bucket_cap_mb: int | None = None
     broadcast_buffers: bool | None = None
     static_graph: bool = False
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
     shard: ShardPlan | None = None
+    zero: ZeroPlan | None = None
     comm_hook: Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "no"
     comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
     comm_options: dict[str, Any] = field(default_factory=dict)

@@ -15,8 +15,9 @@ from enum import Enum
 from typing import Any
 
 from windlass.config import accelerator_config
-from windlass.config.canonical import normalise, read_document
+from windlass.config.canonical import normalise
 from windlass.config.enums import METRIC_DRIVEN
+from windlass.config.json_document import read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
@@ -102,7 +103,7 @@ def _document_fault(name: str, value: Any) -> str | None:
     if name == "accelerator_config" and isinstance(value, accelerator_config.AcceleratorConfig):
         return None
     try:
-        if isinstance(value, str) and value and name != "deepspeed":
+        if isinstance(value, str) and value:
             read_document(value)
         if name == "accelerator_config":
             accelerator_config.read(value)

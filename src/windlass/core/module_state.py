@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,42 @@ _HOOKS = (
 # Overrides in these packages leave every tensor of a state dict in the memory of its parameter or buffer.
 _KNOWN = ("torch.nn.", "torch.distributed.")
 EXTRA_STATE = "_extra_state"
+_ELSEWHERE = "_state_elsewhere"  # an attribute of modules
+
+
+class ElsewhereState(Protocol):
+    """The values of parameters that an engine keeps outside the module, which computes with copies of them.
+
+    Attributes:
+        values: parameter -> the tensor that is saved and loaded in its place.
+    """
+
+    @property
+    def values(self) -> Mapping[Tensor, Tensor]: ...
+
+    def loaded(self) -> None:
+        """Called after `values` were loaded: update the parameters. Collective."""
+        ...
+
+
+def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
+    """Declare that an engine keeps the values of parameters of `module`; None: it has them itself again."""
+    setattr(bare(module), _ELSEWHERE, state)
+
+
+def _elsewhere(module: nn.Module) -> ElsewhereState | None:
+    return getattr(bare(module), _ELSEWHERE, None)
+
+
+def state_was_loaded(module: nn.Module) -> None:
+    """Called after tensors of `state_of` were filled in place. Collective if an engine keeps them."""
+    elsewhere = _elsewhere(module)
+    if elsewhere is not None:
+        elsewhere.loaded()
+
+
+def _kept(value: Any, elsewhere: ElsewhereState) -> Any:
+    return elsewhere.values.get(value, value) if isinstance(value, nn.Parameter) else value
 
 
 def bare(module: nn.Module) -> nn.Module:
@@ -55,13 +91,17 @@ def _module_of(function: Any) -> str:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict: its own parameters and buffers by name, not detached, unless it customizes its state.
+    """The module's state dict: its own parameters and buffers by name, not detached, unless it customizes its state or
+    an engine keeps them elsewhere.
 
     What `get_extra_state` returned is in it as it is.
     """
     if customizes_state(module):
         return dict(bare(module).state_dict())  # an override may take no arguments
-    return dict(module.state_dict(keep_vars=True))
+    state, elsewhere = dict(module.state_dict(keep_vars=True)), _elsewhere(module)
+    if elsewhere is None:
+        return state
+    return {name: _kept(value, elsewhere) for name, value in state.items()}
 
 
 def with_copied_buffers(module: nn.Module) -> dict[str, Any]:

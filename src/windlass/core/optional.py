@@ -24,6 +24,7 @@ EXTRAS = {
     "huggingface_hub": "hub",
     "bitsandbytes": "bnb",
     "torchao": "torchao",
+    "deepspeed": "deepspeed",
     "sacrebleu": "metrics",
     "rouge_score": "metrics",
     "sklearn": "images",

@@ -26,7 +26,7 @@ def data_mesh(device: torch.device, gang: Gang, replicas: int = 1) -> DeviceMesh
         fix = f"must divide the number of processes, {gang.size}"
         raise ConfigError(Problem("dp_replicate_size", replicas, fix))
     if not dist.is_initialized():
-        _open_group_of_one(device)
+        open_group_of_one(device)
     if device.index is not None:
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
@@ -35,7 +35,7 @@ def data_mesh(device: torch.device, gang: Gang, replicas: int = 1) -> DeviceMesh
     return init_device_mesh(device.type, (replicas, gang.size // replicas), mesh_dim_names=(REPLICATE, SHARD))
 
 
-def _open_group_of_one(device: torch.device) -> None:
+def open_group_of_one(device: torch.device) -> None:
     """A mesh of one rank needs a process group too; its store is in this process, so no port is opened."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     with gloo_on_loopback():

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from windlass.dist.flat import FlatParts
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -42,6 +44,8 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part as a plain tensor, in the same memory."""
+    if isinstance(tensor, FlatParts):
+        return tensor.mine
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -55,6 +59,11 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
     with torch.no_grad():  # once for all: entering it costs more than a tensor's part
         return [t.to_local() if isinstance(t, library.DTensor) else t for t in tensors]
+
+
+def is_in_parts(tensor: Any) -> bool:
+    """Return True if each rank holds a part of `tensor`: a block of a mesh, or a run of elements."""
+    return is_sharded(tensor) or isinstance(tensor, FlatParts)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from windlass.dist.sharded import is_sharded
+from windlass.dist.sharded import is_in_parts
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -15,7 +15,7 @@ def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     places = [
         (str(t.device), t.untyped_storage().data_ptr(), str(t.dtype), t.storage_offset(), end_of(t), name)
         for name, t in tensors.items()
-        if not is_sharded(t) and not t.is_meta and t.layout == torch.strided and t.numel()
+        if not is_in_parts(t) and not t.is_meta and t.layout == torch.strided and t.numel()
     ]
     group, memory, until = list[str](), None, 0
     for device, storage, dtype, begin, end, name in sorted(places):

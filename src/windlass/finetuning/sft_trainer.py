@@ -206,14 +206,6 @@ class SFTTrainer(Trainer):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return loss.detach(), outputs.logits.detach(), inputs["labels"]
 
-    # --- the model card ---------------------------------------------------------------------------------------------
-
-    def create_model_card(self, *args: Any, dataset_name: str | None = None, **facts: Any) -> None:
-        """As `Trainer.create_model_card`; `dataset_name` is what scripts of TRL call the dataset's id on the Hub."""
-        if dataset_name is not None:
-            facts.setdefault("dataset_tags", dataset_name)
-        super().create_model_card(*args, **facts)
-
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def create_model_card(  # type: ignore[override]  # the order is TRL's
@@ -226,7 +218,7 @@ class SFTTrainer(Trainer):
         """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
         given = [tags] if isinstance(tags, str) else tags or []
         known = getattr(self.model, "model_tags", None) or []
-        facts.setdefault("dataset", dataset_name)
+        facts.setdefault("dataset_tags", dataset_name)
         super().create_model_card(
             model_name=model_name, tags=list(dict.fromkeys([*given, *_TAGS, *known])), **facts
         )

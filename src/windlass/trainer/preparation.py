@@ -102,6 +102,7 @@ def prepare_run(
     facts = Facts(
         session.world, None, has_training_data=True, has_evaluation_data=hooks.has_evaluation_data,
         overridden=hooks.overridden, in_backward=getattr(optimizer, "in_backward", False),
+        hidden_size=_width(hooks.model),
     )  # fmt: skip
     plan, source, place = _plan_run(args, session.gang, facts, loader, checkpoint, services.fitter.train)
     align_special_tokens(hooks.model, tokenizer)
@@ -163,6 +164,13 @@ def _plan_run(
     if note is not None:
         get_job_logger(__name__).warning(note)
     return plan, source, place
+
+
+def _width(model: nn.Module) -> int | None:
+    """The width that the configuration of a transformers model has; that of its text part, if it has several."""
+    config = getattr(model, "config", None)
+    width = getattr(config, "hidden_size", None) or getattr(getattr(config, "text_config", None), "hidden_size", None)
+    return width if isinstance(width, int) else None
 
 
 def planned_lengths(

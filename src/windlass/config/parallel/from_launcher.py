@@ -23,7 +23,6 @@ def _alone(name: str, reason: str, written: str | None = None) -> Key:
 # Engines that are not built (refusing the switch refuses the variables that depend on it), and variables without a
 # setting.
 REFUSED = {
-    "ACCELERATE_USE_DEEPSPEED": KEYS["launch.use_deepspeed"],
     "ACCELERATE_USE_MEGATRON_LM": KEYS["launch.use_megatron_lm"],
     "ACCELERATE_USE_SAGEMAKER": KEYS["file.use_sagemaker"],
     "ACCELERATE_CPU_AFFINITY": _alone(

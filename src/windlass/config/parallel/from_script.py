@@ -9,6 +9,7 @@ from typing import Any
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import SECTIONS, TRAINING
 from windlass.config.support_rows import ACCELERATOR_REFUSED
@@ -42,6 +43,9 @@ def from_arguments(args: Any) -> Settings:
         _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
         _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
         _say(settings, rows.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
+    if args.deepspeed:
+        _say(settings, rows.STRATEGY, "deepspeed", "deepspeed")
+        _say(settings, CONFIG, args.deepspeed, "deepspeed")
     _sharding(settings, args)
     read_section(
         settings, args.parallelism_config, "parallelism_config", "TrainingArguments.parallelism_config"

@@ -42,7 +42,7 @@ FAMILIES = {
     "mesh": Family("layout of the processes", "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_",
                    "ACCELERATE_USE_PARALLELISM_CONFIG"),
     "fp8": Family("", "fp8_config", "fp8_", "ACCELERATE_FP8_"),
-    "deepspeed": Family("", "deepspeed_config", "", "ACCELERATE_DEEPSPEED_"),
+    "deepspeed": Family("DeepSpeed", "deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED"),
     "megatron": Family("", "megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
 }  # fmt: skip
 
@@ -83,7 +83,9 @@ class Key:
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
-        return word == "use_fsdp" or (self.read is flag and self.family not in ("fsdp", "ddp"))
+        return word in ("use_fsdp", "use_deepspeed") or (
+            self.read is flag and self.family not in ("fsdp", "ddp")
+        )
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windlass.config.deepspeed import stage_of, unfit
+from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
-from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ShardPlan
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ShardPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
@@ -70,6 +72,15 @@ def parallel_problems(settings: Settings, world: World) -> list[Problem]:
     return [*settings.problems, *_objections(settings, world)]
 
 
+def uses_deepspeed(settings: Settings) -> bool:
+    """Return True if the strategy is DeepSpeed and its stage divides anything."""
+    return _asks_for_deepspeed(settings) and stage_of(_zero_config(settings)) > 0
+
+
+def _asks_for_deepspeed(settings: Settings) -> bool:
+    return bool(settings.value(rows.STRATEGY) == "deepspeed" or settings.value(deepspeed.USED))
+
+
 def is_sharded(settings: Settings) -> bool:
     """Return True if the strategy is FSDP, by its name or by a mesh with shards."""
     return bool(settings.value(rows.STRATEGY) == "fsdp" or settings.value(rows.MESH_SHARDS) > 1)
@@ -79,6 +90,7 @@ def is_sharded(settings: Settings) -> bool:
 
 
 def _objections(settings: Settings, world: World) -> Iterator[Problem]:
+    yield from _deepspeed_objections(settings)
     sharded = is_sharded(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     if not sharded:
@@ -102,6 +114,36 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
         found = settings[rows.DDP_HOOK.name]
         fix = "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
         yield Problem(found.origin, found.value, fix)
+
+
+def _deepspeed_objections(settings: Settings) -> Iterator[Problem]:
+    fields = settings.explicit(*deepspeed.FIELDS)
+    if not _asks_for_deepspeed(settings):
+        fix = "has no effect, for DeepSpeed is off; set --use_deepspeed or distributed_type: DEEPSPEED, or leave it out"
+        for found in (*settings.explicit(deepspeed.CONFIG), *fields):
+            if found.source in ("script", "flag"):
+                yield Problem(found.origin, found.value, fix)
+        return
+    if is_sharded(settings):
+        sharded = next(iter(settings.explicit(rows.STRATEGY, rows.MESH_SHARDS)))
+        fix = "contradicts DeepSpeed, which is asked for too; choose one of the two"
+        yield Problem(sharded.origin, sharded.value, fix)
+    whole = settings.get(deepspeed.CONFIG.name)
+    if whole is None:
+        yield from unfit(_zero_config(settings), "deepspeed")
+        return
+    yield from unfit(whole.value, whole.origin)
+    fix = f"contradicts {whole.origin}, which configures DeepSpeed as a whole; set it there"
+    for found in fields:
+        yield Problem(found.origin, found.value, fix)
+
+
+def _zero_config(settings: Settings) -> dict[str, Any]:
+    """The configuration of DeepSpeed, whose "auto" values the run decides."""
+    whole: dict[str, Any] | None = settings.value(deepspeed.CONFIG)
+    if whole is not None:
+        return whole
+    return deepspeed.config_of({found.key: found.value for found in settings.explicit(*deepspeed.FIELDS)})
 
 
 def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
@@ -140,6 +182,8 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
 
 
 def _remarks(settings: Settings, world: World) -> Iterator[str]:
+    if _asks_for_deepspeed(settings) and not uses_deepspeed(settings):
+        yield "stage 0 of ZeRO divides nothing: replicated data parallelism (DDP) trains the model, without DeepSpeed"
     if not is_sharded(settings):
         if unused := settings.explicit(*rows.FSDP):
             yield f"not used, because sharding is off: {', '.join(found.origin for found in unused)}"
@@ -174,13 +218,21 @@ def _compiled(settings: Settings) -> CompilePlan | None:
 
 
 def _dist(settings: Settings, world: World) -> DistPlan:
-    sharded = is_sharded(settings)
+    sharded, zero = is_sharded(settings), uses_deepspeed(settings)
     return DistPlan(
         **values_for(settings, "ddp", DistPlan),
         timeout_seconds=settings.value(rows.DDP_TIMEOUT),
-        strategy="fsdp" if sharded else "ddp",
+        strategy="deepspeed" if zero else "fsdp" if sharded else "ddp",
         shard=_shard(settings, world) if sharded else None,
+        zero=_zero(settings) if zero else None,
     )
+
+
+def _zero(settings: Settings) -> ZeroPlan:
+    config = _zero_config(settings)
+    whole = settings.get(deepspeed.CONFIG.name)
+    allowed = config.get("zero_allow_untested_optimizer") is True
+    return ZeroPlan(config, "deepspeed" if whole is None else whole.origin, any_optimizer=allowed)
 
 
 def _shard(settings: Settings, world: World) -> ShardPlan:

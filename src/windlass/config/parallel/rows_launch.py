@@ -6,7 +6,7 @@ from typing import Any
 
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
-from windlass.config.parallel.rows_training import NO_DEEPSPEED, NO_MEGATRON
+from windlass.config.parallel.rows_training import NO_MEGATRON
 
 _TPU = "needs PyTorch/XLA, which is not built yet"
 _AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"
@@ -106,7 +106,7 @@ _IDLE_LAUNCH = (
 
 # Refused flags that take no value.
 _SWITCHES = (
-    "use_deepspeed", "use_megatron_lm", "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
+    "use_megatron_lm", "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
     "use_autocast_during_eval",
 )  # fmt: skip
 
@@ -122,7 +122,6 @@ def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key
 
 
 _REFUSED_LAUNCH = (
-    *_refused("launch", NO_DEEPSPEED, "use_deepspeed"),
     *_refused("launch", NO_MEGATRON, "use_megatron_lm"),
     *_refused("launch", _TPU, "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "vm"),
     *_refused("file", _TPU, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
@@ -144,11 +143,12 @@ FP8 = _refused(
     format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", opt_level="O2",
     enable_fsdp_float8_all_gather=True, pad_inner_dim=True,
 )  # fmt: skip
-DEEPSPEED = _refused(
-    "deepspeed", NO_DEEPSPEED, "deepspeed_config_file", "zero_stage", "offload_optimizer_device",
-    "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping",
-    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+_HOSTS = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
+DEEPSPEED = (
+    *_refused("deepspeed", "is not built yet; use cpu", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+    *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+              "deepspeed_multinode_launcher"),
+    *_refused("deepspeed", "is not built yet", "deepspeed_moe_layer_cls_names"),
 )  # fmt: skip
 MEGATRON = _refused(
     "megatron", NO_MEGATRON, "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim",

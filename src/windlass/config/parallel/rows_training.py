@@ -8,9 +8,6 @@ from typing import Any
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
 
-NO_DEEPSPEED = (
-    "needs DeepSpeed, which is not built yet; distributed_type: FSDP shards parameters, gradients and state"
-)
 NO_MEGATRON = (
     "needs Megatron-LM, which is not built yet; distributed_type: FSDP shards the model by its layers"
 )
@@ -26,10 +23,9 @@ _DTYPES = kinds.choice(
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
 _STRATEGIES = kinds.choice(
-    "ddp", "fsdp",
+    "ddp", "fsdp", "deepspeed",
     also={"true": "fsdp", **dict.fromkeys(_PROCESSES)},
     refused={
-        "deepspeed": NO_DEEPSPEED,
         "megatron_lm": NO_MEGATRON,
         "xla": "needs PyTorch/XLA, which is not built yet",
         "tp": "needs tensor parallelism, which is not built yet",
@@ -43,7 +39,7 @@ _ACCUMULATION = kinds.either(
 )
 STRATEGY = Key(
     "strategy", _STRATEGIES, "ddp",
-    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp).",
+    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp, deepspeed).",
     "run", ("distributed_type", "use_fsdp", "strategy"),
 )  # fmt: skip
 PRECISION = Key(

@@ -75,7 +75,6 @@ class RunningSection:
         None,
         "DeepSpeed configuration: a dict, JSON, or a JSON file.",
         document=True,
-        refused="is not built yet; fsdp=True shards parameters, gradients and optimizer state",
     )
 
     # --- debugging ---

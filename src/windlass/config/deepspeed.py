@@ -1,0 +1,226 @@
+"""A DeepSpeed configuration: what is known and built of it, and its values in a run, without "auto"."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.config.nearest import did_you_mean
+from windlass.core.errors import Problem
+
+AUTO = "auto"
+
+_NO_MONITOR = "is not built yet; report_to sends metrics to trackers"
+_NOT_BUILT = "is not built yet; leave it out"
+# Keys at the top level -> why they are refused; empty for those that are honoured.
+_TOP = {
+    **dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+         "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "communication_data_type", "steps_per_print",
+         "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+         "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler",
+         "disable_allgather", "seed", "dataloader_drop_last", "use_node_local_storage", "checkpoint"), ""),
+    **dict.fromkeys(
+        ("amp", "elasticity", "sparse_attention", "autotuning", "compression_training", "data_efficiency",
+         "curriculum_learning", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "pipeline",
+         "hybrid_engine", "compile", "sparse_gradients", "quantize_training", "progressive_layer_drop", "eigenvalue",
+         "weight_quantization", "torch_autocast", "data_types", "activation_checkpointing", "aio",
+         "managed_gradient_accumulation", "expert_parallel", "nebula", "timers", "graph_harvesting",
+         "use_data_before_expert_parallelism", "zenflow", "superoffload"), _NOT_BUILT),
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"), _NO_MONITOR),
+}  # fmt: skip
+_ZERO = {
+    **dict.fromkeys(
+        ("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+         "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param",
+         "offload_optimizer", "sub_group_size", "cpu_offload", "prefetch_bucket_size", "param_persistence_threshold",
+         "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
+         "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params",
+         "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters",
+         "round_robin_gradients", "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings",
+         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+         "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "module_granularity_threshold",
+         "stage3_module_granularity_threshold", "stage3_model_persistence_threshold",
+         "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "allgather_sequential",
+         "use_multi_rank_bucket_allreduce", "pipeline_loading_checkpoint"), ""),
+    **dict.fromkeys(
+        ("legacy_stage1", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+         "zero_quantized_gradients", "mics_shard_size", "mics_hierarchical_params_gather", "zenflow",
+         "compute_grad_norm", "cpu_offload_params",
+         "cpu_offload_use_pin_memory", "zeropp_loco_param", "parameter_alignment",
+         "save_muon_momentum_buffer_in_memory", "enable_sanity_checks"), _NOT_BUILT),
+}  # fmt: skip
+_NO_NVME = "keeps tensors in files, which is not built yet; use cpu"
+_ADAMW = "only AdamW and Adam are built: choose another optimizer by TrainingArguments(optim=...), and leave this out"
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gradients and optimizer state'
+
+
+@dataclass(frozen=True, slots=True)
+class RunValues:
+    """The values of a run that "auto" stands for, and the arguments that set them.
+
+    Attributes:
+        values: path in the configuration -> (value, argument).
+        hidden_size: width of the model, from which sizes of buckets follow; None if it is not known.
+    """
+
+    values: Mapping[str, tuple[Any, str]]
+    hidden_size: int | None = None
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The stage of ZeRO; 0 replicates everything."""
+    section = config.get("zero_optimization")
+    return int(section.get("stage", 0)) if isinstance(section, Mapping) else 0
+
+
+def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    """What of a configuration is unknown, malformed or not built."""
+    yield from _known(config, _TOP, origin)
+    section = config.get("zero_optimization", {})
+    if not isinstance(section, Mapping):
+        yield Problem(f"{origin}.zero_optimization", section, _NO_STAGE)
+        return
+    yield from _known(section, _ZERO, f"{origin}.zero_optimization")
+    if section.get("stage", 0) not in (0, 1, 2, 3):
+        yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
+    for name in ("offload_optimizer", "offload_param"):
+        yield from _unfit_offload(
+            section.get(name), section.get("stage"), f"{origin}.zero_optimization.{name}"
+        )
+    if _section(config, "fp16").get("enabled") is True:
+        yield Problem(f"{origin}.fp16.enabled", True, "is not built yet under DeepSpeed; use bf16")
+    yield from _unfit_optimizer(_section(config, "optimizer"), origin)
+
+
+def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
+    for name, value in section.items():
+        if name not in table:
+            fix = f"DeepSpeed has no such key{did_you_mean(str(name), table)}"
+            yield Problem(f"{origin}.{name}", value, fix)
+        elif table[name] and value not in (None, False) and not _is_off(value):
+            yield Problem(f"{origin}.{name}", value, table[name])
+
+
+def _is_off(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("enabled", True) is False
+
+
+def _unfit_offload(given: Any, stage: Any, origin: str) -> Iterator[Problem]:
+    if given is None:
+        return
+    device = given.get("device", "none") if isinstance(given, Mapping) else given
+    if device == "nvme":
+        yield Problem(f"{origin}.device", device, _NO_NVME)
+    elif device not in ("none", "cpu", None):
+        yield Problem(f"{origin}.device", device, "must be none or cpu")
+    elif device == "cpu" and origin.endswith("param") and stage != 3:
+        yield Problem(
+            f"{origin}.device", device, f"needs stage 3, which divides parameters; the stage is {stage}"
+        )
+
+
+def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    kind = section.get("type")
+    if section and str(kind).lower() not in ("adamw", "adam"):
+        yield Problem(f"{origin}.optimizer.type", kind, _ADAMW)
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+# --- the values of a run ----------------------------------------------------------------------------------------------
+
+
+def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
+    """The configuration with a value in place of each "auto", and what contradicts the run's arguments."""
+    filled, problems = copy.deepcopy(dict(config)), list[Problem]()
+    for path, value in _leaves(filled):
+        wanted = run.values.get(path)
+        if wanted is not None and value == AUTO:
+            _put(filled, path, wanted[0])
+        elif wanted is not None and not _same(value, wanted[0]):
+            fix = f'contradicts {wanted[1]}={wanted[0]!r}; set "auto" here, or the same value in both'
+            problems.append(Problem(f"{origin}.{path}", value, fix))
+    for path, size in _bucket_sizes(run.hidden_size).items():
+        if _get(filled, path) == AUTO:
+            _put(filled, path, size)
+    for path, value in _leaves(filled):
+        if value == AUTO:
+            fix = 'has no value for "auto" in this run; write the value, or leave the key out'
+            problems.append(Problem(f"{origin}.{path}", AUTO, fix))
+    return filled, problems
+
+
+def _bucket_sizes(width: int | None) -> dict[str, int | None]:
+    """The sizes that transformers computes for "auto"; without a width those of DeepSpeed remain (None)."""
+    square = None if width is None else width * width
+    return {
+        "zero_optimization.reduce_bucket_size": square,
+        "zero_optimization.stage3_prefetch_bucket_size": None if square is None else int(0.9 * square),
+        "zero_optimization.stage3_param_persistence_threshold": None if width is None else 10 * width,
+    }
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list | tuple) and isinstance(value, list | tuple):
+        return len(value) == len(wanted) and all(map(_same, value, wanted))
+    numbers = (int, float)
+    if isinstance(value, numbers) and isinstance(wanted, numbers):
+        return math.isclose(value, wanted, rel_tol=1e-9)
+    return bool(value == wanted)
+
+
+def _leaves(config: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        path = f"{before}{name}"
+        found += _leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def _get(config: Mapping[str, Any], path: str) -> Any:
+    return dict(_leaves(config)).get(path)
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value that exists; None removes it."""
+    *sections, last = path.split(".")
+    for name in sections:
+        config = config[name]
+    if value is None:
+        del config[last]
+    else:
+        config[last] = value
+
+
+# Sections and keys that a run carries out itself.
+_OWN = (
+    "optimizer",
+    "scheduler",
+    "train_batch_size",
+    "gradient_clipping",
+    "seed",
+    "dataloader_drop_last",
+    "checkpoint",
+)
+
+
+def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
+    """The configuration of the engine: the run accumulates, clips and schedules itself."""
+    kept = {name: value for name, value in config.items() if name not in _OWN and not _is_off(value)}
+    return {
+        **kept,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": kept.get("steps_per_print") or 1 << 62,
+    }

@@ -1,0 +1,54 @@
+"""Tensors whose elements, in row-major order, are divided among ranks at any place, not only between rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+
+class FlatParts(Tensor):
+    """A tensor of which each rank holds a run of elements. It has a shape and a dtype, and no operations.
+
+    Attributes:
+        mine: this rank's elements, one-dimensional; a view of the memory in which they lie.
+        start: the index of the first of them in the flattened tensor.
+        pieces: (rank, first index, number of elements) of each part with elements, in order.
+    """
+
+    mine: Tensor
+    start: int
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], mine: Tensor, start: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> FlatParts:
+        made: FlatParts = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), dtype=mine.dtype, device=mine.device
+        )
+        made.mine, made.start, made.pieces = mine, start, tuple(pieces)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(f"{func} needs a whole tensor, and each rank holds a part of this one")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FlatParts(shape={list(self.shape)}, start={self.start}, elements={self.mine.numel()})"
+
+
+def divided(numel: int, length: int, ranks: int, before: int = 0) -> list[tuple[int, int, int]]:
+    """The pieces of a tensor in a buffer that `ranks` divide into runs of `length` elements.
+
+    Args:
+        numel: elements of the tensor.
+        before: elements of the buffer before it.
+    """
+    found = []
+    for rank in range(ranks):
+        first, end = max(rank * length, before), min((rank + 1) * length, before + numel)
+        if first < end:
+            found.append((rank, first - before, end - first))
+    return found

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: gradients, optimizer state and parameters that its engine divides among ranks."""

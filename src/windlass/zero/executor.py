@@ -1,0 +1,206 @@
+"""The executor of DeepSpeed's ZeRO: the engine reduces, clips and updates what it divides among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.config.plan import ZeroPlan
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.module_state import bare, customizes_state
+from windlass.core.types import State
+from windlass.core.waiting import thread_waiting
+from windlass.data.group import Group
+from windlass.dist.beacon import beacon
+from windlass.dist.gang import Gang
+from windlass.engine.executor import StepHooks, StepRequest, StepResult
+from windlass.zero.library import Engine
+from windlass.zero.optimizer import ZeroOptimizer
+from windlass.zero.strategy import ZeroModel
+
+_SUMMED = (
+    "LossTerms(aux=...) under gradient accumulation needs separate gradients, which ZeRO does not have: set "
+)
+
+
+class ZeroExecutor:
+    """Implements `engine.executor.Executor`.
+
+    Every backward reduces its gradients, and the norm is known only in the update, which clips.
+
+    Args:
+        module: on its device; the engine changes it in place.
+        optimizer: the user's; an optimizer whose update of an element depends on that element alone.
+        plan: its configuration is complete.
+
+    Raises:
+        ConfigError: the optimizer or the model cannot be used under ZeRO.
+    """
+
+    updates_in_backward = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: ZeroPlan,
+        device: torch.device,
+        gang: Gang,
+    ) -> None:
+        _check_optimizer(optimizer, plan)
+        _check_model(module)
+        own = ZeroOptimizer(optimizer)
+        self._engine = Engine(module, own, plan.config, device, gang)
+        own.use_places(self._engine.places())
+        self.optimizer: torch.optim.Optimizer = own
+        self._own, self._device = own, device
+        self.strategy = ZeroModel(module, self._engine, gang)
+        self._usual_norm = self._max_norm = plan.max_norm
+        self._factor = 1.0
+        self._norm = torch.zeros((), device=device)
+        self._beacon, self._waiting = beacon(), thread_waiting()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.strategy.model
+
+    # --- primitives -------------------------------------------------------------------------------------------------
+
+    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        unknown = sorted(options.keys() - {"retain_graph"})
+        if unknown:
+            raise ModelError(
+                f"backward({', '.join(unknown)}=...) is not possible under DeepSpeed; leave these arguments out"
+            )
+        self._engine.backward(loss, bool(options.get("retain_graph")))
+
+    def backward_aux(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            raise ModelError(
+                f"{_SUMMED}gradient_accumulation_steps=1, or put the auxiliary terms into the sum"
+            )
+
+    def add_aux(self, factor: Tensor) -> None:
+        """No auxiliary gradients exist."""
+
+    def unscale(self) -> None:
+        """Gradients are not scaled."""
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Clip in the next `step`. The norm is that of the last update: the engine measures in its step."""
+        self._max_norm = max_norm
+        return self._norm
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the gradients in the next `step`."""
+        self._factor = float(factor)
+
+    def step(self) -> bool:
+        norm, finite = self._engine.step(self._max_norm, self._factor)
+        self._norm = norm.to(self._device)
+        applied = finite and not self._own.skips
+        self._max_norm, self._factor, self._own.skips = self._usual_norm, 1.0, False
+        self._waiting.look()
+        return applied
+
+    def zero_grad(self) -> None:
+        """The engine frees gradients in its step."""
+
+    def abandon(self) -> bool:
+        """The engine cannot take back a half-finished backward or update."""
+        return False
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        with self.strategy.buffers_of_first_rank():
+            yield
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """The optimizer has no modes."""
+
+    def finish(self) -> None:
+        """The optimizer has no modes."""
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
+        if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
+            self.model.train()
+        losses: list[Tensor] = []
+        last = len(group.batches) - 1
+        self._beacon.call("forward and backward")
+        for index, batch in enumerate(group.batches):
+            losses.append(hooks.micro_step(batch, index, request))
+            if index != last:
+                hooks.event("on_substep_end")
+        self._beacon.call("norm and update")
+        loss, rescale = sum(losses[1:], losses[0]), hooks.rescale(request)
+        if rescale is not None:
+            loss = loss * rescale
+            self.multiply(rescale)
+        self._max_norm = request.max_norm
+        self._own.skips = request.empty and rescale is None
+        hooks.event("on_pre_optimizer_step")
+        applied = self.step()
+        hooks.event("on_optimizer_step")
+        if applied:
+            hooks.advance_schedule()
+        return StepResult(loss, self._norm, applied, hooks.parts(), False, losses)
+
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        self.strategy.warm_up(backward)
+
+    def release(self) -> None:
+        self.strategy.release()
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {"scaler": {}}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to do: there is no loss scale."""
+
+
+_ELEMENTWISE = (
+    torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SGD,
+    torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Adadelta,
+)  # fmt: skip
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
+    """Check that the optimizer may work on flat tensors, in which parameters are joined and cut."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "eval", None)) or getattr(optimizer, "in_backward", False):
+        fix = "averages weights or updates in the backward, which ZeRO does not know; choose adamw_torch, or fsdp=True"
+        raise ConfigError(Problem("optim", name, fix))
+    if isinstance(optimizer, torch.optim.Adagrad):
+        fix = "makes its state before ZeRO divides the parameters; choose adamw_torch, or fsdp=True"
+        raise ConfigError(Problem("optim", name, fix))
+    if type(optimizer) not in _ELEMENTWISE and not plan.any_optimizer:
+        fix = (
+            "ZeRO joins parameters into flat tensors and cuts them anywhere, and it is not known if this optimizer "
+            "needs whole matrices or layers: choose adamw_torch or fsdp=True, or, if its update of an element depends "
+            f'on that element alone, set "zero_allow_untested_optimizer": true in {plan.origin}'
+        )
+        raise ConfigError(Problem("optim", name, fix))
+
+
+def _check_model(module: nn.Module) -> None:
+    if customizes_state(module):
+        raise ModelError(
+            f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
+            "DeepSpeed do not call: remove the override, or train without DeepSpeed"
+        )

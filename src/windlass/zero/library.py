@@ -1,0 +1,187 @@
+"""The only file that imports DeepSpeed: its engine, and where it keeps what it divides among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import require
+from windlass.dist.flat import FlatParts, divided
+from windlass.dist.gang import Gang
+from windlass.dist.mesh import open_group_of_one
+
+
+def _deepspeed() -> ModuleType:
+    library = require("deepspeed", "train with ZeRO")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports each step of its start
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the engine keeps this rank's run of elements of a trained parameter.
+
+    Attributes:
+        buffer: the flat fp32 tensor that the optimizer updates; its state has entries of the same shape.
+        offset, length: the run in it.
+        shape: of the whole parameter.
+        start: index of the run in the flattened parameter.
+        pieces: of all ranks; see `FlatParts`.
+    """
+
+    buffer: Tensor
+    offset: int
+    length: int
+    shape: torch.Size
+    start: int
+    pieces: Sequence[tuple[int, int, int]]
+
+    def parts_of(self, buffer: Tensor) -> FlatParts:
+        """The parts of a tensor that lies in `buffer` as the parameter lies in its own."""
+        mine = buffer.detach().narrow(0, self.offset, self.length)
+        return FlatParts(self.shape, mine, self.start, self.pieces)
+
+
+class Engine:
+    """DeepSpeed's engine for one model and its optimizer.
+
+    Args:
+        module: on the device; DeepSpeed changes it in place.
+        optimizer: its groups hold the engine's flat tensors afterwards.
+        config: complete, without "auto".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        device: torch.device,
+        gang: Gang,
+    ) -> None:
+        library = _deepspeed()
+        _check_accelerator(library, device)
+        if gang.size == 1 and not torch.distributed.is_initialized():
+            open_group_of_one(device)
+        self.stage: int = config["zero_optimization"]["stage"]
+        self._module, self._gang, self._zero = module, gang, library.zero
+        self._engine, self._optimizer, _, _ = library.initialize(
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapper that forwards run through."""
+        engine: nn.Module = self._engine
+        return engine
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, retain_graph: bool) -> None:
+        """Add the gradients of `loss`, averaged over ranks."""
+        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def step(self, max_norm: float | None, factor: float) -> tuple[Tensor, bool]:
+        """Multiply the gradients by `factor`, clip them, and update.
+
+        Returns:
+            The norm after `factor` and before clipping, and False if the engine skipped the update, because the norm
+            was not finite.
+        """
+        self._optimizer.clip_grad = max_norm or 0.0
+        self._optimizer.override_loss_scale(1.0 / factor)  # by which it divides gradients and norm
+        try:
+            self._engine.step()
+        finally:
+            self._optimizer.override_loss_scale(1.0)
+        norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32)
+        return norm, bool(self._engine.was_step_applied())
+
+    # --- what it keeps ----------------------------------------------------------------------------------------------
+
+    def places(self) -> dict[nn.Parameter, Place]:
+        """Where each trained parameter lies on this rank."""
+        return self._places_of_whole() if self.stage < 3 else self._places_of_parts()
+
+    def _places_of_whole(self) -> dict[nn.Parameter, Place]:
+        """Stages 1 and 2: the parameters of a group, one behind another, are divided into as many runs as ranks."""
+        zero, rank, found = self._optimizer, self._gang.rank, {}
+        for group, parameters in enumerate(zero.round_robin_bit16_groups):
+            length, buffer = int(zero.partition_size[group]), zero.single_partition_of_fp32_groups[group]
+            for parameter, before in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
+                pieces = divided(parameter.numel(), length, self._gang.size, before)
+                start, count = _of_rank(pieces, rank)
+                offset = max(before - rank * length, 0) if count else 0
+                found[parameter] = Place(buffer, offset, count, parameter.shape, start, pieces)
+        return found
+
+    def _places_of_parts(self) -> dict[nn.Parameter, Place]:
+        """Stage 3: every parameter is divided into as many runs as ranks."""
+        zero, found = self._optimizer, {}
+        for parameters in zero.fp16_groups:
+            for parameter in parameters:
+                group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+                pieces = divided(parameter.ds_numel, length, self._gang.size)
+                start, count = _of_rank(pieces, self._gang.rank)
+                buffer = zero.fp32_partitioned_groups_flat[group]
+                found[parameter] = Place(buffer, offset, count, parameter.ds_shape, start, pieces)
+        return found
+
+    def frozen(self) -> dict[nn.Parameter, FlatParts]:
+        """The parameters that are divided and not trained."""
+        parameters = [p for p in self._module.parameters() if hasattr(p, "ds_tensor") and not p.requires_grad]
+        found = {}
+        for parameter in parameters:
+            kept: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+            numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
+            pieces = divided(numel, kept.numel(), self._gang.size)
+            start, count = _of_rank(pieces, self._gang.rank)
+            found[parameter] = FlatParts(shape, kept.detach()[:count], start, pieces)
+        return found
+
+    def use_places(self, places: dict[nn.Parameter, Place]) -> None:
+        """Compute with the values in `places`, which were changed. Collective."""
+        with torch.no_grad():
+            if self.stage < 3:
+                self._optimizer.update_lp_params()
+                return
+            for parameter, place in places.items():
+                mine = place.buffer.detach().narrow(0, place.offset, place.length)
+                parameter.ds_tensor.data[: place.length].copy_(mine)  # type: ignore[attr-defined]
+            # Small ones are whole on every rank, and not gathered before forwards.
+            kept_whole = self._optimizer.persistent_parameters
+            if kept_whole:
+                kept_whole[0].partition(kept_whole, has_been_updated=False)
+                kept_whole[0].all_gather(kept_whole)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """Context in which all ranks have these parameters whole. Collective."""
+        if self.stage < 3:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self._zero.GatheredParameters(list(parameters))
+        return context
+
+    def release(self) -> None:
+        """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards."""
+        if self.stage < 3:
+            self._engine.destroy()
+
+
+def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
+    """First index and number of elements of a rank's piece; (0, 0) if it has none."""
+    return next(((start, count) for owner, start, count in pieces if owner == rank), (0, 0))
+
+
+def _check_accelerator(library: ModuleType, device: torch.device) -> None:
+    name = library.accelerator.get_accelerator().device_name()
+    if name != device.type:
+        fix = f"DeepSpeed chose {name}, and this process trains on {device.type}: set DS_ACCELERATOR={device.type}"
+        raise ConfigError(Problem("deepspeed", name, fix))

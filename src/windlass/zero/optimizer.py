@@ -1,0 +1,150 @@
+"""The optimizer that DeepSpeed's engine steps, and its state by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.deferred import Deferred, read_run
+from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.optimizer_state import IMPLEMENTATION, check_shapes, match_groups, part_mark
+from windlass.core.errors import CheckpointError
+from windlass.core.types import State
+from windlass.zero.library import Place
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, over the flat tensors of the engine. Implements `KeepsOwnState`.
+
+    Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates.
+
+    Attributes:
+        skips: the next step changes nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # The base class's constructor is not called: it would create groups and a state of its own.
+        self.optimizer = optimizer
+        self.skips = False
+        self._members: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._places: Mapping[nn.Parameter, Place] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups  # the engine steps one group at a time
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.skips:
+            self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def use_places(self, places: Mapping[nn.Parameter, Place]) -> None:
+        """Called once the engine has divided the parameters."""
+        self._places = places
+        self._members = [kept for group in self._members if (kept := [p for p in group if p in places])]
+
+    # --- its state ----------------------------------------------------------------------------------------------------
+
+    def split_state(self, model: nn.Module) -> tuple[State, dict[str, Tensor]]:
+        """As `checkpoint.optimizer_state.split_optimizer_state`."""
+        names, parts = self._names(model), dict[str, Tensor]()
+        entries: dict[str, Any] = {}
+        for parameter, place in self._places.items():
+            name = names[parameter]
+            for key, value in (self.state.get(place.buffer) or {}).items():
+                entry = entries.setdefault(name, {})
+                if isinstance(value, Tensor) and value.shape == place.buffer.shape:
+                    path = f"{name}/{key}"
+                    parts[path] = place.parts_of(value)
+                    entry[key] = part_mark(path)
+                else:
+                    entry[key] = value
+        groups = [
+            {
+                "names": [names[parameter] for parameter in members],
+                "options": {
+                    key: value for key, value in group.items() if key not in ("params", "param_names")
+                },
+            }
+            for members, group in zip(self._members, self.param_groups, strict=True)
+        ]
+        shapes = {names[parameter]: list(place.shape) for parameter, place in self._places.items()}
+        return {"shapes": shapes, "state": entries, "groups": groups}, parts
+
+    def take_state(self, model: nn.Module, state: State) -> None:
+        """As `checkpoint.optimizer_state.load_optimizer_state`."""
+        names = self._names(model)
+        check_shapes({names[parameter]: place.shape for parameter, place in self._places.items()}, state)
+        members = [frozenset(names[parameter] for parameter in group) for group in self._members]
+        options = match_groups(members, state)
+        for group, saved in zip(self.param_groups, options, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in IMPLEMENTATION})
+        for buffer in {id(place.buffer): place.buffer for place in self._places.values()}.values():
+            self.state.pop(buffer, None)
+        for parameter, place in self._places.items():
+            entry = state["state"].get(names[parameter])
+            if entry is not None:
+                self._take_entry(names[parameter], place, entry)
+
+    def _take_entry(self, name: str, place: Place, entry: Mapping[str, Any]) -> None:
+        live = self.state[place.buffer]
+        for key, value in entry.items():
+            if (
+                isinstance(value, Tensor | Deferred)
+                and tuple(value.shape) == tuple(place.shape)
+                and key != "step"
+            ):
+                if key not in live:
+                    live[key] = torch.zeros_like(place.buffer, dtype=value.dtype, requires_grad=False)
+                live[key].narrow(0, place.offset, place.length).copy_(_run(value, place))
+                continue
+            value = value.read() if isinstance(value, Deferred) else value
+            value = value.clone() if isinstance(value, Tensor) else value
+            if key in live and not _equal(live[key], value):
+                raise CheckpointError(
+                    f"the optimizer's {key!r} of {name!r} is {value}, and that of other parameters {live[key]}: under "
+                    "ZeRO the parameters of a group share it"
+                )
+            live[key] = value
+
+    def _names(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        named = dict(model.named_parameters())
+        short = canonical_names(named)
+        names = {parameter: short[name] for name, parameter in named.items()}
+        stray = [index for index, group in enumerate(self._members) if not names.keys() >= set(group)]
+        if stray:
+            raise CheckpointError(
+                f"groups {shorten(map(str, stray))} of the optimizer have parameters that the model does not have, so "
+                "a checkpoint cannot hold them; make them part of the model"
+            )
+        return names
+
+
+def _run(value: Tensor | Deferred, place: Place) -> Tensor:
+    """This rank's elements of a state of the parameter's shape."""
+    if isinstance(value, Deferred):
+        return read_run(value.source, value.name, place.start, place.length)
+    return value.reshape(-1)[place.start :][: place.length]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other.to(one.device))
+    return bool(one == other)

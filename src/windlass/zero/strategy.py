@@ -1,0 +1,93 @@
+"""How a model under ZeRO is saved, loaded and gathered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from windlass.core.module_state import bare, keep_elsewhere
+from windlass.dist.gang import Gang
+from windlass.transforms.alone import Alone
+from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
+from windlass.zero.library import Engine
+
+
+class _Values:
+    """Implements `core.module_state.ElsewhereState`: the engine's fp32 values of the parameters."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._places = engine, engine.places()
+        trained = {p: place.parts_of(place.buffer) for p, place in self._places.items()}
+        self.values: Mapping[Tensor, Tensor] = {**trained, **engine.frozen()}
+
+    def loaded(self) -> None:
+        self._engine.use_places(self._places)
+
+
+class ZeroModel(Alone):
+    """Implements `Strategy`: a model whose optimizer state (stage 1), gradients (2) and parameters (3) are divided.
+
+    Checkpoints hold the engine's fp32 values in parts, so that any strategy and any number of ranks reads them.
+    """
+
+    saves_parts = True
+
+    def __init__(self, module: nn.Module, engine: Engine, gang: Gang) -> None:
+        super().__init__(module)
+        self._engine: Engine | None = engine
+        self._gang = gang
+        self._parts = engine
+        self.sharded = engine.stage == 3
+        self.share_buffers()
+        keep_elsewhere(module, _Values(engine))
+
+    @property
+    def model(self) -> nn.Module:
+        return self._module if self._engine is None else self._engine.model
+
+    def warm_up(self, backward: Callable[[], Tensor]) -> None:
+        """Nothing to do: sums over ranks always have the same order."""
+
+    def share_buffers(self) -> None:
+        if self._gang.size > 1:
+            share_buffers(self._module)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """All of them: forwards do not share buffers between ranks."""
+        return super().own_buffers() if self._gang.size == 1 else self._buffers.all()
+
+    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
+        return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
+
+    def whole_state(self) -> dict[str, Any]:
+        """Gathered one parameter at a time, onto the host of rank 0. Empty on other ranks."""
+        if not self.sharded:
+            return super().whole_state()
+        own = dict(bare(self._module).state_dict(keep_vars=True))
+        state: dict[str, Any] = {}
+        copies: dict[int, Tensor] = {}
+        for name, value in own.items():
+            if isinstance(value, nn.Parameter) and id(value) not in copies:
+                with self._parts.gathered([value]):
+                    if self._gang.rank == 0:
+                        copies[id(value)] = value.detach().to("cpu", copy=True)
+            if self._gang.rank == 0:
+                state[name] = copies.get(id(value), value)
+        return state
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        with self._parts.gathered(self._module.parameters()):
+            yield
+
+    def release(self) -> None:
+        """A model of stage 3 stays divided: the whole one may not fit into memory."""
+        if self._engine is not None:
+            self._engine.release()
+            self._engine = None
+        if not self.sharded:
+            keep_elsewhere(self._module, None)

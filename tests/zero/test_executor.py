@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.zero import runs
+
+from windlass.core.optional import is_available
+
+SCRIPT = Path(runs.__file__)
+TOLERANCE = 5e-6  # of fp32
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process without DeepSpeed."""
+    folder = tmp_path_factory.mktemp("alone")
+    made = runs.trainer(folder, stage=-1)
+    made.train()
+    return {**runs.told(made), "evaluation": made.evaluate()["eval_loss"], "weights": weights(folder)}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def check(folder: Path, stage: int, alone: dict[str, Any]) -> None:
+    found = json.loads((folder / f"stage{stage}.json").read_text())
+    for key, values in found.items():
+        assert values == pytest.approx(alone[key], abs=TOLERANCE), key
+    saved = weights(folder / f"stage{stage}")
+    assert saved.keys() == alone["weights"].keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(value, alone["weights"][name], rtol=0, atol=TOLERANCE)
+
+
+def test_stage_1_on_two_ranks_equals_one_process(alone: dict[str, Any], tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, 1)
+    check(tmp_path, 1, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_other_stages_equal_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, stage)
+    check(tmp_path, stage, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_job_of_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    launch(1, SCRIPT, tmp_path, stage)
+    check(tmp_path, stage, alone)

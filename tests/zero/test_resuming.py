@@ -1,0 +1,92 @@
+"""Checkpoints of runs under ZeRO: the same bits on the same ranks, and any other strategy and number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.dist.launch import launch, run_script
+from tests.zero import resumed_runs, runs
+
+from windlass.checkpoint.sharded import load_parts, open_parts
+from windlass.core.optional import is_available
+
+SCRIPT = Path(resumed_runs.__file__)
+TOLERANCE = 5e-6
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """`clean`: 8 updates; `stopped`: its first 4, from which others go on."""
+    made, stage = tmp_path_factory.mktemp("zero"), request.param
+    launch(2, SCRIPT, made, f"clean:{stage}:8", f"stopped:{stage}:4")
+    return made, stage
+
+
+def weights(checkpoint: Path) -> list[torch.Tensor]:
+    model = runs.Net()
+    if (checkpoint / "model.parts.json").exists():
+        load_parts(checkpoint, model)
+    else:
+        from windlass import load_weights
+
+        load_weights(checkpoint, model)
+    return list(model.state_dict().values())
+
+
+def digest(checkpoint: Path) -> dict[str, str]:
+    files = [*sorted(checkpoint.glob("model*")), *sorted(checkpoint.glob("optimizer*"))]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_a_stopped_run_ends_with_the_same_bits(folder: tuple[Path, int]) -> None:
+    made, stage = folder
+    shutil.copytree(made / "stopped", made / "same")
+    launch(2, SCRIPT, made, f"same:{stage}:8:resume")
+    clean, same = (digest(made / name / "checkpoint-8") for name in ("clean", "same"))
+    assert {"model.parts.json", "model-rank-00001.safetensors", "optimizer-rank-00001.safetensors"} <= clean.keys()
+    assert clean == same
+
+
+@pytest.mark.parametrize(("ranks", "other"), [(1, -1), (2, -1), (4, 3), (2, 2)])
+def test_another_strategy_or_number_of_ranks_continues(folder: tuple[Path, int], ranks: int, other: int) -> None:
+    made, stage = folder
+    name = f"on{ranks}with{other}"
+    shutil.copytree(made / "stopped", made / name)
+    if ranks == 1 and other < 0:
+        run_script(SCRIPT, made, f"{name}:{other}:8:resume")
+    else:
+        launch(ranks, SCRIPT, made, f"{name}:{other}:8:resume")
+    for ours, theirs in zip(weights(made / name / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_a_checkpoint_of_another_strategy_is_continued(folder: tuple[Path, int]) -> None:
+    made, stage = folder
+    run_script(SCRIPT, made, f"alone{stage}:-1:4")
+    launch(2, SCRIPT, made, f"alone{stage}:{stage}:8:resume")
+    for ours, theirs in zip(
+        weights(made / f"alone{stage}" / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_in_bf16_is_continued_from_its_fp32_values(stage: int, tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, f"clean:{stage}b:8", f"stopped:{stage}b:4", f"stopped:{stage}b:8:resume")
+    clean, same = (digest(tmp_path / name / "checkpoint-8") for name in ("clean", "stopped"))
+    assert clean == same
+    with open_parts(tmp_path / "clean" / "checkpoint-8", "model") as parts:
+        assert {parts.dtype(name) for name in parts.names} == {torch.float32}
+        assert parts.aliases, "tied weights are written once"
+        embedded = parts.read("model.embed_tokens.weight")
+    assert not torch.equal(embedded, embedded.bfloat16().float()), "more than bf16 holds"
