@@ -31,6 +31,7 @@ from windlass.precision.check import check_precision
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
+from windlass.transforms.placing import place
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
 
@@ -153,7 +154,7 @@ class Preparer:
         sharding = plan.strategy == "fsdp" and not evaluation_mode
         offloaded = any(map(has_offloaded_params, model.modules()))
         if place and not sharding and not offloaded and not self.verify_device_map(model):
-            model.to(self._setup.device)
+            place(model, self._setup.device)
         if self._settings.precision.compute != "fp32":
             mix_precision(model, self._setup.autocast)
         if self._settings.compile_backend is not None:

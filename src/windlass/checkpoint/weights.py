@@ -25,6 +25,7 @@ from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
+from windlass.core import xla
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.module_state import (
@@ -97,7 +98,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
         return name  # no shared memory; what cannot be saved is refused later by name
     return (
         tensor.device,
-        tensor.data_ptr(),
+        xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.data_ptr(),
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
