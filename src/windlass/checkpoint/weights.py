@@ -25,7 +25,6 @@ from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
 from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
-from windlass.core import xla
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.module_state import (
@@ -35,7 +34,7 @@ from windlass.core.module_state import (
     on_device_of,
     state_of,
 )
-from windlass.core.tensors import distinct
+from windlass.core.tensors import address, distinct
 from windlass.dist.sharded import Part, is_sharded, local, part
 from windlass.dist.views import end_of, overlapping
 
@@ -98,7 +97,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
         return name  # no shared memory; what cannot be saved is refused later by name
     return (
         tensor.device,
-        xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.data_ptr(),
+        address(tensor),
         tensor.dtype,
         tensor.shape,
         tensor.stride(),

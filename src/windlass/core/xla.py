@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_available
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 INSTALL = "pip install torch==2.9.0 torch_xla==2.9.0"
 NEEDED = f"needs PyTorch/XLA, which is not installed or is switched off (USE_TORCH_XLA=0): {INSTALL}"
@@ -30,12 +31,13 @@ def is_selected() -> bool:
 
 @functools.cache
 def device() -> torch.device:
-    """The device of this process, which stands for all devices of the machine. The first call starts the runtime.
+    """The device of this process. With several on the machine it is all of them together. The first call starts the
+    runtime.
 
     Raises:
         ConfigError: the runtime finds no device, or devices of other processes.
     """
-    import torch_xla
+    import torch_xla  # before torch, for which it is a plugin
     from torch_xla import runtime
 
     try:
@@ -58,6 +60,8 @@ def device() -> torch.device:
 
 def _check_backward(device: torch.device) -> None:
     """Check that gradients can be computed: the first backward of a process fixes the devices that it knows."""
+    import torch
+
     try:
         torch.ones((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -108,6 +112,7 @@ class Generator:
 
     def get_state(self) -> Tensor:
         """Its 64 bits as bytes."""
+        import torch
         from torch_xla.core import xla_model
 
         state = int(xla_model.get_rng_state(device()))

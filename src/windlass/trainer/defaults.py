@@ -29,7 +29,7 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
-from windlass.transforms.placing import place
+from windlass.transforms.placing import to_device
 
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
@@ -137,7 +137,7 @@ def place_model(model: nn.Module, device: torch.device) -> None:
     """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices."""
     device_map = getattr(model, "hf_device_map", None) or {}
     if len(set(device_map.values())) <= 1 and getattr(model, "quantization_method", None) is None:
-        place(model, device)
+        to_device(model, device)
 
 
 def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:

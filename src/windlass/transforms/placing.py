@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def place(model: nn.Module, device: torch.device) -> None:
+def to_device(model: nn.Module, device: torch.device) -> None:
     """Move `model` to `device`, in place. Parameters stay the same objects, so ties and optimizers stay valid."""
     if device.type != "xla":
         model.to(device)

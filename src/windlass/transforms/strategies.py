@@ -26,6 +26,10 @@ def spread(
     Raises:
         ConfigError: the plan cannot be applied to this module or world.
     """
+    if device.type == "xla":
+        from windlass.transforms.split import SplitOverDevices
+
+        return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
