@@ -45,11 +45,12 @@ HOMES: dict[str, set[str]] = {
     "rouge_score": {"cli"},
     "sklearn": {"cli"},
     "PIL": {"cli"},
+    "torch_xla": {"core"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "torchao", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", *TRACKERS,
+    "bitsandbytes", "torchao", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", *TRACKERS,
 }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ THIRD_PARTY = {
          "_version", "_get_default_store", "_world"),
         _TORCH,
     ),
+    **dict.fromkeys(("_XLAC", "_xla_get_tensor_id", "_get_xla_sharding_spec"), _TORCH),
     **dict.fromkeys(
         ("_foreach_add", "_foreach_add_", "_foreach_addcmul_", "_foreach_div", "_foreach_div_", "_foreach_lerp_",
          "_foreach_mul", "_foreach_sign_", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_sub_"),

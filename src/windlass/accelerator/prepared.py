@@ -18,6 +18,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import customizes_state
 from windlass.core.types import Stateful
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.engine.executors import executor_for
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
 from windlass.optim.per_parameter import updates_in_backward
@@ -163,7 +164,7 @@ class Prepared:
 
     def _new_executor(self, strategy: Strategy, optimizer: Any, parameters: Any) -> NativeExecutor:
         if not updates_in_backward(optimizer):
-            return NativeExecutor(strategy, optimizer, self._device, self.scaler, parameters)
+            return executor_for(self._device)(strategy, optimizer, self._device, self.scaler, parameters)
         return FusedExecutor(strategy, optimizer, self._device, self.scaler, parameters)
 
     @property
@@ -262,7 +263,9 @@ class Prepared:
             return False
         executor = self.executor_of(optimizer)
         if not self.scaler.active:
-            return executor.step()
+            applied = executor.step()
+            executor.dispatch()
+            return applied
         executor.unscale()
         unit = torch.ones((), device=self._device)
         earlier = self.scaler.scale(unit)

@@ -32,6 +32,7 @@ from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
+from windlass.transforms.placing import to_device
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
 
@@ -128,6 +129,9 @@ class Preparer:
             for m, p in zip(models, placement, strict=True)
         }
 
+        for model in new:
+            self._place(model, placed[id(model)], evaluation_mode)
+
         def build(model: nn.Module) -> Strategy:
             return self._spread(model, placed[id(model)], evaluation_mode)
 
@@ -151,9 +155,6 @@ class Preparer:
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
         sharding = plan.strategy == "fsdp" and not evaluation_mode
-        offloaded = any(map(has_offloaded_params, model.modules()))
-        if place and not sharding and not offloaded and not self.verify_device_map(model):
-            model.to(self._setup.device)
         if self._settings.precision.compute != "fp32":
             mix_precision(model, self._setup.autocast)
         if self._settings.compile is not None:
@@ -166,6 +167,13 @@ class Preparer:
         if isinstance(strategy.model, Replicated):
             self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
         return strategy
+
+    def _place(self, model: nn.Module, place: bool, evaluation_mode: bool) -> None:
+        """Move the model to this process's device, unless sharding does it or its parts have devices of their own."""
+        sharding = self._setup.is_fsdp2 and not evaluation_mode and self._setup.device.type != "xla"
+        offloaded = any(map(has_offloaded_params, model.modules()))
+        if place and not sharding and not offloaded and not self.verify_device_map(model):
+            to_device(model, self._setup.device)
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
         """The plan, with the names of the modules that the plugin excludes from sharding as objects."""

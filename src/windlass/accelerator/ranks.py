@@ -11,7 +11,7 @@ import torch
 
 from windlass.accelerator.delegate import value_of
 from windlass.accelerator.shares import share_of
-from windlass.core.device import choose_device
+from windlass.core.device import choose_device, make_current
 from windlass.core.output import STDOUT
 from windlass.core.world import World
 from windlass.dist.gang import Gang
@@ -22,8 +22,7 @@ Function = Callable[..., Any]
 def select_device(use_cpu: bool, world: World) -> torch.device:
     """Choose this process's device, and make it the current one."""
     device = choose_device(use_cpu, world.local_rank)
-    if device.type not in ("cpu", "mps"):
-        torch.accelerator.set_device_index(device.index or 0)
+    make_current(device)
     return device
 
 

@@ -14,8 +14,8 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
+from windlass.engine.executors import executor_for
 from windlass.engine.fused import FusedExecutor
-from windlass.engine.native import NativeExecutor
 from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import Schedule, as_schedule
@@ -99,8 +99,11 @@ def _executor(
 ) -> Executor:
     scaler = build_scaler(plan.precision, device)
     if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
-        return NativeExecutor(strategy, optimizer, device, scaler)
+        return executor_for(device)(strategy, optimizer, device, scaler)
     name = type(optimizer).__name__
+    if device.type == "xla":
+        fix = "it updates in the backward, where PyTorch/XLA frees no memory: use adamw_torch or adafactor"
+        raise ConfigError(Problem("optim", name, fix))
     if gang.size > 1 and not plan.optimizer.in_backward:
         fix = (
             "it updates in the backward, for which gradients are reduced in another way: choose it by `optim`, or pass "

@@ -22,6 +22,7 @@ from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
 from windlass.core.optional import require
+from windlass.core.tensors import address
 from windlass.core.types import State
 from windlass.dist.sharded import local, part, whole
 
@@ -66,8 +67,8 @@ class Adapter:
         seen: set[int] = set()
         for name, stored in self.names.items():
             tensor = state[name].detach()
-            found[stored] = tensor.clone() if tensor.data_ptr() in seen else tensor
-            seen.add(tensor.data_ptr())
+            found[stored] = tensor.clone() if address(tensor) in seen else tensor
+            seen.add(address(tensor))
         return found
 
     def gathered(self) -> dict[str, Tensor]:
@@ -154,7 +155,7 @@ class KnownAdapter:
         assert self._adapter is not None
         # A change in place increases the version of a weight; another weight has another address.
         frozen = [
-            (id(p), local(p).data_ptr(), p._version) for p in self._model.parameters() if not p.requires_grad
+            (id(p), address(local(p)), p._version) for p in self._model.parameters() if not p.requires_grad
         ]
         if self._frozen != frozen:
             self._frozen, self._fingerprint = frozen, self._adapter.fingerprint()

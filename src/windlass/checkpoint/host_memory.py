@@ -110,8 +110,15 @@ def _arrival(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 
 def devices_of(content: Content) -> set[torch.device]:
-    """The accelerators on which tensors of `content` lie, whose states are split already."""
+    """The accelerators from which tensors of `content` are copied asynchronously; its states are split already. Copies
+    from XLA devices are complete when they return.
+    """
     groups = [*content.weights.values(), *(part.tensors for part in content.parts)]
     states = [*content.shared.values(), content.per_rank]
     groups += [state.tensors for state in states if isinstance(state, Encoded)]
-    return {tensor.device for group in groups for tensor in group.values() if not tensor.is_cpu}
+    return {
+        tensor.device
+        for group in groups
+        for tensor in group.values()
+        if tensor.device.type not in ("cpu", "xla")
+    }

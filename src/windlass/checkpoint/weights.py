@@ -35,7 +35,7 @@ from windlass.core.module_state import (
     state_of,
     state_was_loaded,
 )
-from windlass.core.tensors import distinct
+from windlass.core.tensors import address, distinct
 from windlass.dist.flat import FlatParts
 from windlass.dist.sharded import Part, is_in_parts, local, part
 from windlass.dist.views import end_of, overlapping
@@ -99,7 +99,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
         return name  # no shared memory; what cannot be saved is refused later by name
     return (
         tensor.device,
-        tensor.data_ptr(),
+        address(tensor),
         tensor.dtype,
         tensor.shape,
         tensor.stride(),

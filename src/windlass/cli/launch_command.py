@@ -87,8 +87,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def this_machine() -> Machine:
     """Return its accelerators and their precisions (imports torch)."""
+    from windlass.core import xla
     from windlass.core.device import choose_device, visible_devices
 
+    if xla.is_selected():  # its runtime belongs to the process that trains
+        return Machine(device_kind="xla")
     device = choose_device()
     return Machine(visible_devices(), device.type, lambda precision, cpu: _lacks(precision, cpu, device))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.core import xla
 from windlass.core.errors import Problem
 from windlass.core.logs import warn_of_argument
 
@@ -155,7 +156,7 @@ OLD_NAMES: dict[str, Old] = {
     "mp_parameters": _refused("belonged to SageMaker's model parallelism, which is not built", str, ("", None)),
     "_n_gpu": _refused("is gone: one process drives one device; start one process per GPU", int, (-1, 0, 1, None)),
     "use_legacy_prediction_loop": _refused("is gone: there is one evaluation loop", bool, (False, None)),
-    "tpu_num_cores": _refused("needs PyTorch/XLA, which is not built", int, (None,)),
+    "tpu_num_cores": _gone("is not needed: one process drives all devices of PyTorch/XLA", int, (None,)),
     "ray_scope": _refused("belongs to hyperparameter search, which is not built", str, ("last", None)),
 }  # fmt: skip
 
@@ -203,6 +204,8 @@ def _objection(name: str, value: Any, given: Given) -> Problem | None:
     old = OLD_NAMES[name]
     if old.refused:
         return Problem(name, value, old.note)
+    if name == "tpu_num_cores" and not xla.is_selected():
+        return Problem(name, value, xla.NEEDED)
     if name == "warmup_ratio" and not (isinstance(value, (int, float)) and 0 <= value < 1):
         return Problem(name, value, "must be a share of all updates, at least 0 and below 1")
     present = given.get(old.new) if old.new else None

@@ -22,6 +22,7 @@ from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
+from windlass.core import xla
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.redact import is_secret_name
@@ -238,6 +239,8 @@ def _unbuilt_words(args: Any) -> Iterator[Problem]:
     reason = unbuilt_optimizer(str(args.optim))
     if reason is not None:
         yield Problem("optim", str(args.optim), reason)
+    elif str(args.optim) == "adamw_torch_xla" and not xla.is_selected():
+        yield Problem("optim", str(args.optim), f"{xla.NEEDED}; elsewhere use adamw_torch")
     for tracker, why in unbuilt_trackers(args.report_to):
         yield Problem("report_to", tracker, why)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from windlass.core import xla
 from windlass.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -11,13 +12,15 @@ if TYPE_CHECKING:
 
 
 def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
-    """The device this process trains on: its own accelerator when there is one, else the CPU.
+    """The device this process trains on: PyTorch/XLA's if it is installed, its own accelerator, or the CPU.
 
     Raises:
         ConfigError: there are fewer accelerators than processes on this machine.
     """
     import torch
 
+    if not use_cpu and xla.is_selected():
+        return xla.device()
     if use_cpu or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -36,6 +39,14 @@ def visible_devices() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def make_current(device: torch.device) -> None:
+    """Make `device` the one that new tensors and kernels use if none is named; the CPU, MPS and XLA have only one."""
+    import torch
+
+    if device.type not in ("cpu", "mps", "xla"):
+        torch.accelerator.set_device_index(device.index or 0)
 
 
 def backend_for(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.core import xla
 from windlass.core.types import State
 
 _MASK = (1 << 64) - 1
@@ -50,6 +51,8 @@ def seed_generators(seed: int) -> None:
 def _accelerator_generator(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
+    if device.type == "xla":
+        return xla.Generator()
     if device.type == "mps":
         return torch.mps._get_default_mps_generator()
     module = torch.get_device_module(device)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windlass.core import xla
+
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return True if two plain dense tensors have the same dtype, shape and bits, on any devices."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(bits_of(one.cpu()), bits_of(other.cpu()))
+
+
+def address(tensor: Tensor) -> int:
+    """The address of a plain tensor's first element; on XLA devices, which have none, a number of the whole tensor."""
+    return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.data_ptr()
 
 
 def bits_of(tensor: Tensor) -> Tensor:

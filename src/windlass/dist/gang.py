@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.device import backend_for
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, waiting
@@ -201,6 +202,9 @@ def join(
         init_method: address of the meeting point, if it is not `MASTER_ADDR` and `MASTER_PORT`.
     """
     global _joined
+    if device.type == "xla" and world.is_distributed:
+        fix = "one process drives all devices of PyTorch/XLA: start one, or use_cpu=True"
+        raise ConfigError(Problem("WORLD_SIZE", world.size, fix))
     watch(os.environ, timeout_seconds)
     if not world.is_distributed:
         return Gang(world)

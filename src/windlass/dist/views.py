@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from windlass.core.tensors import address
 from windlass.dist.sharded import is_in_parts
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Names of plain tensors of one dtype that reach into each other's memory, together."""
     places = [
-        (str(t.device), t.untyped_storage().data_ptr(), str(t.dtype), t.storage_offset(), end_of(t), name)
+        (str(t.device), _storage(t), str(t.dtype), t.storage_offset(), end_of(t), name)
         for name, t in tensors.items()
         if not is_in_parts(t) and not t.is_meta and t.layout == torch.strided and t.numel()
     ]
@@ -28,6 +29,11 @@ def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         group, memory, until = [name], (device, storage, dtype), end
     if len(group) > 1:
         yield group
+
+
+def _storage(tensor: Tensor) -> int:
+    """The address of its memory. Views on XLA devices have memory of their own."""
+    return address(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
 
 
 def end_of(view: Tensor) -> int:

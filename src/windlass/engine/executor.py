@@ -133,6 +133,10 @@ class Executor(Protocol):
 
     def zero_grad(self) -> None: ...
 
+    def dispatch(self) -> None:
+        """Called when all work of an update was requested: start it, on devices that only recorded it so far."""
+        ...
+
     def abandon(self) -> bool:
         """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
         unchanged.

@@ -214,6 +214,7 @@ class Loop:
         batch, result = self._compute(batch)
         self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
+        self._executor.dispatch()
         hooks.signals_agreed(batch.signals)
         if self._rolled_back(batch, result):
             return

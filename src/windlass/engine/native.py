@@ -167,6 +167,9 @@ class NativeExecutor:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def dispatch(self) -> None:
+        """Nothing to do: each operation was started when it was called."""
+
     def abandon(self) -> bool:
         """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
         unchanged: an optimizer that stopped half way has changed some weights and not others.

@@ -127,13 +127,17 @@ class FiniteWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._asynchronous = device.type not in ("cpu", "mps")
-        self._pending: tuple[Tensor, Any, Any] | None = None
+        self._recorded = device.type == "xla"
+        self._pending: tuple[Any, Any, Any] | None = None
 
     def add(self, loss: Tensor, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
         """Add one update; return `(tag, loss, norm)` of an update that was not finite, if any."""
         if not self._asynchronous:
             return _judge(tag, _peek(loss), _peek(norm))
         earlier = self.flush()
+        if self._recorded:
+            self._pending = ((loss.detach(), norm.detach()), None, tag)
+            return earlier
         pinned = torch.empty(2, dtype=torch.float32, pin_memory=True)
         pinned.copy_(torch.stack([loss.detach().float(), norm.detach().float()]), non_blocking=True)
         event = torch.Event(loss.device.type)
@@ -147,6 +151,8 @@ class FiniteWatch:
             return None
         pinned, event, tag = self._pending
         self._pending = None
+        if event is None:  # results of a graph that was started an update ago: no work is recorded here
+            return _judge(tag, *(float(value) for value in pinned))
         event.synchronize()
         loss, norm = host.read(pinned)
         return _judge(tag, loss, norm)

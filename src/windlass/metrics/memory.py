@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -30,15 +31,23 @@ def _linux_peak() -> int | None:
 
 def device_peak_bytes(device: torch.device) -> int | None:
     """Peak memory of tensors on `device` since `reset_device_peak`, in bytes; None if it is not counted."""
-    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "max_memory_allocated"):
-        return None
-    return int(torch.get_device_module(device).max_memory_allocated(device))
+    counters = _counters(device)
+    return None if counters is None else int(counters.max_memory_allocated(device))
 
 
 def reset_device_peak(device: torch.device) -> None:
     """Reset the peak of `device`."""
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+    counters = _counters(device)
+    if counters is not None:
+        counters.reset_peak_memory_stats(device)
+
+
+def _counters(device: torch.device) -> Any:
+    """PyTorch's module of the device if it counts memory; None if not (the CPU, MPS, XLA)."""
+    if device.type in ("cpu", "xla"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "max_memory_allocated") else None
 
 
 def memory_metrics(prefix: str, device: torch.device) -> dict[str, float]:

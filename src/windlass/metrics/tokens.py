@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from windlass.core import host
@@ -75,7 +74,7 @@ def _count(labels: Tensor) -> int:
             return count - int(host.read(labels).count(IGNORE_INDEX))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device.
         return int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
-    return int(torch.count_nonzero(labels != IGNORE_INDEX))
+    return int((labels != IGNORE_INDEX).sum())  # `count_nonzero` of PyTorch/XLA counts a mask as 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class InputCounter:
             return 0
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor):
-            return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else torch.count_nonzero(mask))
+            return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else (mask != 0).sum())
         main = batch.get(self.main_input)
         if not isinstance(main, Tensor) or self.pad_token_id is None:
             return self.positions(batch)

@@ -43,6 +43,7 @@ _log = get_logger(__name__)
 OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
     "adamw_torch": adamw,
     "adamw_torch_fused": adamw_fused,
+    "adamw_torch_xla": adamw,  # reads nothing on the host, so it needs no version of its own
     "adafactor": adafactor,
     "sgd": sgd,
     "adagrad": adagrad,

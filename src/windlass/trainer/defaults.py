@@ -29,6 +29,7 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collators import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
+from windlass.transforms.placing import to_device
 
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
@@ -132,10 +133,11 @@ def checked_collator(collator: Any, tokenizer: Any) -> Callable[[list[Any]], Any
     return collator or (DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate)
 
 
-def is_placed(model: nn.Module) -> bool:
-    """Return True if a device map or a quantized loader has put the model's parts on devices."""
+def place_model(model: nn.Module, device: torch.device) -> None:
+    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices."""
     device_map = getattr(model, "hf_device_map", None) or {}
-    return len(set(device_map.values())) > 1 or getattr(model, "quantization_method", None) is not None
+    if len(set(device_map.values())) <= 1 and getattr(model, "quantization_method", None) is None:
+        to_device(model, device)
 
 
 def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from windlass.core.device import make_current
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join
 from windlass.metrics.stage_memory import INIT, StageMemory
@@ -25,8 +26,7 @@ class Session:
     def open(cls, args: Any) -> Session:
         """Choose this process's device and join the other processes. Collective."""
         world, device = world_from_environment(), args.device
-        if device.type not in ("cpu", "mps"):
-            torch.accelerator.set_device_index(device.index or 0)
+        make_current(device)
         memory = StageMemory(device)
         if not args.skip_memory_metrics:
             memory.begin(INIT)

@@ -135,8 +135,8 @@ class Trainer(TrainerNames):
         )
 
     def _take_model(self, model: nn.Module) -> None:
-        if self.place_model_on_device and not defaults.is_placed(model):
-            model.to(self._session.device)
+        if self.place_model_on_device:
+            defaults.place_model(model, self._session.device)
         self.model = self.model_wrapped = model
         self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)

@@ -29,6 +29,10 @@ def spread(
         ModelError: no gradient passes through its layers of few bits.
     """
     keep_trainable(module)
+    if device.type == "xla":
+        from windlass.transforms.split import SplitOverDevices
+
+        return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 

@@ -17,7 +17,6 @@ from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
 
 _OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
-_XLA = "needs PyTorch/XLA, which is not built yet"
 
 # The fields of `TrainingArguments` that are read here.
 FIELDS = (
@@ -73,9 +72,7 @@ def _sharding(settings: Settings, args: Any) -> None:
         settings.add(Setting(rows.FSDP_WRAP.name, "transformer", default, "script", implicit=True))
         for option in options:
             _option(settings, option)
-    read_section(
-        settings, _without_xla(settings, args.fsdp_config), "fsdp_config", "TrainingArguments.fsdp_config"
-    )
+    read_section(settings, args.fsdp_config, "fsdp_config", "TrainingArguments.fsdp_config")
     if args.activation_checkpointing and settings.value(rows.FSDP_RECOMPUTE):
         fix = "recomputes every layer twice with activation_checkpointing=True; set one of the two"
         settings.problems.append(Problem("TrainingArguments.fsdp_config.activation_checkpointing", True, fix))
@@ -101,15 +98,6 @@ def _option(settings: Settings, option: str) -> None:
     else:
         fix = f"{option!r} is not an option; known: {', '.join(_OPTIONS)}{did_you_mean(option, _OPTIONS)}"
         settings.problems.append(Problem("TrainingArguments.fsdp", option, fix))
-
-
-def _without_xla(settings: Settings, config: Any) -> Any:
-    if not isinstance(config, Mapping):
-        return config
-    for word, value in config.items():
-        if str(word).startswith("xla") and value:
-            settings.problems.append(Problem(f"TrainingArguments.fsdp_config.{word}", value, _XLA))
-    return {word: value for word, value in config.items() if not str(word).startswith("xla")}
 
 
 # --- sections -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
+from windlass.config.parallel.xla_checks import xla_problems
 from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ShardPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -93,6 +94,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _deepspeed_objections(settings)
     sharded = is_sharded(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
+    yield from xla_problems(settings, world, sharded)
     if not sharded:
         fix = "has no effect, for sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
         for found in settings.explicit(*rows.FSDP):
@@ -249,7 +251,7 @@ def _shard(settings: Settings, world: World) -> ShardPlan:
     return ShardPlan(
         **{**values_for(settings, "fsdp", ShardPlan), **computed},
         reshard=_reshard(settings),
-        recompute=settings.value(rows.FSDP_RECOMPUTE),
+        recompute=settings.value(rows.FSDP_RECOMPUTE) or settings.value(rows.FSDP_XLA_RECOMPUTE),
         ram_efficient=settings.value(rows.FSDP_RAM_EFFICIENT),
         ignored=settings.value(rows.FSDP_IGNORED),
     )

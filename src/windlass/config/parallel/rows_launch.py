@@ -8,7 +8,10 @@ from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
 from windlass.config.parallel.rows_training import NO_MEGATRON
 
-_TPU = "needs PyTorch/XLA, which is not built yet"
+_PODS = (
+    "starts processes on a pod of TPUs, which is not built: start the script itself on one machine with TPUs"
+)
+_DOWNCAST = "is gone from PyTorch/XLA; use --mixed_precision bf16"
 _AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"
 _FP8 = "needs fp8, which is not built yet; use --mixed_precision bf16"
 _MPI = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
@@ -91,6 +94,8 @@ ENVIRONMENT = _row(
 MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.",
                  idle="is not needed: num_processes decides, and all accelerators are used")  # fmt: skip
 
+TPU = _row("tpu", kinds.flag, False, "Train on the devices of PyTorch/XLA, and fail if there are none.")
+
 _IDLE_LAUNCH = (
     _row("same_network", kinds.flag, False, "The machines share a network.", written=True,
          idle="has no effect: the machines connect to main_process_ip in any case"),
@@ -98,7 +103,7 @@ _IDLE_LAUNCH = (
     _row("quiet", kinds.flag, False, "Short reports of failures.",
          idle="has no effect: reports of failures are always short"),
     _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
-         idle="is not needed: TPUs are not supported"),
+         idle="is not needed: jobs on pods of TPUs are not started"),
     _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.",
          idle="has no effect: scripts are started as a whole"),
 )  # fmt: skip
@@ -106,7 +111,7 @@ _IDLE_LAUNCH = (
 
 # Refused flags that take no value.
 _SWITCHES = (
-    "use_megatron_lm", "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
+    "use_megatron_lm", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
     "use_autocast_during_eval",
 )  # fmt: skip
 
@@ -123,8 +128,9 @@ def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key
 
 _REFUSED_LAUNCH = (
     *_refused("launch", NO_MEGATRON, "use_megatron_lm"),
-    *_refused("launch", _TPU, "tpu", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "vm"),
-    *_refused("file", _TPU, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
+    *_refused("launch", _PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm"),
+    *_refused("launch", _DOWNCAST, "downcast_bf16"),
+    *_refused("file", _PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
     *_refused("launch", _AWS, "aws_access_key_id", "aws_secret_access_key"),
     *_refused("file", _AWS, "ec2_instance_type", "iam_role_name",
               "image_uri", "profile", "region", "base_job_name", "pytorch_version", "transformers_version",
@@ -135,7 +141,7 @@ _REFUSED_LAUNCH = (
 LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
     MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
-    MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+    MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, TPU, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
 FP8 = _refused(
     "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",

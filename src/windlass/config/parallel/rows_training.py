@@ -23,11 +23,10 @@ _DTYPES = kinds.choice(
 _PROCESSES = ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_sdaa",
               "multi_hpu", "multi_neuron", "false")  # fmt: skip
 _STRATEGIES = kinds.choice(
-    "ddp", "fsdp", "deepspeed",
-    also={"true": "fsdp", **dict.fromkeys(_PROCESSES)},
+    "ddp", "fsdp", "deepspeed", "xla",
+    also={"true": "fsdp", "tpu": "xla", **dict.fromkeys(_PROCESSES)},
     refused={
         "megatron_lm": NO_MEGATRON,
-        "xla": "needs PyTorch/XLA, which is not built yet",
         "tp": "needs tensor parallelism, which is not built yet",
     },
 )  # fmt: skip
@@ -39,7 +38,8 @@ _ACCUMULATION = kinds.either(
 )
 STRATEGY = Key(
     "strategy", _STRATEGIES, "ddp",
-    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp, deepspeed).",
+    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp, deepspeed); over the devices of "
+    "one process (xla).",
     "run", ("distributed_type", "use_fsdp", "strategy"),
 )  # fmt: skip
 PRECISION = Key(
@@ -215,10 +215,24 @@ FSDP_REDUCE_DTYPE = _fsdp(
     "Dtype in which gradients are averaged; by default that of the parameters.",
 )  # fmt: skip
 FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype to which outputs are cast.")
+FSDP_XLA = _fsdp(
+    "xla", kinds.flag, False, "Shard over the devices of PyTorch/XLA, and fail if there are none."
+)
+FSDP_XLA_SETTINGS = _fsdp(
+    "xla_fsdp_settings", kinds.options, {},
+    "Options of PyTorch/XLA's wrapper for one process per device; most have no effect on its compiler.",
+)  # fmt: skip
+FSDP_XLA_RECOMPUTE = _fsdp(
+    "xla_fsdp_grad_ckpt", kinds.flag, False,
+    "Recompute the activations of each wrapped layer in the backward, under PyTorch/XLA.",
+)  # fmt: skip
 FSDP = (
     FSDP_VERSION, FSDP_SHARDING, FSDP_RESHARD, FSDP_WRAP, FSDP_LAYERS, FSDP_MIN_PARAMETERS, FSDP_OFFLOAD, FSDP_STATE,
     FSDP_BACKWARD_PREFETCH, FSDP_FORWARD_PREFETCH, FSDP_RAM_EFFICIENT, FSDP_RECOMPUTE, FSDP_IGNORED,
     FSDP_PARAM_DTYPE, FSDP_REDUCE_DTYPE, FSDP_OUTPUT_DTYPE,
+    FSDP_XLA, FSDP_XLA_SETTINGS, FSDP_XLA_RECOMPUTE,
+    _fsdp("xla_fsdp_v2", kinds.flag, False, "Shard by SPMD under PyTorch/XLA.",
+          idle="is not needed: under PyTorch/XLA the compiler always shards (SPMD)"),
     _fsdp("use_orig_params", kinds.flag, True, "FSDP1: expose the original parameters.", written=True,
           idle="has no effect in FSDP2, which always keeps the original parameters"),
     _fsdp("sync_module_states", kinds.flag, True, "FSDP1: broadcast the initial weights.", written=True,

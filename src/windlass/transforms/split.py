@@ -1,0 +1,80 @@
+"""Data parallelism and sharding by the compiler of PyTorch/XLA (SPMD; arXiv:2105.04663): one process, many devices.
+
+Batches are split over the devices. Sharded parameters are split along their largest axis, and the compiler gathers them
+where a unit uses them, splits their gradients in the same way, and keeps the state of the optimizer with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.config.plan import ShardPlan
+from windlass.core import xla
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.trees import tensors_in
+from windlass.transforms.alone import Alone
+from windlass.transforms.wrapping import ignored_parameters, units_of
+
+
+class SplitOverDevices(Alone):
+    """Implements `Strategy`: the module itself, whose inputs and perhaps parameters are split over the devices.
+
+    A module that was sharded before is not changed.
+
+    Args:
+        module: on the device.
+        shard: how parameters are sharded; None: each device has all of them.
+
+    Raises:
+        ConfigError: the module has no layers of the given classes.
+    """
+
+    def __init__(self, module: nn.Module, shard: ShardPlan | None) -> None:
+        super().__init__(module)
+        several = xla.device_count() > 1
+        self._hook = module.register_forward_pre_hook(_split_inputs, with_kwargs=True) if several else None
+        if shard is not None and getattr(module, "_split_by", None) is None:
+            _shard(module, shard, several)
+            module._split_by = shard  # type: ignore[assignment]
+        elif getattr(module, "_split_by", shard) != shard:
+            fix = "this model was sharded with other settings and stays so; build it again"
+            raise ConfigError(Problem("fsdp", shard, fix))
+
+    def release(self) -> None:
+        """Parameters stay split: the whole model may not fit into the memory of a device."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:
+    ignored = ignored_parameters(module, plan.ignored)
+    units = units_of(module, plan, ignored)
+    if plan.recompute:
+        for unit in units:
+            unit.forward = xla.recomputing(unit.forward)  # type: ignore[method-assign]
+    if not several:
+        return
+    for parameter in module.parameters():
+        if parameter not in ignored and not xla.is_split(parameter):
+            xla.split(parameter, dim=max(range(parameter.dim()), key=parameter.size))
+    for unit in (*units, module):
+        # Without a mark on what a unit returns, the compiler may split activations like the parameters.
+        unit.register_forward_hook(_split_output)
+        xla.separate_backwards(unit)
+
+
+def _split_inputs(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    _split_all((args, kwargs))
+
+
+def _split_output(module: nn.Module, args: Any, output: Any) -> None:
+    _split_all(output)
+
+
+def _split_all(values: Any) -> None:
+    for tensor in tensors_in(values):
+        if tensor.device.type == "xla" and tensor.dim() > 0 and not xla.is_split(tensor):
+            xla.split(tensor)
