@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch import Tensor
@@ -31,13 +32,20 @@ class Seen(TrainerCallback):
 
 
 def train(
-    folder: Path, average: Any, steps: int = 6, resume: bool = False, **changes: Any
+    folder: Path,
+    average: Any,
+    steps: int = 6,
+    resume: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> tuple[Trainer, Seen]:
     seen = Seen()
     options = {"max_steps": steps, "lr_scheduler_type": "constant", "learning_rate": 0.3, **changes}
     args = arguments(folder, **options)
-    data = rows(24)
-    trainer = Trainer(Net(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, average])
+    data = [{**row, "x": row["x"].to(dtype)} for row in rows(24)]
+    trainer = Trainer(
+        Net().to(dtype), args, train_dataset=data, eval_dataset=data[:8], callbacks=[seen, average]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen
 
@@ -71,29 +79,58 @@ def test_evaluations_use_the_average_and_training_goes_on_from_its_own_weights(t
 
 
 @pytest.mark.parametrize("average", [lambda: EMACallback(0.9), lambda: SWACallback(2)], ids=["EMA", "SWA"])
-def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, average: Any) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_stopped_run_ends_with_the_same_bits(tmp_path: Path, average: Any, dtype: torch.dtype) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 3, "dtype": dtype}
     clean, _ = train(tmp_path / "a", average(), 6, **saves)
     train(tmp_path / "b", average(), 3, **saves)
     again, _ = train(tmp_path / "b", average(), 6, resume=True, **saves)
-    assert weights_hash(clean.model) == weights_hash(again.model)
+    assert weights_hash(clean.model.float()) == weights_hash(again.model.float())
 
 
-def test_a_checkpoint_has_the_weights_of_training(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    _, seen = train(tmp_path, EMACallback(0.9), 3, save_strategy="steps", save_steps=3)
-    saved = safetensors.load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    assert torch.equal(saved["layer.weight"], seen.weights[-1][0])
+def test_what_is_saved_is_what_was_evaluated(tmp_path: Path) -> None:
+    """Also by a callback in the middle of training, and at the end."""
+
+    class Save(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                trainer.save_model(str(tmp_path / "own"))
+                assert_weights(trainer.model, seen.weights[-1])
+
+    seen = Seen()
+    args = arguments(
+        tmp_path,
+        max_steps=4,
+        lr_scheduler_type="constant",
+        learning_rate=0.3,
+        save_strategy="steps",
+        save_steps=3,
+    )
+    trainer = Trainer(Net(), args, train_dataset=rows(24), callbacks=[seen, EMACallback(0.9), Save()])
+    trainer.train()
+    expected = seen.weights[0]
+    for weights in seen.weights[1:3]:
+        expected = [0.9 * a + 0.1 * w for a, w in zip(expected, weights, strict=True)]
+    for folder in ("checkpoint-3", "own"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        torch.testing.assert_close(saved["layer.weight"], expected[0], rtol=0, atol=1e-6)
+
+
+def test_the_best_model_is_an_average(tmp_path: Path) -> None:
+    trainer, seen = train(
+        tmp_path, EMACallback(0.5), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    best = load_file(Path(str(trainer.state.best_model_checkpoint)) / "model.safetensors")
+    assert torch.equal(trainer.model.layer.weight, best["layer.weight"])
+    assert trainer.evaluate()["eval_loss"] == min(seen.losses)
 
 
 def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
     callback = EMACallback(0.5)
     model = Net().bfloat16()
 
-    class Arguments:
-        load_best_model_at_end = False
-
-    callback.on_train_begin(Arguments(), None, None, model=model)  # type: ignore[arg-type]
+    callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
     state: Any = type("State", (), {"global_step": 1})
     callback.on_step_end(None, state, None)  # type: ignore[arg-type]
     assert {t.dtype for t in callback.state_dict()["average"].values()} == {torch.float32}
@@ -110,14 +147,6 @@ def test_half_precision_has_an_average_in_single(tmp_path: Path) -> None:
 def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def test_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave one of the two out"):
-        train(
-            tmp_path, EMACallback(), eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-            load_best_model_at_end=True,
-        )  # fmt: skip
 
 
 @pytest.mark.dist

@@ -29,6 +29,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "galore": ("galore_adamw", GALORE),
     "galore_adafactor": ("galore_adafactor", GALORE),
     "layer-wise": ("galore_adamw_layerwise", GALORE),
+    "8 bits": ("galore_adamw_8bit", GALORE),
+    "apollo": ("apollo_adamw", GALORE),
 }
 
 

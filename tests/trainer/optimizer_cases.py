@@ -16,9 +16,15 @@ from windlass.dist.sharded import whole
 FAMILIES = [
     "adamw_torch", "adafactor", "muon", "lion_32bit", "ademamix", "stable_adamw", "grokadamw", "adamw_anyprecision",
     "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "adamw_torch_8bit", "adamw_torch_4bit",
+    "galore_adamw_8bit", "galore_adafactor", "apollo_adamw",
 ]  # fmt: skip
 IN_8_BITS = ["adamw_8bit", "paged_adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit"]
-OPTIONS = {"adamw_anyprecision": "use_kahan_summation=True", "schedule_free_radam": "silent_sgd_phase=False"}
+PROJECTING = ("galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+OPTIONS = {
+    "adamw_anyprecision": "use_kahan_summation=True",
+    "schedule_free_radam": "silent_sgd_phase=False",
+    **dict.fromkeys(PROJECTING, "rank=48, update_proj_gap=2"),
+}
 
 
 class Layers(nn.Module):
@@ -53,6 +59,8 @@ def run(
     changes = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "learning_rate": 0.01, **changes}
     if optim in OPTIONS:
         changes.setdefault("optim_args", OPTIONS[optim])
+    if optim in PROJECTING:
+        changes.setdefault("optim_target_modules", ["layers"])
     args = arguments(
         folder,
         optim=optim,

@@ -80,7 +80,9 @@ def assert_same_bits(model: nn.Module, apply: Callable[[], Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"offload": True}, {"selective": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"every_n_layers": 2}, {"offload": True}, {"selective": True}, {"selective": ["tanh"]}]
+)
 def test_a_plain_module_has_the_same_gradients(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Plain()
@@ -103,23 +105,27 @@ def test_exactly_every_nth_block_runs_twice(every: int, calls: list[int]) -> Non
     assert [block.calls for block in model.blocks] == calls  # type: ignore[union-attr]
 
 
-def test_selective_recomputation_repeats_no_matrix_product() -> None:
+def test_selective_recomputation_repeats_nothing_that_is_kept() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Products(TorchDispatchMode):
+    class Counts(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts["products"] += func.name().partition(".")[0] in ("aten::mm", "aten::addmm")
+            name = func.name().removeprefix("aten::").partition(".")[0]
+            counts["products"] += name in ("mm", "addmm")
+            counts["tanh"] += name == "tanh"
             return func(*args, **(kwargs or {}))
 
     found = []
-    for options in (None, {"selective": True}, {}):
-        model, counts = Plain(), {"products": 0}
+    for options in (None, {"selective": True}, {"selective": ["tanh"]}, {}):
+        model, counts = Plain(), {"products": 0, "tanh": 0}
         if options is not None:
             apply_recompute(model, options)
-        with Products():
+        with Counts():
             gradients(model)
-        found.append(counts["products"])
-    assert found[0] == found[1] < found[2]
+        found.append(counts)
+    plain, products, tanh, everything = found
+    assert plain["products"] == products["products"] < tanh["products"] == everything["products"]
+    assert plain["tanh"] == tanh["tanh"] < products["tanh"] == everything["tanh"]
 
 
 def test_activations_are_forgotten() -> None:
@@ -191,6 +197,8 @@ class Old(nn.Module):
         (Plain, {"use_reentrant": True}, "use_reentrant=True: re-entrant"),
         (Old, {"selective": True, "use_reentrant": True}, "selective=True: does not work with use_reentrant"),
         (Plain, {"stride": 2}, "stride=2: known options"),
+        (Plain, {"selective": ["mm", "tahn"]}, "selective='tahn': must be True, or a list of operators"),
+        (Plain, {"selective": "mm"}, "selective='mm': must be True, or a list of operators"),
         (Unsupported, {}, "Unsupported does not support it"),
         (Old, {"every_n_layers": 2}, "Old.gradient_checkpointing_enable has no such option"),
     ],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ _LOW = (torch.float16, torch.bfloat16)
 class SWACallback(TrainerCallback):
     """Keeps the uniform average of the trained weights.
 
-    Training uses its own weights, and checkpoints have them and the average, so a resumed run continues to the bit.
-    Evaluations within the run use the average. At the end of training the average replaces the weights, so what
-    is evaluated or saved after `train()` is the average. Buffers are not averaged.
+    Evaluations, checkpoints, `save_model`, the best model and the model after `train()` have the average. Training
+    continues from its own weights, which checkpoints hold beside it, so a resumed run ends with the same bits. Buffers
+    are not averaged.
 
     Half-precision weights have an average in fp32. Sharded weights have a sharded one.
 
     Args:
-        start_step: the first update after which weights count; until then there is no average, and evaluations use the
-            weights of training.
+        start_step: the first update after which weights count; until then there is no average, and the weights of
+            training are evaluated and saved.
         every: updates between two weights that count.
 
     Raises:
-        ConfigError: a number out of range; at the start of training, `load_best_model_at_end`.
+        ConfigError: a number out of range.
     """
 
     def __init__(self, start_step: int = 1, every: int = 1) -> None:
@@ -48,6 +47,7 @@ class SWACallback(TrainerCallback):
         self._count = 0
         self._trained: dict[str, nn.Parameter] = {}
         self._average: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}  # the weights of training, while the parameters hold the average
         self._saved: State | None = None
 
     def weight_of_next(self) -> float:
@@ -59,16 +59,10 @@ class SWACallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if args.load_best_model_at_end:
-            fix = (
-                f"{type(self).__name__} puts the average into the model at the end, and the best checkpoint has the "
-                "weights of training: leave one of the two out"
-            )
-            raise ConfigError(Problem("load_best_model_at_end", True, fix))
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         short = canonical_names(named)
         self._trained = {short[name]: p for name, p in named.items()}
-        self._average, self._count = {}, 0
+        self._average, self._own, self._count = {}, {}, 0
         if self._saved is not None:
             self._restore(self._saved)
             self._saved = None
@@ -87,52 +81,63 @@ class SWACallback(TrainerCallback):
         self._count += 1
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._use_average()
-        self._trained, self._average = {}, {}
+        self._trained, self._average, self._own = {}, {}, {}  # the model keeps what it holds
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context in which the model has the average."""
-        if not self._average:
-            yield
-            return
-        before = [local(p).detach().clone() for p in self._trained.values()]
-        self._use_average()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in zip(self._trained.values(), before, strict=True):
-                    local(parameter).copy_(value)
+    # --- which weights the parameters hold; called by the executor ----------------------------------------------------
+
+    def eval(self) -> None:
+        """Put the average into the parameters, if there is one."""
+        if self._average and not self._own:
+            self._own = {name: p.detach().clone() for name, p in self._trained.items()}
+            self._fill(self._average)
+
+    def train(self) -> None:
+        """Put the weights of training back."""
+        self._fill(self._own)
+        self._own = {}
 
     @torch.no_grad()
-    def _use_average(self) -> None:
-        for name, average in self._average.items():
-            local(self._trained[name]).copy_(local(average))
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            local(self._trained[name]).copy_(local(value))
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """The average by parameter name, whole on the main process. Collective if weights are sharded."""
-        average = {name: whole_on_first(tensor) for name, tensor in self._average.items()}
-        return {"count": self._count, "average": average}
+        """The average and the weights of training by parameter name, whole on the main process, without what the model
+        itself holds. Collective if weights are sharded.
+        """
+        in_model = {name for name in self._own if self._average[name].dtype == self._own[name].dtype}
+        return {
+            "count": self._count,
+            "average": {n: whole_on_first(t) for n, t in self._average.items() if n not in in_model},
+            "trained": {n: whole_on_first(t) for n, t in self._own.items()},
+        }
 
     def load_state_dict(self, state: State) -> None:
+        """Restore a state; the model holds the weights that were saved with it."""
         if self._trained:
             self._restore(state)
         else:  # before training, when the model is not known
             self._saved = state
 
     def _restore(self, state: State) -> None:
-        saved: Mapping[str, Any] = state["average"]
+        average, trained = state["average"], state.get("trained", {})
+        saved = {**average, **trained}
         if saved and saved.keys() != self._trained.keys():
             differing = sorted(saved.keys() ^ self._trained.keys())[:3]
             raise CheckpointError(
                 f"the average of weights in the checkpoint is not one of this model: {', '.join(differing)} differ"
             )
-        self._average = {name: _wide(self._trained[name]) for name in saved}
-        for name, tensor in self._average.items():
-            copy_whole_(tensor, saved[name])
+        kept = {name: tensor for name, tensor in self._average.items() if name in average}
+        self._average = {name: kept.get(name, _wide(self._trained[name])) for name in saved}
+        self._own = {name: self._trained[name].detach().clone() for name in trained}
+        for target, source in ((self._average, average), (self._own, trained)):
+            for name, tensor in source.items():
+                if (
+                    tensor is not None
+                ):  # a state that was copied in this process, of sharded weights: unchanged
+                    copy_whole_(target[name], tensor)
         self._count = state["count"]
 
 

@@ -85,6 +85,18 @@ class StepHooks(Protocol):
         ...
 
 
+class WeightAverage(Protocol):
+    """An average of the trained weights: a callback's, or an optimizer's."""
+
+    def eval(self) -> None:
+        """Put the average into the parameters, if it is not there."""
+        ...
+
+    def train(self) -> None:
+        """Put the weights of training back, if they are not there."""
+        ...
+
+
 class Executor(Protocol):
     """One model-and-optimizer set on one strategy.
 
@@ -151,10 +163,14 @@ class Executor(Protocol):
         """Release wrappers, and the process groups that they hold, after training."""
         ...
 
+    def average_by(self, averages: Sequence[WeightAverage]) -> None:
+        """Set what averages weights, besides the optimizer."""
+        ...
+
     def evaluating(self) -> AbstractContextManager[Any]: ...
 
     def averaged(self) -> AbstractContextManager[Any]:
-        """Around a save: the weights are those that are evaluated, an average if the optimizer keeps one."""
+        """Around a save: the weights are those that are evaluated, their average if there is one."""
         ...
 
     def begin(self) -> None:

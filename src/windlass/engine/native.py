@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
-from windlass.engine.executor import StepHooks, StepRequest, StepResult
+from windlass.engine.executor import StepHooks, StepRequest, StepResult, WeightAverage
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.strategy import Strategy
 
@@ -54,6 +54,8 @@ class NativeExecutor:
         self._skip = False
         self._overflowed = self._applying = False
         self._beacon, self._waiting = beacon(), thread_waiting()
+        self._averages: list[WeightAverage] = []
+        self.average_by([])
         self._averaged = 0  # how many `averaged` are open
 
     @property
@@ -181,16 +183,14 @@ class NativeExecutor:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode: of the model until `run_step`, of an optimizer with averaged weights here. Collective."""
+        """Evaluation mode: of the model until `run_step`, of averaged weights here. Collective."""
         self.model.eval()
         with self.averaged(), self.strategy.buffers_of_first_rank():
             yield
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with the weights that are evaluated and saved: their average, if the optimizer keeps one (its
-        `eval` puts it into the parameters, its `train` takes it out).
-        """
+        """The model with the weights that are evaluated and saved: their average, if there is one."""
         self._switch("eval")
         self._averaged += 1
         try:
@@ -200,10 +200,14 @@ class NativeExecutor:
             if not self._averaged:
                 self._switch("train")
 
-    def _switch(self, mode: str) -> None:
-        """Call `optimizer.train()` or `optimizer.eval()`, of optimizers that have modes."""
-        if callable(getattr(self.optimizer, "eval", None)):
-            getattr(self.optimizer, mode)()
+    def average_by(self, averages: Sequence[WeightAverage]) -> None:
+        """Set what averages weights, besides an optimizer that has modes."""
+        optimizer: Any = self.optimizer
+        self._averages = [*([optimizer] if callable(getattr(optimizer, "eval", None)) else []), *averages]
+
+    def _switch(self, mode: Literal["train", "eval"]) -> None:
+        for average in self._averages:
+            getattr(average, mode)()
 
     def begin(self) -> None:
         """Called before the first update, after a checkpoint was loaded: it holds the averaged weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ _COPIED = (list, dict, set)
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Compute no gradients within the body, and restore the module afterwards.
+    """Compute no gradients and compile nothing within the body, and restore the module afterwards.
 
     Restores submodules, their modes, buffers (also those that a forward replaced), extra states and attributes (also
     the contents of lists, dicts and sets in them, such as caches), and the random generators.
@@ -29,7 +30,7 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         ]
         forward = ForwardState(module)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _uncompiled():
                 yield
         finally:
             for part, attributes, buffers, children in parts:
@@ -39,6 +40,12 @@ def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
                 part._modules.update(children)
                 _restore(vars(part), attributes)
             forward.restore()
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """A graph without gradients would be compiled for a forward or two, and training compiles another one."""
+    compiles = "torch._dynamo" in sys.modules  # not imported for models that are not compiled
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -29,13 +29,14 @@ from windlass.optim.optimizers.grokadamw import grokadamw
 from windlass.optim.optimizers.lion import lion
 from windlass.optim.optimizers.lomo import lomo
 from windlass.optim.optimizers.muon import muon
+from windlass.optim.optimizers.options import Recipe
 from windlass.optim.optimizers.schedule_free import (
     schedule_free_adamw,
     schedule_free_radam,
     schedule_free_sgd,
 )
 from windlass.optim.optimizers.stable_adamw import stable_adamw
-from windlass.optim.optimizers.torch_optimizers import Recipe, adagrad, rmsprop, rmsprop_bnb, sgd
+from windlass.optim.optimizers.torch_optimizers import adagrad, rmsprop, rmsprop_bnb, sgd
 from windlass.optim.optimizers.torchao_optimizers import torchao_adamw
 
 _log = get_logger(__name__)

@@ -64,7 +64,7 @@ def _has_tf32(device: torch.device) -> bool:
 
 
 def _weight_problems(named: Iterable[tuple[str, Tensor]]) -> list[Problem]:
-    """Small updates of float16 weights round to nothing, and gradients below 6e-8 do: there is no use for them."""
+    """Updates of float16 weights below 1/4096 of them round to nothing, and so do gradients below 6e-8."""
     halves = [name for name, p in named if p.requires_grad and p.dtype is torch.float16]
     if not halves:
         return []

@@ -229,7 +229,6 @@ class Evaluator:
         """
         if self._executor is not None:
             stack.enter_context(self._executor.evaluating())
-            stack.enter_context(self._events.evaluating())
         model.eval()
         self._cast(model, plan)
 

@@ -247,6 +247,7 @@ class Run:
     def _train(self, started: Moment) -> None:
         events, interruption, save = self._events, self._interruption, self._hooks.save_checkpoint
         events.fire("on_train_begin")
+        self.executor.average_by(events.averages())
         if self._plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
             self._hooks.evaluate()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.plan import RunPlan
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
@@ -91,15 +91,9 @@ class Events:
             for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
                 setattr(self.control, name, count > 0)
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context of an evaluation within a run: enters `evaluating()` of the callbacks that have it."""
-        with contextlib.ExitStack() as stack:
-            for callback in self.handler.callbacks:
-                context = getattr(callback, "evaluating", None)
-                if callable(context):
-                    stack.enter_context(context())
-            yield
+    def averages(self) -> list[SWACallback]:
+        """The callbacks that average weights."""
+        return [callback for callback in self.handler.callbacks if isinstance(callback, SWACallback)]
 
     def show(self, **objects: Any) -> None:
         """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""

@@ -60,8 +60,10 @@ def _budgeted(call: Callable[..., Any], budget: float) -> Callable[..., Any]:
     shape may compile at any of them, and other models have their own.
     """
 
+    from torch._functorch import config
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        with config.patch(activation_memory_budget=budget):
             return call(*args, **kwargs)
 
     return run

@@ -1,4 +1,4 @@
-"""How often a run compiled, and how often because an input had another shape or the model another state."""
+"""How often a run compiled, and how often again: for inputs of another shape or dtype, or in evaluation mode."""
 
 from __future__ import annotations
 

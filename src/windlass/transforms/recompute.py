@@ -22,7 +22,8 @@ _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = (
     "every_n_layers", "offload", "selective", "use_reentrant", "preserve_rng_state", "determinism_check",
 )  # fmt: skip
-_KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear")
+_ATTENTION = "attention"  # every kernel of it
+_KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear", _ATTENTION)
 
 
 def apply_recompute(
@@ -35,9 +36,10 @@ def apply_recompute(
     recomputed.
 
     Args:
-        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep saved tensors on the host)
-            `selective` (keep the results of matrix products and attention, which take longest to recompute) and
-            arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep saved tensors on the host),
+            `selective` (True: keep the results of matrix products and attention, which take longest to recompute; or
+            names of the operators whose results are kept) and arguments of `torch.utils.checkpoint.checkpoint`;
+            `use_reentrant` is False by default.
         blocks: the blocks of a module without such a method; empty: its repeated blocks.
 
     Raises:
@@ -46,11 +48,14 @@ def apply_recompute(
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
     offload = bool(chosen.pop("offload", False))
-    if chosen.pop("selective", False):
+    selective = chosen.pop("selective", False)
+    if selective:
         if chosen["use_reentrant"]:
             fix = "does not work with use_reentrant=True; leave one of the two out"
-            raise ConfigError(Problem(f"{_FIELD}.selective", True, fix))
-        chosen["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keeps)
+            raise ConfigError(Problem(f"{_FIELD}.selective", selective, fix))
+        kept = _KEPT if selective is True else _operators(selective)
+        keeps = functools.partial(_keeps, kept)
+        chosen["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keeps)
     switch = _own_switch(model)
     if switch is not None:
         _use_own_switch(model, switch, chosen, every, offload)
@@ -59,10 +64,27 @@ def apply_recompute(
     return model
 
 
-def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _operators(given: Any) -> tuple[str, ...]:
+    """The names of operators in `given`, which torch has."""
+    wrong = [given] if not isinstance(given, (list, tuple)) else [n for n in given if not _is_operator(n)]
+    if wrong:
+        fix = "must be True, or a list of operators of torch.ops.aten such as ['mm', 'addmm', 'attention']"
+        raise ConfigError(Problem(f"{_FIELD}.selective", wrong[0], fix))
+    return tuple(given)
+
+
+def _is_operator(name: Any) -> bool:
+    return isinstance(name, str) and (name == _ATTENTION or hasattr(torch.ops.aten, name))
+
+
+def _keeps(
+    kept: tuple[str, ...], context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Whether selective recomputation keeps the result of an operation."""
     name = operation.name() if hasattr(operation, "name") else str(operation)
-    keeps = name.removeprefix("aten::").partition(".")[0] in _KEPT or "attention" in name
+    keeps = name.removeprefix("aten::").partition(".")[0] in kept or (
+        _ATTENTION in kept and _ATTENTION in name
+    )
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

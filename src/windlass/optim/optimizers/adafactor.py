@@ -7,7 +7,7 @@ the form without either (`scale_parameter=False, relative_step=False`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.per_parameter import PerParameterOptimizer
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def adafactor(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def adafactor(plan: OptimizerPlan) -> Recipe:
     known = {"clip_threshold": float, "decay_rate": float, "beta1": float, "scale_parameter": bool}
     options = read_options(plan.name, plan.options, known)
     return Adafactor, {"lr": plan.learning_rate, "scale_parameter": False, "relative_step": False, **options}
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(PerParameterOptimizer):
     """Adafactor with an outside learning rate, or with its own (`relative_step`).
 
     Args:
@@ -80,19 +81,6 @@ class Adafactor(torch.optim.Optimizer):
             },
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter before its first update; rows and columns are whole on each rank."""
         dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
@@ -105,20 +93,12 @@ class Adafactor(torch.optim.Optimizer):
         first = group["params"][0]
         return _learning_rate(first.detach(), group, self.state[first]["step"])
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        if grad.is_sparse:
-            raise RuntimeError("Adafactor cannot use sparse gradients; build the embedding with sparse=False")
-        grad = grad.float() if grad.dtype in _LOW else grad
+    def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         weight = parameter.float() if parameter.dtype in _LOW else parameter
-        state = self.state[parameter]
-        if not state:
-            state.update(self.start_state(parameter, group))
-        state["step"] += 1
+        if not has_moments(state):
+            start_moments(state, grad, group["beta1"] is not None)
         lr = _learning_rate(weight, group, state["step"])
-        update = preconditioned(grad, state, group)
-        update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        update = clipped(preconditioned(grad, state, group), group).mul_(lr)
         if group["beta1"] is not None:
             update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
         if group["weight_decay"] != 0:
@@ -126,6 +106,11 @@ class Adafactor(torch.optim.Optimizer):
         weight.sub_(update)
         if weight is not parameter:
             parameter.copy_(weight)
+
+
+def has_moments(state: Mapping[str, Any]) -> bool:
+    """Return True if `start_moments` was called for this state."""
+    return not state.keys().isdisjoint(("exp_avg_sq", "exp_avg_sq_row"))
 
 
 def start_moments(state: dict[str, Any], like: Tensor, first: bool, dtype: torch.dtype | None = None) -> None:
@@ -167,6 +152,11 @@ def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -
     column: Tensor = state["exp_avg_sq_col"].mul_(beta2).add_(square.mean(dim=-2), alpha=1.0 - beta2)
     row_part: Tensor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
     return torch.mul(row_part, column.unsqueeze(-2).rsqrt()).mul_(grad)
+
+
+def clipped(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """`update`, scaled down in place to a root mean square of `clip_threshold` if it exceeds that."""
+    return update.div_((rms(update) / group["clip_threshold"]).clamp_(min=1.0))
 
 
 def rms(tensor: Tensor) -> Tensor:

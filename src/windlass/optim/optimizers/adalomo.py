@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
-from windlass.optim.optimizers.adafactor import preconditioned, rms, start_moments
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.adafactor import clipped, has_moments, preconditioned, rms, start_moments
+from windlass.optim.optimizers.options import Recipe, read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 
-def adalomo(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def adalomo(plan: OptimizerPlan) -> Recipe:
     known = {"clip_threshold": float, "decay_rate": float}
     return AdaLomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, known)}
 
@@ -52,12 +51,11 @@ class AdaLomo(PerParameterOptimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         grad = whole(grad)  # rows and columns of all of it
-        if not state.keys() & {"exp_avg_sq", "exp_avg_sq_row"}:
+        if not has_moments(state):
             start_moments(state, grad, first=False)
         size = rms(whole(parameter).to(grad.dtype)).clamp(min=group["eps"][1])
         lr = size * group["lr"]
-        update = preconditioned(grad, state, group)
-        update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(lr)
+        update = clipped(preconditioned(grad, state, group), group).mul_(lr)
         move(parameter, update, lr * group["weight_decay"] if group["weight_decay"] else 0.0)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:

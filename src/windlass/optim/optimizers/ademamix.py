@@ -18,14 +18,14 @@ from windlass.optim.optimizers.elementwise import (
     average_squares_,
     zeros,
 )
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
 OPTIONS: dict[str, type] = {
     "beta1": float, "beta2": float, "beta3": float, "alpha": float, "eps": float, "t_alpha": int, "t_beta3": int,
 }  # fmt: skip
 
 
-def ademamix(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def ademamix(plan: OptimizerPlan) -> Recipe:
     return AdEMAMix, {"lr": plan.learning_rate, **ademamix_options(plan)}
 
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 from windlass.optim.optimizers.rounding import add_compensated_, add_stochastically_, seed_of
 
 _OPTIONS: dict[str, type] = {
@@ -21,7 +21,7 @@ _OPTIONS: dict[str, type] = {
 }  # fmt: skip
 
 
-def anyprecision(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def anyprecision(plan: OptimizerPlan) -> Recipe:
     options = read_options(plan.name, plan.options, _OPTIONS)
     return AnyPrecisionAdamW, {
         "lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options

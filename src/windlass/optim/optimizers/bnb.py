@@ -13,9 +13,8 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.sharded import is_sharded
 from windlass.optim.optimizers.ademamix import ademamix_options
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
-Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 _NO_SHARDS = (
     "bitsandbytes cannot update sharded parameters: use adamw_torch_8bit (torchao), or replicate the model"
 )

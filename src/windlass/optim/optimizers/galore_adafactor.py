@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
-from windlass.optim.optimizers.adafactor import preconditioned, rms, start_moments
+from windlass.optim.optimizers.adafactor import clipped, has_moments, preconditioned, start_moments
 from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
+from windlass.optim.optimizers.options import Recipe
 
 
-def galore_adafactor(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def galore_adafactor(plan: OptimizerPlan) -> Recipe:
     options = low_rank_options(plan, clip_threshold=float, decay_rate=float, beta1=float)
     return GaLoreAdafactor, {"lr": plan.learning_rate, **options}
 
@@ -56,10 +56,9 @@ class GaLoreAdafactor(LowRankOptimizer):
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         grad = whole(grad)  # rows and columns of all of it
-        if not state.keys() & {"exp_avg_sq", "exp_avg_sq_row"}:
+        if not has_moments(state):
             start_moments(state, grad, group["beta1"] is not None)
-        update = preconditioned(grad, state, group)
-        update = update.div((rms(update) / group["clip_threshold"]).clamp_(min=1.0)).mul_(group["lr"])
+        update = clipped(preconditioned(grad, state, group), group).mul_(group["lr"])
         if group["beta1"] is None:
             return update
         first: Tensor = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])

@@ -11,9 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
+from windlass.optim.optimizers.options import Recipe
 
 
-def galore_adamw(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def galore_adamw(plan: OptimizerPlan) -> Recipe:
     options = low_rank_options(plan)
     return GaLoreAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 

@@ -20,14 +20,14 @@ from windlass.optim.optimizers.elementwise import (
     decay_,
     zeros,
 )
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
 _OPTIONS: dict[str, type] = {
     "alpha_init": float, "lamb": float, "gamma": float, "grokking_signal_decay_rate": float, "gradient_clipping": float,
 }  # fmt: skip
 
 
-def grokadamw(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def grokadamw(plan: OptimizerPlan) -> Recipe:
     options = read_options(plan.name, plan.options, _OPTIONS)
     return GrokAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 

@@ -18,10 +18,10 @@ from windlass.optim.optimizers.elementwise import (
     decay_,
     zeros,
 )
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
 
-def lion(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def lion(plan: OptimizerPlan) -> Recipe:
     read_options(plan.name, plan.options, {})
     return Lion, {"lr": plan.learning_rate, "betas": plan.betas}
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
 
-def lomo(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def lomo(plan: OptimizerPlan) -> Recipe:
     return Lomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, {})}
 
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW, Muon
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
 _OPTIONS: dict[str, type] = {"momentum": float, "nesterov": bool, "ns_steps": int, "adjust_lr_fn": str}
 # Output layers by the names that models give them; transformers' models are asked for theirs.
@@ -25,7 +25,7 @@ _HEADS = re.compile(
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def muon(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def muon(plan: OptimizerPlan) -> Recipe:
     options = read_options(plan.name, plan.options, _OPTIONS)
     return MuonWithAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 

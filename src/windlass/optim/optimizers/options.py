@@ -10,6 +10,9 @@ import torch
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, Problem
 
+# The class of an optimizer, and its keyword arguments without the parameters.
+Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
 _WORDS: dict[type, str] = {torch.dtype: "floating-point dtype, such as float32 or bfloat16"}
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # Options that have an argument of their own; setting both would leave one without effect.

@@ -26,11 +26,10 @@ from windlass.optim.optimizers.elementwise import (
     average_squares_,
     zeros,
 )
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 from windlass.optim.schedules.registry import WITHOUT_WARMUP
 
 _OPTIONS: dict[str, type] = {"r": float, "weight_lr_power": float}
-Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 def schedule_free_adamw(plan: OptimizerPlan) -> Recipe:

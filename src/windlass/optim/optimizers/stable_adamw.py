@@ -12,13 +12,13 @@ from torch.optim.optimizer import ParamsT
 from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import local
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 from windlass.optim.optimizers.rounding import add_compensated_
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def stable_adamw(plan: OptimizerPlan) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def stable_adamw(plan: OptimizerPlan) -> Recipe:
     known = {"decouple_lr": bool, "max_lr": float, "kahan_sum": bool}
     options = read_options(plan.name, plan.options, known)
     if options.get("decouple_lr"):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import read_options
-
-Recipe = tuple[type[Optimizer], dict[str, Any]]
+from windlass.optim.optimizers.options import Recipe, read_options
 
 
 def _with_options(cls: type[Optimizer], **known: type) -> Callable[[OptimizerPlan], Recipe]:

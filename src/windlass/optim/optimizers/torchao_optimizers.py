@@ -12,12 +12,11 @@ from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.sharded import copies, is_sharded, part
-from windlass.optim.optimizers.options import read_options
+from windlass.optim.optimizers.options import Recipe, read_options
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 _OPTIONS: dict[str, type] = {"block_size": int, "bf16_stochastic_round": bool}
 _DIVERGES = (
     "ranks that hold the same weights would round them differently, each with its own random numbers: use "
