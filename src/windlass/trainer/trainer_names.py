@@ -420,7 +420,7 @@ class TrainerNames:
         card are kept.
         """
         if self.is_world_process_zero():
-            given = card.Given(
+            given = card.CardFacts(
                 model_name or self.output_folder.absolute().name, _listed(language), license, _listed(tags),
                 finetuned_from, _listed(tasks), _listed(dataset_tags), _listed(dataset or dataset_tags),
                 _listed(dataset_args),
