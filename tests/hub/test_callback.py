@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from tests.hub.server import Fault, Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
-from windlass.core.errors import EXIT_PREEMPTED, ConfigError
+from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Preempted
 
 
 def trainer(folder: Path, token: str, steps: int = 4, **changes: object) -> Trainer:
@@ -86,6 +87,30 @@ def test_a_run_that_is_killed_in_an_upload_is_continued_from_the_hub(
     assert torch.equal(again.model.layer.weight, whole.model.layer.weight)
 
 
+class _SignalsWhenWaiting(logging.Handler):
+    """Sends this process a signal once the run waits for its uploads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "upload(s) to the Hub" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_last_wait_ends_with_a_signal(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.faults = [Fault("PUT /lfs/", stall=5.0)]
+    run, signals = trainer(tmp_path / "run", token, 2), _SignalsWhenWaiting()
+    log = logging.getLogger("windlass")
+    log.addHandler(signals)
+    try:
+        with pytest.raises(Preempted):
+            run.train()
+    finally:
+        log.removeHandler(signals)
+    assert "the process had to exit" in caplog.text
+    assert f"windlass checkpoint push {tmp_path}/run/checkpoint-2 someone/run" in caplog.text
+
+
 ENDED = """
 import sys
 from pathlib import Path
@@ -94,8 +119,11 @@ trainer(Path(sys.argv[1]), sys.argv[2], 4, hub_strategy="checkpoint", preemption
 """
 
 
-def test_a_signal_ends_the_last_wait(hub: Hub, token: str, tmp_path: Path, root: Path) -> None:
-    """The process ends by itself, although the Hub answers no upload, and although several files are under way."""
+@pytest.mark.slow
+def test_a_process_ends_although_the_hub_does_not_answer(
+    hub: Hub, token: str, tmp_path: Path, root: Path
+) -> None:
+    """No thread keeps the process, although several files are under way."""
     hub.faults = [Fault("PUT /lfs/", stall=300.0, times=99)]
     with _started(ENDED, hub, root, str(tmp_path / "run"), token) as process:
         lines = _Lines(process)
@@ -109,6 +137,27 @@ def test_a_signal_ends_the_last_wait(hub: Hub, token: str, tmp_path: Path, root:
     assert "not uploaded to someone/run" in said
     assert f"windlass checkpoint push {tmp_path}/run/checkpoint-4 someone/run" in said
     assert token not in said
+
+
+SAVED = """
+import sys
+from pathlib import Path
+from tests.hub.test_callback import trainer
+run = trainer(Path(sys.argv[1]), sys.argv[2], 2, hub_strategy="end", save_strategy="no")
+run.train()
+run.save_model()
+"""
+
+
+@pytest.mark.slow
+def test_the_process_waits_for_what_a_script_saves_last(
+    hub: Hub, token: str, tmp_path: Path, root: Path
+) -> None:
+    hub.faults = [Fault("PUT /lfs/", stall=1.0)]
+    with _started(SAVED, hub, root, str(tmp_path / "run"), token) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
+    assert set(hub.files("someone/run")) == {"model.safetensors"}
 
 
 class _Lines:

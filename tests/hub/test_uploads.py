@@ -86,6 +86,10 @@ def test_a_hub_that_stalls_is_given_up_at_the_end(hub: Hub, token: str, tmp_path
     assert running.finish(0.2, lines.append) == [one]
     assert "waiting for 1 upload(s)" in lines[0]
     assert "did not end" in one.error
+    two = upload(tmp_path, "b")
+    running.add(two)  # while the Hub still holds on to the first one
+    assert running.finish(60, print) == []
+    assert two.commit.result().startswith(hub.url)
 
 
 def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 
 def _reason(error: BaseException) -> str:
     """The kind of an error, and the last line of its text, in which the client puts the Hub's own words."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().rstrip(".").splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
@@ -161,9 +161,9 @@ class HubClient:
     def _described(self, what: str, error: Exception) -> HubError:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reasons = [_reason(error)]
-        if status is None and error.__cause__ is not None:  # of a file, with which the client says which
+        if status is None and error.__cause__ is not None:  # the client names the file alone
             reasons.append(_reason(error.__cause__))
-        text = redact_text(f"cannot {what} {self.address}: {': '.join(reasons)}")
+        text = redact_text(f"cannot {what} {self.address}: {': '.join(dict.fromkeys(reasons))}")
         if self._token:
             text = text.replace(self._token, "***")
         never = isinstance(error, ValueError | TypeError) and status is None

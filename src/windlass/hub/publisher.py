@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -87,6 +89,7 @@ class Publisher:
             for left in self._staging.glob("upload-*"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             self._client, self._uploads = client, Uploads(client, every=settings.always)
+            atexit.register(self._finish_process, os.getpid())
         return self._uploads
 
     def license_of(self, base: str) -> str | None:
@@ -145,7 +148,9 @@ class Publisher:
         return upload.commit
 
     def finish(self) -> bool:
-        """Wait for the uploads under way, log what was not uploaded, and return True if there is nothing of it."""
+        """Wait for the uploads under way, log what was not uploaded, and return True if there is nothing of it. Called
+        at the end of the process too.
+        """
         if self._uploads is None:
             return True
         failed = self._uploads.finish(self._settings.wait, logger.info)
@@ -156,8 +161,13 @@ class Publisher:
             )  # fmt: skip
         return not failed
 
+    def _finish_process(self, owner: int) -> None:
+        """Wait for what a script saved after training. A forked process has no uploads, only a copy of their list."""
+        if os.getpid() == owner:
+            self.finish()
+
     def leave(self) -> None:
-        """End the wait in `finish()` now, if there is one; for signal handlers."""
+        """Do not wait for the uploads under way, in `finish()` or at the end of the process; for signal handlers."""
         if self._uploads is not None:
             self._uploads.leave()
 

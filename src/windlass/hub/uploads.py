@@ -34,6 +34,7 @@ class Upload:
         later: the command that uploads the same later.
         error: why the last attempt failed.
         commit: the address of the commit, once it is made, or the error for which it was dropped.
+        given_up: nobody waits for it any longer.
     """
 
     what: str
@@ -44,6 +45,7 @@ class Upload:
     later: str = ""
     error: str = ""
     commit: Future[str] = field(default_factory=Future)
+    given_up: threading.Event = field(default_factory=threading.Event)
 
 
 class Uploads:
@@ -58,7 +60,6 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
-        self._given_up = threading.Event()
         self._leaving = False
         self._thread: threading.Thread | None = None
         self._failed: list[Upload] = []
@@ -66,6 +67,7 @@ class Uploads:
     def add(self, upload: Upload) -> None:
         """Start an upload, or let it wait for those before it."""
         with self._changed:
+            self._leaving = False
             if not self._every:
                 for older in [one for one in self._waiting if one.what == upload.what]:
                     self._waiting.remove(older)
@@ -110,44 +112,53 @@ class Uploads:
         return failed
 
     def leave(self) -> None:
-        """End `finish()` now. May be called in a signal handler, so it takes no lock."""
+        """Do not wait for what is under way now, in `finish()` or later. May be called in a signal handler, so it takes
+        no lock.
+        """
         self._leaving = True
 
     def _give_up(self, why: str) -> None:
-        self._given_up.set()
         with self._changed:
             rest = [*([self._current] if self._current else []), *self._waiting]
-            self._waiting = []
-        for upload in rest:
-            upload.error = upload.error or why
-            self._fail(upload)
+            self._waiting, self._current = [], None
+            self._thread = None  # it may never return from the Hub; a later upload gets another one
+            for upload in rest:
+                upload.given_up.set()
+                upload.error = upload.error or why
+                self._fail(upload)
+            self._changed.notify_all()
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        this = threading.current_thread()
         while True:
             with self._changed:
-                while not self._waiting:
+                while self._thread is this and not self._waiting:
                     self._changed.wait()
+                if self._thread is not this:
+                    return
                 self._current = upload = self._waiting.pop(0)
-            try:
-                self._try(upload)
-            finally:
-                with self._changed:
-                    self._current = None
+            address = self._try(upload)
+            with self._changed:
+                if self._thread is not this:
+                    return
+                self._current = None
+                if address is None:
+                    self._fail(upload)
+                else:
+                    shutil.rmtree(upload.folder, ignore_errors=True)
+                    upload.commit.set_result(address)
 
-    def _try(self, upload: Upload) -> None:
+    def _try(self, upload: Upload) -> str | None:
+        """Commit an upload, and return the address; None if that failed for good."""
         until, attempt = time.monotonic() + _LIMIT, 0
-        while not self._given_up.is_set():
+        while not upload.given_up.is_set():
             try:
                 if upload.prepare is not None:
                     upload.prepare()
                     upload.prepare = None
-                address = self._commit(upload)
-                shutil.rmtree(upload.folder, ignore_errors=True)
-                if not self._given_up.is_set():
-                    upload.commit.set_result(address)
-                return
+                return self._commit(upload)
             except HubError as error:
                 upload.error = str(error)
                 again = error.passing
@@ -155,19 +166,18 @@ class Uploads:
                 upload.error, again = f"{type(error).__name__}: {error}", False
             pause = _PAUSES[min(attempt, len(_PAUSES) - 1)]
             if not again or time.monotonic() + pause > until:
+                logger.warning(
+                    "%s was not uploaded, and training continues: %s. To upload it later: %s",
+                    upload.what, upload.error, upload.later,
+                )  # fmt: skip
                 break
             if attempt == 0:
                 logger.warning(
                     "the upload of %s is tried again, and training continues: %s", upload.what, upload.error
                 )
             attempt += 1
-            self._given_up.wait(pause)
-        if not self._given_up.is_set():
-            self._fail(upload)
-            logger.warning(
-                "%s was not uploaded, and training continues: %s. To upload it later: %s",
-                upload.what, upload.error, upload.later,
-            )  # fmt: skip
+            upload.given_up.wait(pause)
+        return None
 
     def _commit(self, upload: Upload) -> str:
         found = sorted(path for path in upload.folder.rglob("*") if path.is_file())
@@ -178,6 +188,7 @@ class Uploads:
         )
 
     def _fail(self, upload: Upload) -> None:
+        """Note a failure. The lock is held, so an upload ends once."""
         shutil.rmtree(upload.folder, ignore_errors=True)
         self._failed.append(upload)
         upload.commit.set_exception(HubError(upload.error, passing=False))

@@ -31,7 +31,7 @@ _ROWS = 20
 
 
 @dataclass(frozen=True)
-class Given:
+class CardFacts:
     """Facts that a script gives for the card; what is empty is found out, or left out.
 
     Attributes:
@@ -60,7 +60,7 @@ class Card:
         world: number of processes.
     """
 
-    given: Given
+    given: CardFacts
     model: nn.Module
     args: TrainingArguments
     state: TrainerState

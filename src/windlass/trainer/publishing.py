@@ -64,8 +64,8 @@ def model_saved(args: TrainingArguments, handler: Any, folder: Path) -> None:
         push(publisher(args, handler, folder), folder, "Model save")
 
 
-def end_wait(handler: Any) -> None:
-    """End the wait for the uploads of a run, if there is one; for signal handlers."""
+def end_waits(handler: Any) -> None:
+    """Do not wait for the uploads under way: the run has to end. For signal handlers, too."""
     for callback in handler.callbacks:
         if isinstance(callback, HubCallback):
             callback.publisher.leave()

@@ -40,7 +40,7 @@ from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.model_writer import ModelWriter
-from windlass.trainer.publishing import end_wait
+from windlass.trainer.publishing import end_waits
 from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
@@ -309,7 +309,7 @@ class Run:
         return self.checkpointer.newest
 
     def end_waits(self) -> None:
-        end_wait(self._events.handler)
+        end_waits(self._events.handler)
 
     def save_checkpoint(self, wait: bool) -> None:
         """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and
@@ -332,7 +332,8 @@ class Run:
             load_folder(folder, model)
 
     def release(self) -> None:
-        """Release the executor after the run."""
+        """Release the executor after the run. If it did not come to its end, its process does not wait for uploads."""
+        self.end_waits()
         self.executor.release()
 
     # --- leaving early ----------------------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ class TrainerNames:
         card are kept.
         """
         if self.is_world_process_zero():
-            given = card.Given(
+            given = card.CardFacts(
                 model_name or self.output_folder.absolute().name, _listed(language), license, _listed(tags),
                 finetuned_from, _listed(tasks), _listed(dataset_tags), _listed(dataset or dataset_tags),
                 _listed(dataset_args),
@@ -445,7 +445,8 @@ class TrainerNames:
             other than the main one, which uploads.
 
         Raises:
-            ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed.
+            ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed, or
+                did not end within `hub_wait`.
         """
         self.save_model(_internal_call=True)
         self._services.events.fire("on_push_begin")
@@ -455,7 +456,10 @@ class TrainerNames:
         publisher = publishing.publisher(self.args, handler, folder, token, revision)
         self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
         commit = publishing.push(publisher, folder, commit_message or "End of training")
-        return commit.result() if blocking else commit
+        if not blocking:
+            return commit
+        publisher.finish()
+        return commit.result()
 
     # --- not built yet -----------------------------------------------------------------------------------------------
 
