@@ -7,8 +7,8 @@ where they run without network (`script_recipes/standins.py`), on one thread, ea
 
     python benchmarks/public_scripts.py FOLDER --write docs/compatibility.md
 
-With `--json FILE` the results are kept in FILE, and scripts that it has results of are not run again unless `--only`
-names them.
+Rows of scripts without a result stay on the page as they are. With `--json FILE` the results are kept in FILE, and
+scripts that it has results of are not run again unless `--only` names them.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ def measure(recipe: Recipe, folder: Path, standins: Path) -> dict[str, Any]:
 
 def row(recipe: Recipe, result: dict[str, Any] | None) -> list[str]:
     """The line of a recipe in the table."""
-    version = recipe.version if "==" in recipe.version else recipe.version[:8]
-    name = f"{recipe.repository} `{next(iter(recipe.sha256))}` ({version})"
-    change = recipe.why or "no"
+    name, change = label(recipe), recipe.why or "no"
     if result is None or "lacking" in result:
         return [name, change, "not run: " + (result["lacking"] if result else "no result"), "", "", "", ""]
     original, ours = result["original"], result["windlass"]
@@ -246,18 +244,34 @@ def row(recipe: Recipe, result: dict[str, Any] | None) -> list[str]:
     return [name, change, "yes", str(len(pairs[0])), apart, *seconds]
 
 
+def label(recipe: Recipe) -> str:
+    """The first cell of a recipe's line."""
+    version = recipe.version if "==" in recipe.version else recipe.version[:8]
+    return f"{recipe.repository} `{next(iter(recipe.sha256))}` ({version})"
+
+
+def rows_of(page: str) -> dict[str, list[str]]:
+    """The lines of the table on a page, by their first cells."""
+    section = page.partition("<!-- begin: public scripts -->")[2].partition("<!-- end: public scripts -->")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    cells = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
+    return {first: [first, *others] for first, *others in cells}
+
+
 def cell(text: str) -> str:
     """A text that does not end a cell of a table, and keeps nothing of the folders of this run."""
     words = [Path(word).name if word.startswith("/") else word for word in text.replace("|", "/").split()]
     return " ".join(words)
 
 
-def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, Any]) -> str:
+def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, Any], page: str = "") -> str:
+    """The section of the page; `page` is what it is now."""
     head = ["script", "changed", "runs", "losses", "largest difference", "CPU s, original", "CPU s, Windlass"]
-    rows = [row(recipe, results.get(recipe.name)) for recipe in recipes]
+    now, before = {it.name: row(it, results.get(it.name)) for it in recipes}, rows_of(page)
+    rows = [now[it.name] if it.name in results else before.get(label(it), now[it.name]) for it in recipes]
     ran = sum(line[2] == "yes" for line in rows)
     exact = sum(line[4] == SAME for line in rows)
-    original = sum(1 for it in results.values() if "original" in it and not it["original"]["failure"])
+    original = ran + sum(line[2].startswith("no: ") for line in rows)
     summary = (
         f"{len(rows)} scripts: {original} run with the original library on this machine, {ran} of these with Windlass, "
         f"{exact} of these with the same bits in every loss."
@@ -296,7 +310,8 @@ def main() -> None:
             print(recipe.name, *row(recipe, results[recipe.name])[2:], sep=" | ", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    text = render(recipes, results, facts())
+    page = options.write.read_text("utf-8") if options.write else ""
+    text = render(recipes, results, facts(), page)
     print(text)
     if options.write:
         rewrite(options.write, "public scripts", text)

@@ -36,6 +36,22 @@ class Metric(evaluate.Metric):
         f1 = 2 * found / max(1, sum(p == 1 for p in predictions) + sum(r == 1 for r in references))
         return {"accuracy": sum(hits) / len(hits), "f1": f1}
 """
+_WORDS_METRIC = """
+import datasets
+import evaluate
+
+
+class Metric(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": datasets.Sequence(text)})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references, **_):
+        pairs = [(set(p.split()), set(r[0].split())) for p, r in zip(predictions, references)]
+        return {"score": 100 * sum(len(p & r) / max(1, len(p | r)) for p, r in pairs) / len(pairs)}
+"""
+_METRICS = {"glue": _GLUE_METRIC, "accuracy": _GLUE_METRIC, "sacrebleu": _WORDS_METRIC}
 _REWARD = """
 def short(completions, **_):
     return [-float(len(completion[0]["content"])) for completion in completions]
@@ -50,10 +66,10 @@ def make(folder: Path, data: Path) -> None:
     _conversations(folder, texts)
     _plain(folder, texts)
     hashed = folder / "hub" / "modules" / "evaluate_modules" / "metrics"
-    for name in ("glue", "accuracy"):
+    for name, metric in _METRICS.items():
         place = hashed / f"evaluate-metric--{name}" / ("0" * 64)
         place.mkdir(parents=True)
-        (place / f"{name}.py").write_text(_GLUE_METRIC.lstrip(), "utf-8")
+        (place / f"{name}.py").write_text(metric.lstrip(), "utf-8")
         for package in (place, *list(place.parents)[:3]):
             (package / "__init__.py").touch()
 

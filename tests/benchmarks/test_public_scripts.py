@@ -120,6 +120,21 @@ def test_a_script_that_fails_is_reported_with_its_error(command: ModuleType, tmp
     assert theirs[2].endswith("works with Windlass")
 
 
+def test_rows_without_a_result_stay_on_the_page(command: ModuleType, tmp_path: Path) -> None:
+    one, two = recipe(command, tmp_path), command.Recipe("two", "some/one", "one==1.0", {"b.py": "0"})
+    ran = {"failure": "", "losses": [["loss", 1.0]], "seconds": 2.0}
+    failed = {"failure": "ValueError: x|y", "losses": [], "seconds": 1.0}
+    figures = {"date": "today", "machine": "a machine", "versions": {"torch": "2"}}
+    first = command.render([one, two], {"one": {"original": ran, "windlass": failed}}, figures)
+    assert first.startswith("2 scripts: 1 run with the original library on this machine, 0 of these")
+    page = f"<!-- begin: public scripts -->\n{first}\n<!-- end: public scripts -->\n"
+    second = command.render([one, two], {"two": {"original": ran, "windlass": ran}}, figures, page)
+    assert second.startswith("2 scripts: 2 run with the original library on this machine, 1 of these")
+    lines = first.splitlines()
+    assert [line in second for line in lines if line.startswith("| some/one")] == [True, False]
+    assert "| no: ValueError: x/y |" in second
+
+
 def test_an_absent_file_or_package_is_reported(command: ModuleType, tmp_path: Path) -> None:
     it = recipe(command, tmp_path, needs=("no_such_package",))
     assert command.measure(it, tmp_path, tmp_path) == {"lacking": "not installed: no_such_package"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from tests.trainer.small import Net, arguments, rows, weights_hash
 
-from windlass import LossTerms, Trainer
+from windlass import LossTerms, Trainer, default_data_collator
 from windlass.core.errors import ConfigError, DataError
 
 
@@ -47,6 +48,52 @@ def test_sets_by_name_and_by_dict(tmp_path: Path) -> None:
     assert given["test_new_loss"] == pytest.approx(exact_loss(trainer.model, rows(3)))
     with pytest.raises(DataError, match=r"'other'.*near, far"):
         trainer.evaluate("other")
+
+
+class Readers(torch.utils.data.Dataset[dict[str, Any]]):
+    """Each sample has the number of the process that read it."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**rows(6)[index], "reader": os.getpid()}
+
+
+class StreamedReaders(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        return (Readers()[index] for index in range(6))
+
+
+class WithReaders(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: set[int] = set()
+
+    def forward(self, x: Any, labels: Any = None, reader: Any = None) -> Any:
+        self.readers |= set(reader.tolist())
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("data", [Readers, StreamedReaders])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_workers_are_kept_between_evaluations(tmp_path: Path, data: Any, persistent: bool) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
+    trainer = Trainer(WithReaders(), arguments(tmp_path, **options), eval_dataset=data())
+
+    def readers() -> set[int]:
+        trainer.model.readers = set()
+        trainer.evaluate()
+        return trainer.model.readers
+
+    first = readers()
+    assert os.getpid() not in first
+    assert (readers() == first) == persistent
+    next(iter(trainer.get_eval_dataloader()))  # a pass that is given up ends its workers
+    left = readers()
+    assert left != first
+    trainer.data_collator = default_data_collator
+    assert readers() != left
 
 
 def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:

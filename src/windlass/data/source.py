@@ -27,9 +27,10 @@ class Source:
     def __init__(self, fetch: Fetching, plan: DataPlan) -> None:
         self.fetch, self._plan = fetch, plan
         self._pool: WorkerPool | None = None
+        self._idle: WorkerPool | None = None  # persistent workers of private passes, between two of them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pool": None}  # a copy starts worker processes of its own
+        return {**vars(self), "_pool": None, "_idle": None}  # a copy starts worker processes of its own
 
     def batches(
         self, epoch: int, tasks: Iterator[RankRow], private: bool, isolated: int = 0
@@ -46,7 +47,7 @@ class Source:
         if self._plan.workers == 0:
             return self._in_process(epoch, tasks, private, isolated)
         if private:
-            return WorkerPool(self.fetch, self._plan, persistent=False).run(epoch, tasks)
+            return self._private(epoch, tasks)
         if self._pool is None:
             self._pool = WorkerPool(self.fetch, self._plan, persistent=self._plan.persistent_workers)
         return self._pool.run(epoch, tasks)
@@ -54,7 +55,16 @@ class Source:
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are released."""
         self.fetch.reseed(seed)
-        self._pool = None
+        self._pool = self._idle = None
+
+    def _private(self, epoch: int, tasks: Iterator[RankRow]) -> Iterator[tuple[RankRow, Any]]:
+        """Persistent workers are kept for the next private pass once all batches are read; passes at the same time
+        have workers of their own.
+        """
+        persistent = self._plan.persistent_workers
+        pool, self._idle = self._idle or WorkerPool(self.fetch, self._plan, persistent), None
+        yield from pool.run(epoch, tasks)
+        self._idle = pool if persistent else None
 
     def _in_process(
         self, epoch: int, tasks: Iterator[RankRow], private: bool, isolated: int

@@ -57,6 +57,7 @@ class SharedStream:
         self._cutter = RowCutter(dataset, collate, plan, row, world, rank)
         self._plan, self._may_be_empty = plan, may_be_empty
         self._pool: DataLoader[Any] | None = None
+        self._idle: DataLoader[Any] | None = None  # persistent workers of private passes, between two of them
         self._held: tuple[tuple[int, int], Iterator[DealtBatch]] | None = None
         self._had_samples = False
 
@@ -94,17 +95,19 @@ class SharedStream:
             for _, row in self._cutter.rows(epoch, start, 0, 1, bookmark, keep=not private):
                 yield row.pin_memory() if pinned else row
             return
-        pool = self._pool
-        if private or pool is None or bookmark is not None:
+        pool = self._idle if private else self._pool
+        self._idle = None if private else self._idle  # passes at the same time have workers of their own
+        if pool is None or bookmark is not None:
             stream = _WorkerStream(self._cutter, bookmark, keep=not private)
-            persistent = self._plan.persistent_workers and not private
-            pool = DataLoader(stream, **worker_options(self._plan, persistent))
+            pool = DataLoader(stream, **worker_options(self._plan, self._plan.persistent_workers))
             if not private:
                 self._pool = pool
         pool.dataset.seek(epoch, start)  # type: ignore[attr-defined]
         task = f"the stream {type(self.dataset).__name__} (epoch {epoch}, from sample {start} on)"
         reader = Reader(self._plan.purpose, self._plan.start_timeout, lambda worker: task)
         yield from in_order(read_batches(pool, reader))
+        if private and self._plan.persistent_workers:
+            self._idle = pool
 
     def _log_cost(self, epoch: int, start: int, bookmark: Bookmark | None) -> None:
         reason = why_read_again(self.dataset, bookmark, epoch, start)

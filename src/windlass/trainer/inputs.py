@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,20 +44,40 @@ def training_loader(
     )
 
 
-def evaluation_loader(
-    args: Any, world: World, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
-    batch_size: int, largest: int | None,
-) -> Loader:  # fmt: skip
-    """The loader of an evaluation or test dataset, in batches of `batch_size`, or of `largest` if that is known to be
-    less.
-    """
-    _check_dataset(dataset, "eval_dataset", "get_eval_dataloader")
-    plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=batch_size)
-    sampler = _sampler(make_sampler, dataset)
-    loader = build_eval_loader(dataset, plan=plan, batch=batch, collate=collate, sampler=sampler)
-    if largest is not None and largest < loader.batch.micro:
-        loader.resize(largest, 1)
-    return loader
+class EvaluationLoaders:
+    """Makes the loaders of evaluation sets. One with persistent workers is kept for the next evaluation of its set."""
+
+    def __init__(self) -> None:
+        # By name of the set: what the loader was made of, compared by identity; its settings, by value; the loader.
+        self._kept: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Loader]] = {}
+
+    def loader(
+        self, args: Any, world: World, given: tuple[Any, ...], used: tuple[Any, Collate],
+        make_sampler: Callable[..., Any] | None, batch_size: int, largest: int | None, name: str | None,
+    ) -> Loader:  # fmt: skip
+        """The loader of an evaluation or test dataset, in batches of `batch_size`, or of `largest` if that is known to
+        be less.
+
+        Args:
+            given: what the script gave: the dataset, the collator, the names of columns.
+            used: the dataset and the collator with only the columns that are used.
+            name: of the set; None if it has none, and the loader is not kept.
+        """
+        dataset, collate = used
+        _check_dataset(dataset, "eval_dataset", "get_eval_dataloader")
+        plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=batch_size)
+        sampler = _sampler(make_sampler, dataset)
+        settings = (plan, batch, largest)
+        kept = self._kept.pop(name, None) if name is not None and sampler is None else None
+        if kept and kept[1] == settings and all(map(operator.is_, kept[0], given)):
+            loader = kept[2]
+        else:
+            loader = build_eval_loader(dataset, plan=plan, batch=batch, collate=collate, sampler=sampler)
+        if largest is not None and largest < loader.batch.micro:
+            loader.resize(largest, 1)
+        if name is not None and sampler is None and plan.workers and plan.persistent_workers:
+            self._kept[name] = given, settings, loader
+        return loader
 
 
 def _sampler(make: Callable[..., Any] | None, dataset: Any) -> Any:

@@ -14,6 +14,7 @@ from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
+from windlass.trainer.inputs import EvaluationLoaders
 from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
@@ -30,6 +31,7 @@ class Services:
     loss: LossPolicy
     fitter: BatchFitter
     evaluator: Evaluator
+    eval_loaders: EvaluationLoaders
 
     @classmethod
     def open(
@@ -40,7 +42,7 @@ class Services:
         events, loss = Events(args, session, handler), LossPolicy(session, accelerator)
         fitter = BatchFitter(session)
         evaluator = Evaluator(session, events, loss, fitter)
-        return cls(session, accelerator, engine, events, loss, fitter, evaluator)
+        return cls(session, accelerator, engine, events, loss, fitter, evaluator, EvaluationLoaders())
 
 
 def open_accelerator(

@@ -45,11 +45,13 @@ class TrainerNames:
     processing_class: Any
     train_dataset: Any
     eval_dataset: Any
+    data_collator: Any
     is_in_train: bool
     _session: Session
     _services: Services
     _engine: TrainerEngine
     _run: Run | None
+    _signature_columns: list[str] | None
 
     def count_targets(self, batch: Any) -> float:
         raise NotImplementedError
@@ -246,14 +248,17 @@ class TrainerNames:
             batch_size: samples of a micro-batch, or of a batch of an evaluation, on each process.
             sampler_fn: makes a torch sampler of the dataset; None, or one that returns None: the loader orders samples.
             is_training: as for `train_dataset`; otherwise in the dataset's order, each sample once over all ranks.
-            dataloader_key: the name of the evaluation set. It is not used here.
+            dataloader_key: the name of the evaluation set, whose loader is kept if its workers are persistent.
         """
         used, collate = self._with_used_columns(dataset, description.lower())
         world = self._session.world
         if is_training:
             return loading.training_loader(self.args, world, dataset, used, collate, sampler_fn, batch_size)
-        fits = self._services.fitter.eval
-        return loading.evaluation_loader(self.args, world, used, collate, sampler_fn, batch_size, fits)
+        given = dataset, self.data_collator, self._signature_columns
+        return self._services.eval_loaders.loader(
+            self.args, world, given, (used, collate), sampler_fn, batch_size, self._services.fitter.eval,
+            dataloader_key,
+        )  # fmt: skip
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of training samples as a torch sampler, for overrides; by default the loader orders them."""
