@@ -84,20 +84,6 @@ def prepare_quantized(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def keep_differentiable(model: nn.Module) -> None:
-    """Keep 4-bit weights of bitsandbytes in the layout that gradients flow through.
-
-    On processors with AVX512-BF16 an evaluation rearranges them for a product that has no backward. Without this, the
-    layers below get no gradient from then on, and nothing fails.
-    """
-    layers: list[Any] = [*model.modules()]
-    for module in layers:
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                module.state_dict()  # restores the layout
-
-
 def let_gradients_in(model: nn.Module) -> None:
     """Let gradients flow from the first block on: reentrant recomputation drops them if no input of a block requires
     one. A second call changes nothing.

@@ -19,13 +19,7 @@ from windlass.finetuning.base_model import (
     set_special_tokens,
     write_special_tokens,
 )
-from windlass.finetuning.peft_adapters import (
-    add_adapter,
-    is_peft_model,
-    is_quantized,
-    keep_differentiable,
-    let_gradients_in,
-)
+from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_data import SFTData, check_train_dataset
@@ -93,8 +87,6 @@ def build_sft_parts(given: Given) -> SFTParts:
     router_weight = router_coefficient(args, model)
     if given.peft_config is not None:
         model = add_adapter(model, given.peft_config, new_tokens)
-    if is_quantized(model):
-        keep_differentiable(model)
     if is_peft_model(model) and args.gradient_checkpointing:
         let_gradients_in(model)
     step = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
