@@ -26,6 +26,7 @@ from windlass.finetuning.sft_data import SFTData, check_train_dataset
 from windlass.finetuning.templates import adopt_template
 from windlass.text.tables import is_stream
 from windlass.trainer.defaults import seed_all
+from windlass.transforms.few_bits import keep_trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     check_settings(args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted)
     seed_all(args)  # new adapters are drawn from these generators
     model = open_model(given.model, args, given.quantization_config)
+    keep_trainable(model)
     _check_sharding(args, model)
     processing_class = open_tokenizer(given.processing_class, model, args)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)

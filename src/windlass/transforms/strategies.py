@@ -11,6 +11,7 @@ from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import check_sparse
+from windlass.transforms.few_bits import keep_trainable
 from windlass.transforms.strategy import Strategy
 
 
@@ -25,7 +26,9 @@ def spread(
 
     Raises:
         ConfigError: the plan cannot be applied to this module or world.
+        ModelError: no gradient passes through its layers of few bits.
     """
+    keep_trainable(module)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
