@@ -196,6 +196,20 @@ def test_tokens_and_figures_are_resumed(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
+def test_tokens_are_counted_once_when_memory_runs_out(tmp_path: Path) -> None:
+    from tests.finetuning.hungry import Hungry
+
+    counted = []
+    for limit in (4, 1):
+        trainer = trainer_of(
+            tmp_path / str(limit), small.texts(), Hungry.of(limit), auto_find_batch_size=True
+        )
+        trainer.train()
+        counted.append([r["num_tokens"] for r in trainer.state.log_history if "num_tokens" in r])
+    assert counted[0] == counted[1]
+    assert trainer.args.train_batch_size == 4
+
+
 def test_the_best_model_is_found_by_accuracy(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, small.texts(), eval_dataset=small.table(small.texts(4)), eval_strategy="steps", eval_steps=1,
