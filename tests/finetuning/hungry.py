@@ -1,4 +1,4 @@
-"""A language model that is out of memory in its second forward of more than some rows."""
+"""A language model that runs out of memory in the second micro-batch of an update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 
 class Hungry(LlamaForCausalLM):
-    """Fails in training, from the second forward of an update on."""
+    """Fails in training with more than `limit` rows, but in the first forward."""
 
     limit, calls = 4, 0
 
@@ -22,11 +22,8 @@ class Hungry(LlamaForCausalLM):
         return made
 
     def forward(self, input_ids: Any = None, **inputs: Any) -> Any:
-        if (
-            self.training
-            and torch.is_grad_enabled()
-            and input_ids is not None
-            and len(input_ids) > self.limit
-        ):
+        learns = self.training and torch.is_grad_enabled()
+        self.calls += learns
+        if learns and self.calls > 1 and len(input_ids) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return super().forward(input_ids=input_ids, **inputs)

@@ -200,9 +200,14 @@ def test_tokens_are_counted_once_when_memory_runs_out(tmp_path: Path) -> None:
     from tests.finetuning.hungry import Hungry
 
     counted = []
-    for limit in (4, 1):
+    for limit in (4, 2):
         trainer = trainer_of(
-            tmp_path / str(limit), small.texts(), Hungry.of(limit), auto_find_batch_size=True
+            tmp_path / str(limit),
+            small.texts(),
+            Hungry.of(limit),
+            auto_find_batch_size=True,
+            gradient_accumulation_steps=2,
+            max_steps=2,
         )
         trainer.train()
         counted.append([r["num_tokens"] for r in trainer.state.log_history if "num_tokens" in r])
