@@ -57,6 +57,15 @@ def test_old_words_are_translated_with_a_warning(name: str, old: str, new: str) 
         assert getattr(SFTConfig(**{name: old}), name) == new
 
 
+def test_the_earlier_name_of_the_length_is_read() -> None:
+    with pytest.warns(UserWarning, match="'max_seq_length' is now 'max_length'"):
+        assert SFTConfig(max_seq_length=7).max_length == 7
+    with pytest.raises(ConfigError, match="max_seq_length=7: contradicts max_length=8"):
+        SFTConfig(max_seq_length=7, max_length=8)
+    with pytest.raises(ConfigError, match="max_seq_length=7: there is no such argument"):
+        TrainingArguments(max_seq_length=7)
+
+
 def test_deprecated_settings_warn() -> None:
     with pytest.warns(FutureWarning, match="keep_end"):
         SFTConfig(truncation_mode="keep_end")

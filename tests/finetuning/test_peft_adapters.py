@@ -59,14 +59,65 @@ def test_what_is_trained_and_saved_is_read_by_peft(tmp_path: Path, kind: str) ->
         assert torch.equal(read(ids()).logits, trainer.model.eval()(ids()).logits)
 
 
-def test_learnt_prompts_are_trained(tmp_path: Path) -> None:
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    trainer = trainer_of(tmp_path, small.texts(), peft_config=prompts)
-    before = [p.clone() for p in trainer.model.parameters() if p.requires_grad]
+PROMPTS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_learnt_prompts_are_trained_saved_and_resumed(tmp_path: Path, kind: str) -> None:
+    def trainer(name: str, **changes: Any) -> Any:
+        return trainer_of(
+            tmp_path / name, small.texts(), peft_config=PROMPTS[kind](), save_strategy="steps", **changes
+        )
+
+    whole = trainer("whole")
+    (before,) = (p.clone() for p in whole.model.parameters() if p.requires_grad)
+    whole.train()
+    (after,) = (p for p in whole.model.parameters() if p.requires_grad)
+    assert not torch.equal(before, after)
+    read = peft.PeftModel.from_pretrained(small.model(), str(tmp_path / "whole" / "checkpoint-3")).eval()
+    with torch.no_grad():
+        assert torch.equal(read(ids()).logits, whole.model.eval()(ids()).logits)
+    trainer("cut", save_steps=2).train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert torch.equal(after, next(p for p in resumed.model.parameters() if p.requires_grad))
+
+
+def test_prompts_of_an_encoder_with_layers_are_saved_with_all_weights(tmp_path: Path) -> None:
+    prompts = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    trainer = trainer_of(tmp_path, small.texts(), peft_config=prompts, max_steps=1)
     trainer.train()
-    after = [p for p in trainer.model.parameters() if p.requires_grad]
-    assert len(after) == 1
-    assert not torch.equal(before[0], after[0])
+    trainer.save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_tokens_of_a_chat_template_are_in_the_saved_adapter(tmp_path: Path) -> None:
+    """The rows of new tokens, in the embeddings and in the head, replace those of a base that was resized anew."""
+    source = small.tokenizer()
+    source.add_tokens(["<|tool|>", "<|end|>"])
+    source.eos_token = "<|end|>"
+    source.chat_template = small.CHAT.replace("<eos>", "<|end|>")
+    source.save_pretrained(tmp_path / "source")
+    trainer = trainer_of(
+        tmp_path / "run",
+        small.chats(),
+        peft_config=lora(),
+        chat_template_path=str(tmp_path / "source"),
+        max_steps=3,
+    )
+    trainer.train()
+    trainer.save_model()
+    base = small.model()
+    base.resize_token_embeddings(trainer.model.get_input_embeddings().weight.shape[0])
+    read = peft.PeftModel.from_pretrained(base, str(tmp_path / "run")).eval()
+    new = trainer.processing_class.convert_tokens_to_ids(["<|tool|>", "<|end|>"])
+    assert min(new) >= 36
+    with torch.no_grad():
+        prompt = torch.tensor([[6, *new, 7, 8]])
+        assert torch.equal(read(prompt).logits, trainer.model.eval()(prompt).logits)
 
 
 def test_an_adapter_is_drawn_from_the_seed(tmp_path: Path) -> None:
@@ -174,26 +225,6 @@ def test_four_bits_train_on_a_cpu(tmp_path: Path) -> None:
         assert torch.allclose(read(ids()).logits, trainer.model.eval()(ids()).logits, atol=1e-6)
 
 
-def test_an_evaluation_leaves_the_gradients_of_four_bits_whole(tmp_path: Path) -> None:
-    """bitsandbytes packs weights for inference on some processors; its product of those has no gradient."""
-    from windlass import SFTTrainer
-
-    name, four_bits, auto = quantized(tmp_path / "base")
-    weights = []
-    for evaluated in (False, True):
-        model = auto.from_pretrained(name, quantization_config=four_bits, dtype=torch.float32)
-        trainer = SFTTrainer(
-            model, small.arguments(tmp_path / str(evaluated), max_steps=2), train_dataset=small.table(small.texts()),
-            eval_dataset=small.table(small.texts(4)), peft_config=lora(),
-        )  # fmt: skip
-        if evaluated:
-            trainer.evaluate()
-            trainer.model.eval()(ids())
-        trainer.train()
-        weights.append([w for n, w in trainer.model.named_parameters() if "lora_" in n])
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-
-
 def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
     from windlass import SFTTrainer
 
@@ -203,3 +234,29 @@ def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
             name, small.arguments(tmp_path, fsdp="full_shard"), train_dataset=small.table(small.texts()),
             quantization_config=four_bits, peft_config=lora(),
         )  # fmt: skip
+
+
+def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    from windlass import SFTTrainer
+
+    name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
+
+    def trainer(folder: str, **changes: Any) -> SFTTrainer:
+        return SFTTrainer(
+            name, small.arguments(tmp_path / folder, save_strategy="steps", **changes),
+            train_dataset=small.table(small.texts()), peft_config=lora(),
+            quantization_config=TorchAoConfig(quantization.Int8WeightOnlyConfig()),
+        )  # fmt: skip
+
+    whole = trainer("whole")
+    assert type(whole.model.get_base_model().model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    whole.train()
+    trainer("cut", save_steps=2).train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    trained = [[w for n, w in t.model.named_parameters() if "lora_" in n] for t in (whole, resumed)]
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+    assert any(w.abs().sum() > 0 for n, w in whole.model.named_parameters() if "lora_B" in n)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from windlass.finetuning.token_figures import BatchSums, TokenFigures
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.finetuning.token_figures import BatchSums, TokenFigures, UpdateBorders
 
 
 def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | None = None) -> BatchSums:
@@ -13,15 +14,19 @@ def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | 
 
 
 def figures(rank: int = 0) -> TokenFigures:
-    made = TokenFigures(torch.device("cpu"), lambda sums: sums, rank)
+    return TokenFigures(torch.device("cpu"), lambda sums: sums, rank)
+
+
+def update(made: TokenFigures, *batches: BatchSums) -> None:
     made.begin_update()
-    return made
+    for one in batches:
+        made.add(one, training=True)
+    made.end_update()
 
 
 def test_means_are_over_targets() -> None:
     made = figures()
-    made.add(batch(6.0, 1, 2, 5), training=True)
-    made.add(batch(2.0, 3, 6, 7), training=True)
+    update(made, batch(6.0, 1, 2, 5), batch(2.0, 3, 6, 7))
     made.add(batch(9.0, 1, 1, 100), training=False)
     assert made.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}
     assert made.read(training=True) == {}
@@ -30,21 +35,31 @@ def test_means_are_over_targets() -> None:
 
 def test_batches_outside_of_updates_are_not_counted() -> None:
     made = figures()
-    made.end_update()
     made.add(batch(6.0, 1, 2, 5), training=True)
     assert made.read(training=True) == {}
 
 
+def test_an_update_that_is_tried_again_is_counted_once() -> None:
+    made = figures()
+    borders, about = UpdateBorders(made), (None, TrainerState(), TrainerControl())
+    borders.on_step_begin(*about)
+    made.add(batch(6.0, 1, 2, 5), training=True)
+    borders.on_log(*about, logs={"micro_batch_too_large": 4})
+    for _ in range(2):
+        made.add(batch(3.0, 1, 1, 3), training=True)
+    borders.on_step_end(*about)
+    assert made.read(training=True) == {"entropy": 3.0, "mean_token_accuracy": 1.0, "num_tokens": 6}
+
+
 def test_the_balance_of_experts_is_a_mean_over_batches() -> None:
     made = figures()
-    for aux in (1.0, 2.0):
-        made.add(batch(1.0, 1, 1, 1, aux), training=True)
+    update(made, *(batch(1.0, 1, 1, 1, aux) for aux in (1.0, 2.0)))
     assert made.read(training=True)["aux_loss"] == 1.5
 
 
 def test_a_restart_keeps_the_sums() -> None:
     made, again = figures(), figures()
-    made.add(batch(6.0, 1, 2, 5), training=True)
+    update(made, batch(6.0, 1, 2, 5))
     again.load_state_dict(made.state_dict())
     assert again.read(training=True) == made.read(training=True)
 
@@ -53,7 +68,7 @@ def test_the_first_rank_adopts_the_sums_of_all() -> None:
     states = []
     for tokens in (5, 7):
         made = figures()
-        made.add(batch(2.0, 1, 2, tokens), training=True)
+        update(made, batch(2.0, 1, 2, tokens))
         states.append(made.state_dict())
     first, second = figures(), figures(1)
     first.adopt(states)

@@ -1,26 +1,29 @@
-"""The guides' snippets on GaLore and LOMO as printed, read when the test runs.
+"""The guides' snippets on GaLore and LOMO, which tune with `SFTTrainer`, as printed, read when the test runs.
 
 The guides were translated by a machine, keywords and punctuation of their code too, which is undone here word by word.
-A model of google/gemma-2b's kind with a few parameters stands for the model, and a few rows for IMDB.
+Folders have the names of the guides' model and dataset: a small Llama with its tokenizer, and a few rows of text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from tests.trainer.small import text_rows, weights_hash
+from tests.finetuning import small
+from tests.trainer.small import weights_hash
 
 import windlass
 from windlass.optim.optimizers.adalomo import AdaLomo
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW
 
 transformers = pytest.importorskip("transformers", reason="the guides' models are transformers'")
+pytest.importorskip("datasets", reason="the guides load theirs with it")
 
 GUIDES = Path(__file__).resolve().parents[3] / "shared" / "guides"
 BLOCK = re.compile(r"^```python\n(.*?)(?:^```$|\Z)", re.MULTILINE | re.DOTALL)
@@ -47,28 +50,6 @@ def snippets() -> list[str]:
 SNIPPETS = snippets()
 
 
-class Text:
-    """Stands for `trl.SFTTrainer`: rows of tokens go to the Trainer as they are."""
-
-    def __new__(
-        cls, model: Any, args: Any, train_dataset: Any, dataset_text_field: str, max_seq_length: int
-    ) -> Any:
-        assert dataset_text_field == "text"
-        assert max_seq_length > 0
-        return windlass.Trainer(model, args, train_dataset=train_dataset)
-
-
-def small_model(*args: Any, **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=20, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    model.to = lambda *_: model  # the snippets place it on device 0
-    return model
-
-
 class Arguments(windlass.TrainingArguments):
     """Three updates on the CPU, in place of a thousand."""
 
@@ -78,32 +59,45 @@ class Arguments(windlass.TrainingArguments):
         )
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, in which the guides' names are folders."""
+    wide = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
+    small.saved(tmp_path / "google" / "gemma-2b", **wide)
+    (tmp_path / "imdb").mkdir()
+    rows = "".join(json.dumps(row) + "\n" for row in small.texts(16))
+    (tmp_path / "imdb" / "train.jsonl").write_text(rows, "utf-8")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.skipif(not SNIPPETS, reason="the guides are not beside this checkout")
 @pytest.mark.parametrize("code", SNIPPETS, ids=lambda code: re.findall(r'optim = "(\w+)"', code)[0])
-def test_the_snippet_trains(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes: dict[str, Any] = {
-        "datasets": SimpleNamespace(load_dataset=lambda *_, **__: text_rows(16)),
-        "trl": SimpleNamespace(SFTTrainer=Text),
-        "transformers": SimpleNamespace(
-            TrainingArguments=Arguments,
-            AutoConfig=SimpleNamespace(from_pretrained=lambda *_: None),
-            AutoTokenizer=SimpleNamespace(from_pretrained=lambda *_: None),
-            AutoModelForCausalLM=SimpleNamespace(from_config=small_model, from_pretrained=small_model),
-        ),
-    }
-    start = weights_hash(small_model())
-    for name, content in fakes.items():
+@pytest.mark.filterwarnings("ignore:arguments of SFTTrainer that are now in SFTConfig")
+def test_the_snippet_trains(code: str, hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[str] = []
+
+    def stays(model: Any, *_: Any) -> Any:
+        starts.append(weights_hash(model))
+        return model
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "to", stays)  # the snippets place it on device 0
+    for name, content in {
+        "trl": {"SFTTrainer": windlass.SFTTrainer}, "transformers": {"TrainingArguments": Arguments}
+    }.items():  # fmt: skip
         module = ModuleType(name)
-        module.__dict__.update(vars(content))
-        if name == "transformers":
-            module.__getattr__ = lambda other: getattr(transformers, other)  # type: ignore[method-assign]
+        module.__dict__.update(content)
+        module.__getattr__ = lambda other: getattr(transformers, other)  # type: ignore[method-assign]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
+    torch.manual_seed(0)
     exec(compile(code, "guide", "exec"), namespace)
     trainer = namespace["trainer"]
     assert trainer.state.global_step == 3
-    assert weights_hash(trainer.model) != start
+    assert trainer.args.max_length in (512, 1024)
+    assert trainer.processing_class.eos_token == "<eos>"
+    assert weights_hash(trainer.model) != starts[0]
     kind = AdaLomo if "lomo" in code else GaLoreAdamW
     assert isinstance(trainer.optimizer, kind)
     if "rank" in code:

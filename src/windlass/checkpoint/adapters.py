@@ -29,6 +29,7 @@ from windlass.dist.sharded import local, part, whole
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_STATE = "adapter_base"  # the shared part with the fingerprint and the buffers
+_PROMPTS = "prompt_embeddings"  # peft's name for learnt prompts in the file
 _CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -117,7 +118,7 @@ class Adapter:
 
 def find_adapter(model: nn.Module) -> Adapter | None:
     """The adapter that `model` trains; None if it is not a peft model, trains other weights too, or peft saves other
-    tensors than are trained (prompts). Whole weights are saved then.
+    tensors than are trained (prompts from an encoder with layers). Whole weights are saved then.
     """
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return None
@@ -163,10 +164,19 @@ class KnownAdapter:
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own."""
+    """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own.
+
+    Of learnt prompts peft saves what their encoder returns: the rows of its embedding, if that is all that is trained.
+    """
     peft = peft_library("save a model's adapters")
     picked = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
     inside = {id(tensor): name for name, tensor in state.items()}
+    if picked.keys() == {_PROMPTS}:
+        trained = [name for name, tensor in state.items() if tensor.requires_grad]
+        is_plain = trained == [f"prompt_encoder.{adapter}.embedding.weight"]
+        return (
+            {trained[0]: _PROMPTS} if is_plain and state[trained[0]].shape == picked[_PROMPTS].shape else {}
+        )
     if not all(id(tensor) in inside for tensor in picked.values()):
         return {}
     return {inside[id(tensor)]: stored for stored, tensor in picked.items()}
@@ -174,9 +184,12 @@ def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) 
 
 def checksum(tensor: Tensor) -> int:
     """A sum of 64-bit integers over the bits of `tensor` in order, equal on all devices and layouts; 0 on the meta
-    device. One host sync. Collective for a sharded tensor.
+    device. One host sync. Collective for a sharded tensor. A tensor that is made of others (few bits and their scales)
+    has the sum of theirs.
     """
     flat = whole(tensor.detach())
+    if hasattr(flat, "__tensor_flatten__"):
+        return sum(checksum(getattr(flat, name)) for name in flat.__tensor_flatten__()[0]) % (1 << 63)
     if flat.is_meta or flat.element_size() not in _BITS:
         return 0
     flat = flat.reshape(-1)

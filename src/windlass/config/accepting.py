@@ -39,9 +39,11 @@ class AcceptsOldNames(type):
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         signature = _signature(cls)
+        given, clashes = _with_own_names(cls, given)
         positional = dict(zip(signature.positional, args, strict=False))
         everything = {**positional, **given, **_old_fields(cls, given)}
         arguments, problems = translate(everything)
+        problems += clashes
         # An old name that the class declares itself is also passed on.
         names = signature.names
         arguments.update({name: given[name] for name in OLD_NAMES if name in given and name in names})
@@ -85,6 +87,21 @@ def _signature(cls: Any) -> _Signature:
         tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def _with_own_names(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """`given` with today's names for those of `EARLIER_NAMES`, which one class alone had; and contradictions."""
+    renamed, problems = dict(given), []
+    for old, new in getattr(cls, "EARLIER_NAMES", {}).items():
+        value = renamed.pop(old, None)
+        if value is None:
+            continue
+        if renamed.setdefault(new, value) != value:
+            problems.append(
+                Problem(old, value, f"contradicts {new}={renamed[new]!r}, its new name; set only that")
+            )
+        warn_of_argument(f"the argument {old!r} is now {new!r}; using that")
+    return renamed, problems
 
 
 def _old_fields(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:

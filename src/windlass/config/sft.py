@@ -37,6 +37,8 @@ class SFTConfig(TrainingArguments):
         "dataset_kwargs",
     ]
 
+    EARLIER_NAMES: ClassVar[dict[str, str]] = {"max_seq_length": "max_length"}
+
     # --- defaults that differ ---
     learning_rate: float = setting(2e-5, "Learning rate at the end of warm-up.", bounds=at_least(0))
     logging_steps: float = setting(

@@ -15,7 +15,7 @@ from windlass.finetuning.base_model import name_of
 
 # Keywords that the constructor of earlier versions of TRL took -> the fields of `SFTConfig` that replaced them.
 _EARLIER = {
-    "max_seq_length": "max_length",
+    **SFTConfig.EARLIER_NAMES,
     **{
         name: name
         for name in (

@@ -19,12 +19,7 @@ from windlass.finetuning.base_model import (
     set_special_tokens,
     write_special_tokens,
 )
-from windlass.finetuning.peft_adapters import (
-    add_adapter,
-    is_peft_model,
-    is_quantized,
-    let_gradients_in,
-)
+from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_data import SFTData, check_train_dataset

@@ -52,18 +52,26 @@ class TokenFigures:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._device = device
         self._sums = {training: self._zeros() for training in (True, False)}
-        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._tokens = self._no_tokens()
         self._has_aux = self._in_update = False
+        self._update = self._zeros(), self._no_tokens()  # of the update that is being computed
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(_SUMS), dtype=self._dtype, device=self._device)
 
+    def _no_tokens(self) -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self._device)
+
     def begin_update(self) -> None:
-        """Count what is added from now on."""
+        """Count what is added from now on; what an attempt that failed had added is dropped."""
         self._in_update = True
+        self._update = self._zeros(), self._no_tokens()
 
     def end_update(self) -> None:
-        """Ignore training batches until the next update."""
+        """Keep the counts of the update, and ignore training batches until the next one."""
+        sums, tokens = self._update
+        self._sums[True] += sums
+        self._tokens += tokens
         self._in_update = False
 
     def add(self, batch: BatchSums, *, training: bool) -> None:
@@ -75,9 +83,9 @@ class TokenFigures:
         aux = torch.zeros_like(batch.entropy) if batch.aux_loss is None else batch.aux_loss
         self._has_aux = self._has_aux or batch.aux_loss is not None
         values = (batch.entropy, batch.correct, batch.targets, aux, torch.ones_like(batch.entropy))
-        self._sums[training] += torch.stack([value.detach().to(self._dtype) for value in values])
-        if training:
-            self._tokens += batch.tokens.detach()
+        sums, tokens = self._update if training else (self._sums[False], self._no_tokens())
+        sums += torch.stack([value.detach().to(self._dtype) for value in values])
+        tokens += batch.tokens.detach()
 
     def read(self, *, training: bool) -> dict[str, float]:
         """The figures over all ranks since the last call, and the tokens of the whole run. Collective.
@@ -130,6 +138,12 @@ class UpdateBorders(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._figures.begin_update()
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if logs and "micro_batch_too_large" in logs:  # the update is tried again
+            self._figures.begin_update()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._figures.end_update()
