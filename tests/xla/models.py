@@ -64,7 +64,9 @@ def rows(count: int = 64, length: int = 8) -> list[dict[str, torch.Tensor]]:
     return [{"words": row, "labels": (row * 5 + 1) % WORDS} for row in words]
 
 
-def new_trainer(folder: Path, model: nn.Module | None = None, callbacks: Any = None, **options: Any) -> Trainer:
+def new_trainer(
+    folder: Path, model: nn.Module | None = None, callbacks: Any = None, **options: Any
+) -> Trainer:
     """A trainer with updates of two micro-batches of four samples, which reports every loss."""
     settings: dict[str, Any] = {
         "max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
@@ -96,7 +98,9 @@ def counters() -> dict[str, int]:
     """
     from torch_xla.debug import metrics
 
-    counted = {name: metrics.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile", "MarkStep")}
+    counted = {
+        name: metrics.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile", "MarkStep")
+    }
     read = metrics.metric_data("TransferFromDeviceTime") or (0,)
     return {
         "compiled": xla.compilations(), "graphs": counted["UncachedCompile"] + counted["CachedCompile"],

@@ -20,6 +20,7 @@ from tests.xla.models import (
 )
 
 from windlass import TrainerCallback
+from windlass.core.errors import NonFiniteError
 
 pytestmark = [pytest.mark.xla, needs_xla]
 
@@ -46,7 +47,9 @@ class Counters(TrainerCallback):
         self.found.append(counters())
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "optim": "adamw_torch_xla", "lr_scheduler_type": "cosine"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True, "optim": "adamw_torch_xla", "lr_scheduler_type": "cosine"}]
+)
 def test_one_graph_one_sync_and_no_read_in_an_update(tmp_path: Path, options: dict[str, Any]) -> None:
     """The optimizer's state is made in the first update, and the sum of losses exists from the second on."""
     seen = Counters()
@@ -111,7 +114,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     model = new_model()
     with torch.no_grad():
         model.layers[0].linear.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="non-finite"):
+    with pytest.raises(NonFiniteError, match="at step 1"):
         new_trainer(tmp_path, model).train()
 
 

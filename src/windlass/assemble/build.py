@@ -14,8 +14,8 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
-from windlass.engine.fused import FusedExecutor
 from windlass.engine.executors import executor_for
+from windlass.engine.fused import FusedExecutor
 from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision

@@ -116,4 +116,9 @@ def devices_of(content: Content) -> set[torch.device]:
     groups = [*content.weights.values(), *(part.tensors for part in content.parts)]
     states = [*content.shared.values(), content.per_rank]
     groups += [state.tensors for state in states if isinstance(state, Encoded)]
-    return {tensor.device for group in groups for tensor in group.values() if tensor.device.type not in ("cpu", "xla")}
+    return {
+        tensor.device
+        for group in groups
+        for tensor in group.values()
+        if tensor.device.type not in ("cpu", "xla")
+    }

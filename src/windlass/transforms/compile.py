@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.strategy import device_of
 
 DEFAULT_BACKEND = "inductor"
 
@@ -25,6 +26,9 @@ def apply_compile(model: nn.Module, backend: str | None = None, mode: str | None
         ConfigError: no such backend or mode, or a mode for another backend than inductor.
     """
     chosen = backend or DEFAULT_BACKEND
+    if device_of(model).type == "xla":
+        fix = "PyTorch/XLA compiles each update as a whole by itself; leave it out"
+        raise ConfigError(Problem("torch_compile", chosen, fix))
     _check(chosen, mode)
     if type(model).__module__.startswith("torch.nn"):
         # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.

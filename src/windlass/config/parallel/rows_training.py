@@ -219,7 +219,9 @@ FSDP_REDUCE_DTYPE = _fsdp(
     "Dtype in which gradients are averaged; by default that of the parameters.",
 )  # fmt: skip
 FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype to which outputs are cast.")
-FSDP_XLA = _fsdp("xla", kinds.flag, False, "Shard over the devices of PyTorch/XLA, and fail if there are none.")
+FSDP_XLA = _fsdp(
+    "xla", kinds.flag, False, "Shard over the devices of PyTorch/XLA, and fail if there are none."
+)
 FSDP_XLA_SETTINGS = _fsdp(
     "xla_fsdp_settings", kinds.options, {},
     "Options of PyTorch/XLA's wrapper for one process per device; most have no effect on its compiler.",

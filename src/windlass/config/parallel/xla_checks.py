@@ -54,7 +54,9 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
     if not asked:
         for found in settings.explicit(rows.FSDP_XLA_SETTINGS, rows.FSDP_XLA_RECOMPUTE):
             if found.value:
-                yield Problem(found.origin, found.value, "has an effect only with xla=True; set it, or leave this out")
+                yield Problem(
+                    found.origin, found.value, "has an effect only with xla=True; set it, or leave this out"
+                )
     for found in settings.explicit(rows.FSDP_XLA_SETTINGS):
         yield from _of_options(found)
     if not on_xla:
@@ -64,7 +66,10 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
             if refuses(found.value):
                 yield Problem(found.origin, found.value, fix)
     recompute = [f for f in settings.explicit(rows.FSDP_XLA_RECOMPUTE, rows.FSDP_RECOMPUTE) if f.value]
-    wraps = settings.explicit(rows.FSDP_WRAP, rows.FSDP_LAYERS, rows.FSDP_MIN_PARAMETERS) or rows.FSDP_WRAP.name in settings
+    wraps = (
+        settings.explicit(rows.FSDP_WRAP, rows.FSDP_LAYERS, rows.FSDP_MIN_PARAMETERS)
+        or rows.FSDP_WRAP.name in settings
+    )
     if recompute and not wraps:
         fix = "recomputes each wrapped layer, and none is wrapped: set transformer_layer_cls_to_wrap or min_num_params"
         yield Problem(recompute[0].origin, recompute[0].value, fix)
@@ -88,8 +93,14 @@ def _of_options(found: Setting) -> Iterator[Problem]:
     for name, value in found.value.items():
         origin = f"{found.origin}.{name}"
         if name in _DTYPES and str(value) not in _FP32:
-            yield Problem(origin, value, "under PyTorch/XLA the precision decides: use bf16=True, and leave it out")
+            yield Problem(
+                origin, value, "under PyTorch/XLA the precision decides: use bf16=True, and leave it out"
+            )
         elif name in _PROCESSES and value is not None:
-            yield Problem(origin, value, "belongs to one process per device; one process drives all of them, leave it out")
+            yield Problem(
+                origin,
+                value,
+                "belongs to one process per device; one process drives all of them, leave it out",
+            )
         elif name not in known:
             yield Problem(origin, value, f"there is no such option{did_you_mean(name, known)}")
