@@ -4,6 +4,7 @@
 #   make test    the tests                                                               (ARGS="tests/data -k loader")
 #   make test-all  the tests with their long forms
 #   make lint    ruff and mypy
+#   make test-xla  the tests of PyTorch/XLA, on its last release and torch 2.9 in an environment of their own (about 7 GB)
 #   make bench   run the benchmarks and write their figures into docs/benchmarks.md
 #   make docs    build the documentation into site/
 #
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
-.PHONY: train test test-all lint format bench docs clean
+.PHONY: train test test-all test-xla lint format bench docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.installed-train
@@ -33,6 +34,22 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" --hypothesis-profile=long $(ARGS)
+
+# On one device and on four, and what a release of torch before the pinned one does without PyTorch/XLA.
+XLA := .venv-xla
+ON_XLA := OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xdist
+test-xla: $(XLA)/.installed
+	$(ON_XLA) tests/xla $(ARGS)
+	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla $(ARGS)
+	USE_TORCH_XLA=0 $(ON_XLA) tests/trainer/test_resume.py tests/engine/test_loop.py tests/laws/test_lazy_import.py $(ARGS)
+
+$(XLA)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(XLA)
+	sed 's/^torch==.*/torch==2.9.0/' constraints.txt > $(XLA)/constraints.txt
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt torch torch_xla==2.9.0 numpy
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e ".[train,datasets]" \
+		pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 
+from windlass.core.errors import ConfigError
 from windlass.core.world import World
 from windlass.dist.gang import Gang, join, leave
 
@@ -28,6 +29,12 @@ def test_a_gang_of_one_asks_nobody() -> None:
     gang.barrier()
     leave()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["mps", "xla"])
+def test_several_processes_on_a_device_for_one_are_refused_before_they_meet(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2: .*start one process, or use_cpu=True"):
+        join(World(0, 2), torch.device(kind))
 
 
 @pytest.mark.dist

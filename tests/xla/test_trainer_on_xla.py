@@ -20,6 +20,7 @@ from tests.xla.models import (
 )
 
 from windlass import TrainerCallback
+from windlass.core.errors import NonFiniteError
 
 pytestmark = [pytest.mark.xla, needs_xla]
 
@@ -113,7 +114,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     model = new_model()
     with torch.no_grad():
         model.layers[0].linear.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="non-finite"):
+    with pytest.raises(NonFiniteError, match="at step 1"):
         new_trainer(tmp_path, model).train()
 
 

@@ -47,6 +47,8 @@ class DistributedType(Word):
 
 def distributed_type_of(device: str, processes: int) -> DistributedType:
     """The kind of a job of `processes` processes on devices of type `device` ("cpu", "cuda", "xpu", ...)."""
+    if device == "xla":
+        return DistributedType.XLA  # one process, and all its devices
     if processes == 1:
         return DistributedType.NO
     kind = {"cuda": "GPU"}.get(device, device.upper())

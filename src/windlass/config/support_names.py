@@ -20,7 +20,8 @@ _DEEPSPEED = (
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"
 _EIGHT_BIT = "training and loading in eight or four bits is not built"
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
-_TPU = "PyTorch/XLA is not built"
+_TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
+_PODS = "jobs on pods of TPUs are not started; start the script itself on one machine with TPUs"
 _SAGEMAKER = "SageMaker's own way to split models is not built; shard the model with fsdp_plugin"
 _PICKLE = "it is about files of pickled tensors, which are never written, and read without unpickling them"
 _LAUNCHER = "`windlass launch` starts processes by itself"
@@ -144,7 +145,7 @@ COMMANDS = {
         "accelerate_cli", "config", "env", "estimate", "launch", "menu", "merge", "test", "utils",
     ),
     "sharding is FSDP2 from the start; old files of `config` are read as they are": ("to_fsdp2",),
-    _TPU: ("tpu",),
+    _PODS: ("tpu",),
 }  # fmt: skip
 # Class -> reason -> its methods, properties and fields.
 _DISPLAY = (

@@ -80,6 +80,14 @@ def device_count() -> int:
     return int(runtime.global_runtime_device_count())
 
 
+def kind() -> str:
+    """The kind of its devices: "CPU", "TPU" or "CUDA"."""
+    device()
+    from torch_xla import runtime
+
+    return str(runtime.device_type())
+
+
 def sync() -> None:
     """Compile the recorded work, or take its graph from the cache, and start it. Does not wait for its end."""
     import torch_xla
@@ -156,11 +164,34 @@ def separate_backwards(module: nn.Module) -> None:
 
 
 def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its activations recomputed in the backward, in the way that the compiler does not undo."""
+    """`function` with its activations recomputed in the backward, in the way that the compiler does not undo.
+
+    Tensors that require gradients must be arguments themselves, not items of one.
+    """
+    import torch
     from torch_xla.utils.checkpoint import checkpoint
 
     @functools.wraps(function)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(function, **kwargs), *args)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        count, names = len(args), tuple(kwargs)
+        given = [*args, *kwargs.values()]
+        if not any(isinstance(item, torch.Tensor) and item.requires_grad for item in given):
+            # Without an input that requires gradients, this kind of recomputation gives none to parameters either.
+            given = [_requiring(item) for item in given]
+
+        def run(*items: Any) -> Any:
+            return function(*items[:count], **dict(zip(names, items[count:], strict=True)))
+
+        return checkpoint(run, *given)
 
     return recomputed
+
+
+def _requiring(item: Any) -> Any:
+    import torch
+
+    if isinstance(item, torch.Tensor) and item.is_floating_point():
+        return item.detach().requires_grad_()
+    return item

@@ -184,6 +184,13 @@ class ProcessGang(Gang):
 _joined: ProcessGang | None = None
 
 
+# Devices that train in one process only, with the reason.
+_ALONE = {
+    "mps": "PyTorch has no collectives on Apple's GPU",
+    "xla": "one process drives all devices of PyTorch/XLA",
+}
+
+
 def join(
     world: World,
     device: torch.device,
@@ -200,10 +207,13 @@ def join(
         device: where gradients lie; decides the backend unless `backend` does.
         timeout_seconds: how long a collective waits for the others, and this process for data and background saves.
         init_method: address of the meeting point, if it is not `MASTER_ADDR` and `MASTER_PORT`.
+
+    Raises:
+        ConfigError: there are several processes, and the device trains in one only (MPS, XLA).
     """
     global _joined
-    if device.type == "xla" and world.is_distributed:
-        fix = "one process drives all devices of PyTorch/XLA: start one, or use_cpu=True"
+    if device.type in _ALONE and world.is_distributed:
+        fix = f"{_ALONE[device.type]}: start one process, or use_cpu=True"
         raise ConfigError(Problem("WORLD_SIZE", world.size, fix))
     watch(os.environ, timeout_seconds)
     if not world.is_distributed:

@@ -48,6 +48,9 @@ def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]
     if "bf16" in wanted and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)
         problems.append(Problem(wanted["bf16"], True, f"{name} has no bfloat16; use fp16 or fp32"))
+    if "fp16" in wanted and device.type == "xla":
+        fix = "the loss scale is read on the host in each update, for which PyTorch/XLA would wait; use bf16"
+        problems.append(Problem(wanted["fp16"], True, fix))
     if plan.tf32 and not _has_tf32(device):
         problems.append(
             Problem("tf32", True, f"{device} has no TF32 (CUDA from Ampere on has it); leave it unset")

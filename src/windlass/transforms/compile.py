@@ -12,6 +12,7 @@ from torch import nn
 from windlass.config.plan import CompilePlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.blocks import repeated_blocks
+from windlass.transforms.strategy import device_of
 
 _INDUCTOR = "inductor"
 
@@ -22,6 +23,9 @@ def apply_compile(model: nn.Module, plan: CompilePlan) -> nn.Module:
     Raises:
         ConfigError: no such backend or mode, a mode for another backend than inductor, or no repeated blocks.
     """
+    if device_of(model).type == "xla":
+        fix = "PyTorch/XLA compiles each update as a whole by itself; leave it out"
+        raise ConfigError(Problem("torch_compile", plan.backend, fix))
     _check(plan)
     blocks = list(repeated_blocks(model)) if plan.blocks else [model]
     if not blocks:

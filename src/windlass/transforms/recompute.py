@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.blocks import repeated_blocks
+from windlass.transforms.strategy import device_of
 
 _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = (
@@ -45,6 +46,12 @@ def apply_recompute(
     Raises:
         ConfigError: the model does not support it, has no repeated blocks, or an option is unknown.
     """
+    if device_of(model).type == "xla":
+        fix = (
+            "PyTorch's own recomputation does not run on PyTorch/XLA: leave it out, or shard the model with "
+            "fsdp_config={'xla': True, 'xla_fsdp_grad_ckpt': True}"
+        )
+        raise ConfigError(Problem("activation_checkpointing", True, fix))
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
     offload = bool(chosen.pop("offload", False))

@@ -63,6 +63,7 @@ def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:
     for unit in (*units, module):
         # Without a mark on what a unit returns, the compiler may split activations like the parameters.
         unit.register_forward_hook(_split_output)
+    for unit in units:
         xla.separate_backwards(unit)
 
 

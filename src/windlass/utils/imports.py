@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+from windlass.core import xla
 from windlass.core.optional import is_available
 
 
@@ -73,17 +74,19 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return True if torch_xla is installed.
+    """Return True if torch_xla is installed, and `USE_TORCH_XLA` does not switch it off.
 
     Args:
-        check_is_tpu, check_is_gpu: False is returned: it is not used, so it has no device.
+        check_is_tpu, check_is_gpu: return True only if its devices are of this kind (starts its runtime).
 
     Raises:
         ValueError: both are asked for.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu are both True; ask for one of them")
-    return not (check_is_tpu or check_is_gpu) and is_available("torch_xla")
+    if not xla.is_selected() or not (check_is_tpu or check_is_gpu):
+        return xla.is_selected()
+    return xla.kind() == ("TPU" if check_is_tpu else "CUDA")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
