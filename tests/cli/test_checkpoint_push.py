@@ -27,11 +27,21 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     found = hub.files("someone/mine")
     assert found["last-checkpoint/manifest.json"] == (run / "checkpoint-2/manifest.json").read_bytes()
     assert hub.repositories["someone/mine"].private
+    (run / "card").mkdir()
+    (run / "card/README.md").write_bytes(found["README.md"])
+    card = pytest.importorskip("huggingface_hub").ModelCard.load(run / "card/README.md")
+    assert "2 updates" in card.text
+    assert "| learning_rate | 0.05 |" in card.text
+    edited = {"path": "README.md", "content": "bWluZQ=="}
+    changes = [{"key": "header", "value": {"summary": ""}}, {"key": "file", "value": edited}]
+    hub.commit(hub.repositories["someone/mine"], "main", changes)
+    assert checkpoint_command(["push", str(run), "mine"]) == 0
+    assert hub.files("someone/mine")["README.md"] == b"mine", "a card that somebody edited stays"
 
 
 def test_one_checkpoint_without_what_resuming_needs(hub: Hub, run: Path) -> None:
     assert checkpoint_command(["push", str(run / "checkpoint-1"), "mine", "--model-only"]) == 0
-    assert set(hub.files("someone/mine")) == {"model.safetensors"}
+    assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md"}
 
 
 def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:

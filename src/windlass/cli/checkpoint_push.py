@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from windlass.checkpoint.export import model_files
@@ -12,6 +13,7 @@ from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
 from windlass.core.errors import CheckpointError
 from windlass.core.output import say
 from windlass.hub.publisher import HubSettings, Publisher
+from windlass.trainer.card import CARD, of_checkpoint, write_card
 
 
 def push_command(options: argparse.Namespace) -> int:
@@ -28,11 +30,26 @@ def push_command(options: argparse.Namespace) -> int:
         publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
     else:
         publisher = Publisher(settings, checkpoint.parent)
-        publisher.saved(checkpoint)
+        with tempfile.TemporaryDirectory() as made:
+            publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
     if not publisher.finish():
         return 1
     say(f"{checkpoint or folder} is published in {publisher.repository}")
     return 0
+
+
+def _card(publisher: Publisher, checkpoint: Path, made: Path) -> dict[str, Path]:
+    """The card in the run's folder, or one that is made; none if the repository has one, which may have been edited."""
+    if publisher.holds(CARD):
+        return {}
+    written = checkpoint.parent / CARD
+    if not written.is_file():
+        found = of_checkpoint(checkpoint, publisher.repository.rpartition("/")[2])
+        if found is None:
+            return {}
+        written = made / CARD
+        write_card(written, found)
+    return {CARD: written}
 
 
 def _checkpoint(folder: Path) -> Path | None:
