@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.hub.server import Hub
+from tests.hub.server import READER, Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.cli.checkpoint import checkpoint_command
+from windlass.core.errors import CheckpointError
 
 
 @pytest.fixture
@@ -49,3 +50,17 @@ def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-1/model.safetensors").rename(tmp_path / "model/model.safetensors")
     assert checkpoint_command(["push", str(tmp_path / "model"), "mine"]) == 0
     assert set(hub.files("someone/mine")) == {"model.safetensors"}
+
+
+def test_what_the_hub_refuses_is_told_without_arguments_of_a_run(
+    hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match=r"^cannot open .*a--b"):
+        checkpoint_command(["push", str(run), "a--b"])
+    hub.create("someone/mine")
+    monkeypatch.setenv("HF_TOKEN", READER)
+    with pytest.raises(CheckpointError, match=r"do not have write access; log in with"):
+        checkpoint_command(["push", str(run), "someone/mine"])
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=r"refused$"):
+        checkpoint_command(["push", str(run), "mine"])

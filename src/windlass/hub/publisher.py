@@ -85,7 +85,7 @@ class Publisher:
                 field, value = "hub_revision", settings.revision or ""
                 client.open_branch()
             except HubError as error:
-                raise ConfigError(_problem(settings, error, field, value)) from None
+                raise ConfigError(_problem(settings, error, field, value)) from error
             for left in self._staging.glob("upload-*"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             self._client, self._uploads = client, Uploads(client, every=settings.always)
