@@ -33,6 +33,7 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     card = pytest.importorskip("huggingface_hub").ModelCard.load(run / "card/README.md")
     assert "2 updates" in card.text
     assert "| learning_rate | 0.05 |" in card.text
+    assert "## Versions" not in card.text, "those of this process are not those of the run"
     edited = {"path": "README.md", "content": "bWluZQ=="}
     changes = [{"key": "header", "value": {"summary": ""}}, {"key": "file", "value": edited}]
     hub.commit(hub.repositories["someone/mine"], "main", changes)

@@ -61,6 +61,7 @@ class Card:
         settings: the arguments of the run as a plain dict.
         data: the dataset that was evaluated, or else trained on; None if it is not known.
         world: number of processes.
+        versions: of the packages that the run used; empty if they are not known.
     """
 
     given: CardFacts
@@ -69,6 +70,7 @@ class Card:
     state: TrainerState
     data: Any
     world: int
+    versions: Mapping[str, str]
 
     @property
     def base(self) -> str | None:
@@ -102,7 +104,7 @@ def of_run(
     world: int,
 ) -> Card:
     """The card of a model in memory."""
-    return Card(given, card_facts.facts_of(model), settings, state, data, world)
+    return Card(given, card_facts.facts_of(model), settings, state, data, world, package_versions())
 
 
 def of_checkpoint(folder: Path, name: str) -> Card | None:
@@ -115,7 +117,7 @@ def of_checkpoint(folder: Path, name: str) -> Card | None:
     state = TrainerState.load_from_json(folder)
     # The weights of the checkpoint itself, and not of the best one.
     settings = {name: value for name, value in dict(settings).items() if name != "load_best_model_at_end"}
-    return Card(CardFacts(name), card_facts.facts_of_files(folder), settings, state, None, world)
+    return Card(CardFacts(name), card_facts.facts_of_files(folder), settings, state, None, world, {})
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -179,7 +181,8 @@ def _model_index(card: Card, tasks: list[str], results: Mapping[str, float]) -> 
         for task in tasks or ["other"]
         for data in datasets or unknown
     ]
-    return [{"name": card.given.name, "results": yaml.safe_load(yaml.safe_dump(entries))}]
+    plain = yaml.safe_load(yaml.safe_dump(entries))  # copies, so that YAML has no references between entries
+    return [{"name": card.given.name, "results": plain}]
 
 
 def body(card: Card) -> str:
@@ -200,7 +203,7 @@ def body(card: Card) -> str:
         "Training": f"{state.global_step:,} updates, {state.epoch or 0:.2f} epochs, {card.world} process(es).\n\n"
         + table(("setting", "value"), [(name, values[name]) for name in _SETTINGS if name in values]),
         "Evaluations": _evaluations(card),
-        "Versions": table(("package", "version"), package_versions().items()),
+        "Versions": table(("package", "version"), card.versions.items()) if card.versions else "",
     }
     opening = f"A {card.model.kind}{size}, {origin}{data}{detail}."
     return f"# {given.name}\n\n{opening}\n" + "".join(
