@@ -1,10 +1,10 @@
-"""What a checkpoint costs a run: how long training stands still, when the checkpoint stands, what steps lose meanwhile.
+"""What a checkpoint costs a run: how long training pauses, when the checkpoint is committed, what steps lose meanwhile.
 
 A model of 100 M parameters with AdamW is trained and saved by each library, one after the other in turns, each in a
-process of its own. The first save of a process is left out: host memory is new to it. "Stands still" is the time
-between the end of a step and the beginning of the next, where a save lies; "stands" is counted from the end of that
+process of its own. The first save of a process is left out: host memory is new to it. A pause is the time
+between the end of a step and the beginning of the next, where a save lies; the commit is counted from the end of that
 step; "steps meanwhile" is how much longer steps take on average while a checkpoint is being written. On a slow disk
-(`--disk` MB/s, by waiting in each write) only Windlass is measured, for the others stand still that long: with every
+(`--disk` MB/s, by waiting in each write) only Windlass is measured, for the others pause that long: with every
 core training, and with one left free, as on a machine that trains on an accelerator.
 """
 
@@ -97,15 +97,16 @@ def render(figures: dict[str, Any], command: str) -> str:
         )
     head = [
         "",
-        "training stands still, s",
+        "training pauses for, s",
         "of transformers'",
-        "checkpoint stands after, s",
+        "committed after, s",
         "step, ms",
         "steps meanwhile",
     ]
     ratio = found["windlass"]["committed"] / found["transformers, fsynced"]["committed"]
     return (
-        f"{table(head, rows)}\n\nThe checkpoint stands {ratio:.2f} times as late as a peer's that is fsynced too. "
+        f"{table(head, rows)}\n\nThe checkpoint is committed after {ratio:.2f} of the time that a peer's needs that is "
+        "fsynced too. "
         f"Hashing, which is what verifying takes: {figures['hashing']:.2f} GB/s on one core. "
         f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['threads']} thread(s), slow disk: "
         f"{figures['disk']} MB/s.\n\n{caption(figures, command)}"

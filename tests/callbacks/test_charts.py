@@ -1,4 +1,4 @@
-"""SVG line charts."""
+"""Line charts as SVG and as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.callbacks.charts import Series, labels, line_chart, short, thinned, ticks
+from windlass.callbacks.charts import Series, labels, line_chart, short, text_chart, thinned, ticks
 
 
 def parse(chart: str) -> ET.Element:
@@ -111,3 +111,17 @@ def test_thinning_keeps_every_extreme(values: list[float]) -> None:
 )  # fmt: skip
 def test_short(value: float, text: str) -> None:
     assert short(value) == text
+
+
+def test_a_curve_as_text_falls_from_the_top_left_to_the_bottom_right() -> None:
+    drawn = text_chart([(step, 10.0 - step) for step in range(1, 11)], width=10, height=5)
+    rows = [line.partition("|")[2] for line in drawn.splitlines() if "|" in line]
+    places = sorted((row.index("*"), number) for number, row in enumerate(rows) if "*" in row)
+    assert [number for _, number in places] == sorted(number for _, number in places)
+    assert drawn.count("*") == 10
+    assert drawn.splitlines()[-1].split() == ["1", "step", "10"]
+
+
+def test_a_curve_as_text_needs_two_finite_points() -> None:
+    assert text_chart([(1.0, 2.0), (2.0, math.nan)]) == ""
+    assert text_chart([(1.0, 2.0), (2.0, 2.0)]).count("*") == 2  # a constant

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.hub.server import Hub
+from tests.hub.server import READER, Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.cli.checkpoint import checkpoint_command
+from windlass.core.errors import CheckpointError
 
 
 @pytest.fixture
@@ -27,11 +28,22 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     found = hub.files("someone/mine")
     assert found["last-checkpoint/manifest.json"] == (run / "checkpoint-2/manifest.json").read_bytes()
     assert hub.repositories["someone/mine"].private
+    (run / "card").mkdir()
+    (run / "card/README.md").write_bytes(found["README.md"])
+    card = pytest.importorskip("huggingface_hub").ModelCard.load(run / "card/README.md")
+    assert "2 updates" in card.text
+    assert "| learning_rate | 0.05 |" in card.text
+    assert "## Versions" not in card.text, "those of this process are not those of the run"
+    edited = {"path": "README.md", "content": "bWluZQ=="}
+    changes = [{"key": "header", "value": {"summary": ""}}, {"key": "file", "value": edited}]
+    hub.commit(hub.repositories["someone/mine"], "main", changes)
+    assert checkpoint_command(["push", str(run), "mine"]) == 0
+    assert hub.files("someone/mine")["README.md"] == b"mine", "a card that somebody edited stays"
 
 
 def test_one_checkpoint_without_what_resuming_needs(hub: Hub, run: Path) -> None:
     assert checkpoint_command(["push", str(run / "checkpoint-1"), "mine", "--model-only"]) == 0
-    assert set(hub.files("someone/mine")) == {"model.safetensors"}
+    assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md"}
 
 
 def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:
@@ -39,3 +51,17 @@ def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-1/model.safetensors").rename(tmp_path / "model/model.safetensors")
     assert checkpoint_command(["push", str(tmp_path / "model"), "mine"]) == 0
     assert set(hub.files("someone/mine")) == {"model.safetensors"}
+
+
+def test_what_the_hub_refuses_is_told_without_arguments_of_a_run(
+    hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match=r"^cannot open .*a--b"):
+        checkpoint_command(["push", str(run), "a--b"])
+    hub.create("someone/mine")
+    monkeypatch.setenv("HF_TOKEN", READER)
+    with pytest.raises(CheckpointError, match=r"do not have write access; log in with"):
+        checkpoint_command(["push", str(run), "someone/mine"])
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=r"refused$"):
+        checkpoint_command(["push", str(run), "mine"])

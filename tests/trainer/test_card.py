@@ -96,14 +96,17 @@ def test_what_a_model_tells(tmp_path: Path) -> None:
         vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4
     )
     model = transformers.BertForSequenceClassification(config)
-    assert card_facts.library_of(model) == "transformers"
-    assert card_facts.task_of(model) == ["text-classification"]
-    assert card_facts.base_of(model) is None
+    facts = card_facts.facts_of(model)
+    assert (facts.library, facts.tasks, facts.base) == ("transformers", ["text-classification"], None)
+    model.save_pretrained(tmp_path)
+    saved = card_facts.facts_of_files(tmp_path)
+    assert (saved.kind, saved.library, saved.tasks) == (facts.kind, facts.library, facts.tasks)
     model.config._name_or_path = str(tmp_path)
-    assert card_facts.base_of(model) is None, "a folder of this machine"
+    assert card_facts.facts_of(model).base is None, "a folder of this machine"
     model.config._name_or_path = "google-bert/bert-base-cased"
-    assert card_facts.base_of(model) == "google-bert/bert-base-cased"
-    assert (card_facts.library_of(Net()), card_facts.task_of(Net())) == ("windlass", [])
+    assert card_facts.facts_of(model).base == "google-bert/bert-base-cased"
+    plain = card_facts.facts_of(Net())
+    assert (plain.kind, plain.parameters, plain.library, plain.tasks) == ("Net", 15, "windlass", [])
 
 
 def row(step: int, **metrics: float) -> dict[str, float]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from windlass.checkpoint.export import model_files
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, ConfigError
 from windlass.core.output import say
+from windlass.hub.client import HubError
 from windlass.hub.publisher import HubSettings, Publisher
+from windlass.trainer.card import CARD, of_checkpoint, write_card
 
 
 def push_command(options: argparse.Namespace) -> int:
@@ -23,16 +26,44 @@ def push_command(options: argparse.Namespace) -> int:
     )
     checkpoint = _checkpoint(folder)
     if checkpoint is None:
-        publisher = Publisher(settings, folder)
+        publisher = _opened(Publisher(settings, folder))
         names = model_files(open_folder(folder)) or []
         publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
     else:
-        publisher = Publisher(settings, checkpoint.parent)
-        publisher.saved(checkpoint)
+        publisher = _opened(Publisher(settings, checkpoint.parent))
+        with tempfile.TemporaryDirectory() as made:
+            publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
     if not publisher.finish():
         return 1
     say(f"{checkpoint or folder} is published in {publisher.repository}")
     return 0
+
+
+def _opened(publisher: Publisher) -> Publisher:
+    """Open the repository; what fails is told in the words of this command, and not in those of a run's arguments."""
+    try:
+        publisher.open()
+    except ConfigError as error:
+        if not isinstance(error.__cause__, HubError):
+            raise
+        refused = error.__cause__.status in (401, 403)
+        advice = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+        raise CheckpointError(f"{error.__cause__}{f'; {advice}' if refused else ''}") from None
+    return publisher
+
+
+def _card(publisher: Publisher, checkpoint: Path, made: Path) -> dict[str, Path]:
+    """The card in the run's folder, or one that is made; none if the repository has one, which may have been edited."""
+    if publisher.holds(CARD):
+        return {}
+    written = checkpoint.parent / CARD
+    if not written.is_file():
+        found = of_checkpoint(checkpoint, publisher.repository.rpartition("/")[2])
+        if found is None:
+            return {}
+        written = made / CARD
+        write_card(written, found)
+    return {CARD: written}
 
 
 def _checkpoint(folder: Path) -> Path | None:

@@ -16,7 +16,7 @@ from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.stored import Folder, open_folder
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.output import one_line
 from windlass.core.redact import HIDDEN
@@ -85,7 +85,7 @@ class Publisher:
                 field, value = "hub_revision", settings.revision or ""
                 client.open_branch()
             except HubError as error:
-                raise ConfigError(_problem(settings, error, field, value)) from None
+                raise ConfigError(_problem(settings, error, field, value)) from error
             for left in self._staging.glob("upload-*"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             self._client, self._uploads = client, Uploads(client, every=settings.always)
@@ -96,8 +96,21 @@ class Publisher:
         """The licence of the model that this one was fine-tuned from; None if the Hub does not tell."""
         return HubClient(base, self._settings.token).license_of(base)
 
-    def saved(self, checkpoint: Path) -> None:
-        """Publish a committed checkpoint, as the strategy asks. Returns at once."""
+    def holds(self, name: str) -> bool:
+        """Return True if the branch has a file of this name in its root."""
+        self.open()
+        assert self._client is not None
+        try:
+            return name in self._client.names()
+        except HubError as error:
+            raise CheckpointError(str(error)) from None
+
+    def saved(self, checkpoint: Path, further: Mapping[str, Path] | None = None) -> None:
+        """Publish a committed checkpoint, as the strategy asks. Returns at once.
+
+        Args:
+            further: files for the root of the repository (name -> file).
+        """
         strategy = self._settings.strategy
         if strategy == "end":
             return
@@ -114,6 +127,7 @@ class Publisher:
         if place:
             names = [*source.names, MANIFEST_NAME]
             linked({f"{place}/{name}": checkpoint / name for name in names}, folder)
+        linked(further or {}, folder)
         plain = model_files(source)
         if plain is not None:
             linked({name: checkpoint / name for name in plain}, folder)

@@ -13,13 +13,15 @@ from torch import nn
 from windlass.callbacks.charts import text_chart
 from windlass.callbacks.report import package_versions
 from windlass.callbacks.report_page import curve
-from windlass.config.arguments import TrainingArguments
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import read_manifest
 from windlass.config.plain_yaml import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
-from windlass.core.plain_text import read_text
+from windlass.core.plain_text import parse_json, read_text
 from windlass.trainer import card_facts
 
+CARD = "README.md"
 _SETTINGS = (
     "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
     "num_train_epochs", "max_steps", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
@@ -56,20 +58,23 @@ class Card:
     """The contents of a card.
 
     Attributes:
-        data: the dataset that was evaluated, or else trained on.
+        settings: the arguments of the run as a plain dict.
+        data: the dataset that was evaluated, or else trained on; None if it is not known.
         world: number of processes.
+        versions: of the packages that the run used; empty if they are not known.
     """
 
     given: CardFacts
-    model: nn.Module
-    args: TrainingArguments
+    model: card_facts.ModelFacts
+    settings: Mapping[str, Any]
     state: TrainerState
     data: Any
     world: int
+    versions: Mapping[str, str]
 
     @property
     def base(self) -> str | None:
-        return self.given.base or card_facts.base_of(self.model)
+        return self.given.base or self.model.base
 
     @property
     def datasets(self) -> dict[str, dict[str, str]]:
@@ -86,8 +91,33 @@ class Card:
 
     @property
     def results(self) -> dict[str, float]:
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        best = self.state.best_global_step if self.settings.get("load_best_model_at_end") else None
         return card_facts.results(self.state.log_history, best)
+
+
+def of_run(
+    given: CardFacts,
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    state: TrainerState,
+    data: Any,
+    world: int,
+) -> Card:
+    """The card of a model in memory."""
+    return Card(given, card_facts.facts_of(model), settings, state, data, world, package_versions())
+
+
+def of_checkpoint(folder: Path, name: str) -> Card | None:
+    """The card of a Trainer's checkpoint; None for one that a loop of the user's own saved, which has no history."""
+    if not (folder / "trainer_state.json").is_file():
+        return None
+    arguments = folder / "training_args.json"
+    settings = parse_json(arguments.read_bytes()) if arguments.is_file() else {}
+    world = read_manifest(folder, Files()).world_size
+    state = TrainerState.load_from_json(folder)
+    # The weights of the checkpoint itself, and not of the best one.
+    settings = {name: value for name, value in dict(settings).items() if name != "load_best_model_at_end"}
+    return Card(CardFacts(name), card_facts.facts_of_files(folder), settings, state, None, world, {})
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -120,12 +150,11 @@ def earlier_head(path: Path) -> dict[str, Any]:
 def head(card: Card, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata, in the Hub's format."""
     given, results = card.given, card.results
-    tasks = given.tasks or card_facts.task_of(card.model)
-    kept, of_model = earlier.get("tags") or [], getattr(card.model, "model_tags", None) or []
+    tasks, kept = given.tasks or card.model.tasks, earlier.get("tags") or []
     kept = kept if isinstance(kept, list) else [kept]
-    tags = [*given.tags, *map(str, kept), *of_model, "windlass", "generated_from_trainer"]
+    tags = [*given.tags, *map(str, kept), *card.model.tags, "windlass", "generated_from_trainer"]
     found = {
-        "library_name": card_facts.library_of(card.model),
+        "library_name": card.model.library,
         "language": given.language,
         "license": given.license or earlier.get("license"),
         "base_model": card.base if card.base and card_facts.is_repository(card.base) else None,
@@ -152,7 +181,8 @@ def _model_index(card: Card, tasks: list[str], results: Mapping[str, float]) -> 
         for task in tasks or ["other"]
         for data in datasets or unknown
     ]
-    return [{"name": card.given.name, "results": yaml.safe_load(yaml.safe_dump(entries))}]
+    plain = yaml.safe_load(yaml.safe_dump(entries))  # copies, so that YAML has no references between entries
+    return [{"name": card.given.name, "results": plain}]
 
 
 def body(card: Card) -> str:
@@ -162,11 +192,9 @@ def body(card: Card) -> str:
     names = given.dataset or [details["name"] for details in card.datasets.values()]
     data = f" on {', '.join(names)}" if names else ""
     detail = f" ({', '.join(given.dataset_args)})" if given.dataset_args else ""
-    parameters = sum(p.numel() for p in card.model.parameters())
+    size = "" if card.model.parameters is None else f" of {card.model.parameters:,} parameters"
     results = sorted(card.results.items())
-    values = {
-        name: value for name, value in card.args.to_dict().items() if name in _SETTINGS and value is not None
-    }
+    values = {name: value for name, value in card.settings.items() if name in _SETTINGS and value is not None}
     loss = curve(history, "loss")
     drawn = text_chart(loss)
     sections = {
@@ -175,9 +203,9 @@ def body(card: Card) -> str:
         "Training": f"{state.global_step:,} updates, {state.epoch or 0:.2f} epochs, {card.world} process(es).\n\n"
         + table(("setting", "value"), [(name, values[name]) for name in _SETTINGS if name in values]),
         "Evaluations": _evaluations(card),
-        "Versions": table(("package", "version"), package_versions().items()),
+        "Versions": table(("package", "version"), card.versions.items()) if card.versions else "",
     }
-    opening = f"A {type(card.model).__name__} of {parameters:,} parameters, {origin}{data}{detail}."
+    opening = f"A {card.model.kind}{size}, {origin}{data}{detail}."
     return f"# {given.name}\n\n{opening}\n" + "".join(
         f"\n## {title}\n\n{text}" for title, text in sections.items() if text
     )

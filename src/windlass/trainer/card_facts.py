@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.module_state import bare
+from windlass.core.plain_text import parse_json
 
 History = list[dict[str, Any]]
 
@@ -30,18 +33,65 @@ _REPOSITORY = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _SOURCE = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)@")
 
 
-def library_of(model: nn.Module) -> str:
-    """The package that reads the model, as the Hub names it."""
-    packages = [kind.__module__.partition(".")[0] for kind in type(bare(model)).__mro__]
-    return next((package for package in packages if package in _LIBRARIES), "windlass")
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model tells of itself.
+
+    Attributes:
+        kind: the name of its class.
+        parameters: None if only its files are known.
+        library: the package that reads it, as the Hub names it.
+        tasks: what its class is made for; empty if the name tells nothing.
+        base: the repository that it was loaded from.
+    """
+
+    kind: str
+    parameters: int | None
+    library: str
+    tasks: list[str]
+    base: str | None
+    tags: list[str]
 
 
-def task_of(model: nn.Module) -> list[str]:
-    """The task that the name of the model's class tells; empty if it tells none."""
+def facts_of(model: nn.Module) -> ModelFacts:
+    """The facts of a model in memory."""
     inner: Any = bare(model)
+    packages = [kind.__module__.partition(".")[0] for kind in type(inner).__mro__]
+    library = next((package for package in packages if package in _LIBRARIES), "windlass")
     base = getattr(inner, "get_base_model", None)  # of a peft model
-    name = type(base() if callable(base) else inner).__name__
-    return [task for end, task in _TASKS.items() if name.endswith(end)]
+    return ModelFacts(
+        kind=type(inner).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        library=library,
+        tasks=_tasks(type(base() if callable(base) else inner).__name__),
+        base=base_of(model),
+        tags=list(getattr(inner, "model_tags", None) or []),
+    )
+
+
+def facts_of_files(folder: Path) -> ModelFacts:
+    """The facts of a saved model, from its configuration."""
+    adapter, config = (_read(folder / name) for name in (ADAPTER_CONFIG, "config.json"))
+    kind = next(iter(config.get("architectures") or []), None)
+    library = "peft" if adapter else "transformers" if "model_type" in config else "windlass"
+    base = adapter.get("base_model_name_or_path") or config.get("_name_or_path")
+    return ModelFacts(
+        kind=str(kind or ("adapter" if adapter else "model")),
+        parameters=None,
+        library=library,
+        tasks=_tasks(str(kind)),
+        base=base if isinstance(base, str) and is_repository(base) else None,
+        tags=[],
+    )
+
+
+def _tasks(kind: str) -> list[str]:
+    return [task for end, task in _TASKS.items() if kind.endswith(end)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = parse_json(path.read_bytes()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def base_of(model: nn.Module) -> str | None:

@@ -425,8 +425,10 @@ class TrainerNames:
                 _listed(dataset_args),
             )  # fmt: skip
             data = self.train_dataset if self.eval_dataset is None else self.eval_dataset
-            found = card.Card(given, self.model, self.args, self.state, data, self._session.gang.size)
-            card.write_card(self.output_folder / "README.md", found)
+            found = card.of_run(
+                given, self.model, self.args.to_dict(), self.state, data, self._session.gang.size
+            )
+            card.write_card(self.output_folder / card.CARD, found)
 
     # --- the Hub ------------------------------------------------------------------------------------------------------
 
