@@ -30,13 +30,19 @@ def levels(signed: bool) -> Tensor:
 
 
 def quantise(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """The nearest levels, uint8 of the shape of `values`, and the largest magnitude of each block, fp32."""
+    """The nearest levels, uint8 of the shape of `values`, and the largest magnitude of each block, fp32.
+
+    Without signs, only 0 becomes 0: an update is divided by the root of a second moment, and would be as large as
+    the first moment over `eps` where that is still there.
+    """
     flat = values.detach().float().flatten()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale = padded.abs().amax(1)
     relative = padded / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     table = levels(signed).to(values.device)
     nearest = torch.bucketize(relative, (table[1:] + table[:-1]) / 2)
+    if not signed:
+        nearest = torch.where(padded > 0, nearest.clamp(min=1), nearest)
     return nearest.to(torch.uint8).flatten()[: flat.numel()].view(values.shape), scale
 
 
