@@ -23,6 +23,15 @@ from typing import Any
 VARIABLE = "WINDLASS_COMPAT"
 STARTUP = Path(__file__).with_name("startup")
 
+# Modules inside packages of the libraries; the package's module of Windlass has their names.
+_INSIDE = {
+    "transformers.integrations": ("integration_utils",),
+    "accelerate.test_utils": ("testing", "training"),
+    "accelerate.utils": (
+        "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
+        "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "tqdm", "versions",
+    ),
+}  # fmt: skip
 # Modules of the libraries, and the module of Windlass that has the same names.
 MODULES = {
     "transformers.trainer": "windlass.trainer",
@@ -34,7 +43,6 @@ MODULES = {
         )
     },
     "transformers.hf_argparser": "windlass",
-    "transformers.integrations.integration_utils": "windlass.integrations",
     "accelerate": "windlass",
     "accelerate.accelerator": "windlass",
     **{
@@ -44,14 +52,10 @@ MODULES = {
             "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
         )
     },
-    "accelerate.test_utils.testing": "windlass.test_utils",
-    "accelerate.test_utils.training": "windlass.test_utils",
     **{
-        f"accelerate.utils.{name}": "windlass.utils"
-        for name in (
-            "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
-            "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "tqdm", "versions",
-        )
+        f"{package}.{name}": f"windlass.{package.partition('.')[2]}"
+        for package, names in _INSIDE.items()
+        for name in names
     },
 }  # fmt: skip
 # Packages that look names up in the modules that define them.
