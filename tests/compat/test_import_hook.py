@@ -69,7 +69,11 @@ model = torch.nn.Linear(2, 1)
 model = accelerator.prepare(model)
 print("engine", type(accelerator).__module__, accelerate.Accelerator is Accelerator)
 print("version", accelerate.__version__ == __import__("importlib.metadata").metadata.version("accelerate"))
-from accelerate.test_utils import are_the_same_tensors
+from accelerate.test_utils.testing import are_the_same_tensors
+from accelerate.utils.dataclasses import DistributedType, ProjectConfiguration
+from accelerate.utils.operations import gather
+configured = Accelerator(cpu=True, project_config=ProjectConfiguration("x"))
+print("submodules", configured.project_dir, DistributedType.__module__, gather(torch.ones(1)).tolist())
 print("same", are_the_same_tensors(torch.ones(2)))
 print("internal", sys.modules["accelerate"].library().Accelerator.__module__)
 """
@@ -91,6 +95,21 @@ def test_a_script_that_generates_runs_on_this_engine(tmp_path: Path) -> None:
     assert "width 5" in ended.stdout
 
 
+def test_trackers_callbacks_are_removed_by_their_class(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    script = """
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import WandbCallback
+trainer = Trainer(torch.nn.Linear(1, 1), TrainingArguments("out", report_to="tensorboard", use_cpu=True))
+print("removed", trainer.pop_callback(TensorBoardCallback) is not None, WandbCallback.__module__)
+"""
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "removed True windlass.compat.tracker_callbacks" in ended.stdout
+
+
 def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:
     ended = run(tmp_path, TRAINS)
     assert ended.returncode == 0, ended.stderr
@@ -108,6 +127,7 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert "engine windlass.accelerator.accelerator True" in ended.stdout
     assert "version True" in ended.stdout
     assert "same True" in ended.stdout
+    assert "submodules x windlass.config.plugin_words [1.0]" in ended.stdout
     assert "internal accelerate.accelerator" in ended.stdout
 
 

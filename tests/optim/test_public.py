@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
+import torch
 from tests.optim.helpers import parameters
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -81,3 +84,13 @@ def test_get_scheduler_takes_the_enum_too() -> None:
 def test_missing_lengths_are_named(warmup: int | None, total: int | None, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}=None: the linear schedule needs it"):
         public.get_scheduler("linear", parameters(), warmup, total)
+
+
+@pytest.mark.parametrize("name", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_led_by_a_metric_is_made_by_name_and_copied(name: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = public.get_scheduler(name, optimizer, num_warmup_steps=1, num_training_steps=10)
+    copied = pickle.loads(pickle.dumps(schedule))
+    assert copied.get_last_lr() == copy.deepcopy(schedule).get_last_lr() == [0.1]
+    given = public.get_scheduler(name, optimizer, scheduler_specific_kwargs={"factor": 0.5})
+    assert given.factor == 0.5

@@ -202,12 +202,10 @@ class Accelerator(Ranks):
     is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
     fp8_backend = constant(FP8BackendType.NO, "NO: eight-bit training is not supported.")
     fp8_enabled = has_fp8_handler = delayed_fp8_autocast = constant(False, "False, as `fp8_backend`.")
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = constant(
-        None, "None."
-    )
-    deepspeed_plugin = deepspeed_engine_wrapped = deepspeed_config = constant(
-        None, "None: it is not supported."
-    )
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = constant(None, "None, as `fp8_backend`.")
+    msamp_recipe_handler = constant(None, "None, as `fp8_backend`.")
+    deepspeed_plugin = constant(None, "None: DeepSpeed is not supported.")
+    deepspeed_engine_wrapped = deepspeed_config = constant(None, "None, as `deepspeed_plugin`.")
     ddp_handler = value_of(
         "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
     )

@@ -2,6 +2,9 @@
 
 What is written is read only by processes that this one starts itself, through a file that only its user can read. It
 is written with the reducers of `multiprocessing`, which its method "spawn" uses for the same purpose.
+
+Not with cloudpickle: it gives functions of `__main__` globals of their own, so that what they define cannot be found in
+`__main__` by data workers, and it copies the globals of a local function of a module instead of using that module's.
 """
 
 from __future__ import annotations

@@ -23,6 +23,15 @@ from typing import Any
 VARIABLE = "WINDLASS_COMPAT"
 STARTUP = Path(__file__).with_name("startup")
 
+# Modules inside packages of the libraries; the package's module of Windlass has their names.
+_INSIDE = {
+    "transformers.integrations": ("integration_utils",),
+    "accelerate.test_utils": ("testing", "training"),
+    "accelerate.utils": (
+        "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
+        "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "tqdm", "versions",
+    ),
+}  # fmt: skip
 # Modules of the libraries, and the module of Windlass that has the same names.
 MODULES = {
     "transformers.trainer": "windlass.trainer",
@@ -43,7 +52,14 @@ MODULES = {
             "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
         )
     },
+    **{
+        f"{package}.{name}": f"windlass.{package.partition('.')[2]}"
+        for package, names in _INSIDE.items()
+        for name in names
+    },
 }  # fmt: skip
+# Packages that look names up in the modules that define them.
+_LAZY = ("transformers", "transformers.integrations")
 # Slow to import, and no other module of the library imports them.
 _SLOW = ("transformers.trainer", "transformers.trainer_seq2seq")
 # Libraries whose own modules use each other's names, or a model's hooks: they get the real ones.
@@ -187,13 +203,14 @@ class _TransformersLoader(Loader):
 
 
 def _answer_lookups(lazy: type, answers: Answers) -> None:
-    """Let modules of this class, transformers' own, ask `answers` first for the names of its main module."""
+    """Let modules of this class, transformers' own, ask `answers` first for the names that its submodules define."""
     plain: Any = lazy.__getattribute__
 
     def look_up(self: Any, name: str) -> Any:
-        if not name.startswith("_") and plain(self, "__name__") == "transformers":
+        package = "" if name.startswith("_") else plain(self, "__name__")
+        if package in _LAZY:
             home = plain(self, "_class_to_module").get(name)
-            found = None if home is None else answers.find(f"transformers.{home}", name, sys._getframe(1))
+            found = None if home is None else answers.find(f"{package}.{home}", name, sys._getframe(1))
             if found is not None:
                 return found
         return plain(self, name)

@@ -147,7 +147,6 @@ COMMANDS = {
     "sharding is FSDP2 from the start; old files of `config` are read as they are": ("to_fsdp2",),
     _PODS: ("tpu",),
 }  # fmt: skip
-# Class -> reason -> its methods, properties and fields.
 _DISPLAY = (
     "progress has a display of its own, and plain lines without a terminal; override on_log to write more"
 )
@@ -160,6 +159,7 @@ _LOADER_INSIDE = (
     "use_stateful_dataloader",
 )  # fmt: skip
 
+# Class -> reason -> its methods, properties, fields and attributes.
 MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "Trainer": {
         _SEARCH: ("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"),

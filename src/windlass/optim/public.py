@@ -29,7 +29,7 @@ def get_scheduler(
     name = str(getattr(name, "value", name))
     options = scheduler_specific_kwargs or {}
     if name in METRIC_DRIVEN:
-        return build_metric_driven(name, optimizer, **options)
+        return build_metric_driven(name, optimizer, options)
     if num_warmup_steps is None and name not in WITHOUT_WARMUP and name in SCHEDULE_NAMES:
         raise ConfigError(
             Problem("num_warmup_steps", None, f"the {name} schedule needs it; 0 for no warm-up")
