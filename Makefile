@@ -52,9 +52,6 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
-	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
-	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
-	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 
 docs: $(VENV)/.installed-dev
