@@ -240,7 +240,7 @@ def main() -> None:
     name, kind, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     torch.set_num_threads(1)
     with _quiet():
-        model, rows = model_of(), documents(kind)
+        rows, model = documents(kind), model_of()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         clock = Clock(model, optimizer, seconds)
         with contextlib.suppress(TimeIsUpError):

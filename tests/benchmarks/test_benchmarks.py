@@ -208,8 +208,6 @@ def test_a_contender_of_fine_tuning_counts_its_updates(name: str) -> None:
 
 
 def test_a_contender_of_fine_tuning_that_fails_is_a_row() -> None:
-    sft = _load("sft")
-    assert "unknown data 'nothing'" in sft.once("hand", "nothing", 0.0)
-    outcomes = {"hand": {"speed": 2.0, "failure": ""}, "trl_packed": {"speed": 0.0, "failure": "no memory"}}
-    found = {**_load("common").facts([]), "outcomes": {"long tail": outcomes}}
-    assert "| TRL, packed | failed: no memory |  |" in sft.render(found, "command")
+    done = _run(str(FOLDER / "sft.py"), "--contenders", "hand", "--data", "nothing", "--rounds", "2")
+    assert "each document alone | failed: unknown data 'nothing'" in done.stdout
+    assert done.stderr.count("unknown data 'nothing'") == 1, "it is not started again"
