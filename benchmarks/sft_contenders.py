@@ -1,4 +1,4 @@
-"""The contenders of `sft.py`. Started by it as `sft_contenders.py NAME DATA UPDATES`; prints one line of JSON."""
+"""The contenders of `sft.py`. Started by it as `sft_contenders.py NAME DATA SECONDS`; prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 VOCABULARY, TOKENS, LEARNING_RATE, CLIP = 4096, 2048, 1e-3, 1.0
 SKIPPED = 3  # the first updates warm caches up
+ENDLESS = 100_000  # updates: the clock ends a round
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k" / "train.jsonl"
 Documents = list[dict[str, list[int]]]
 
@@ -51,11 +52,19 @@ def model_of() -> Any:
     return LlamaForCausalLM(config)
 
 
-class Clock:
-    """Counts the tokens that a model is given, and the time between updates, in the same way for every contender."""
+class TimeIsUpError(Exception):
+    """Ends a round, from within any trainer."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.tokens, self.stamps = 0, [(time.perf_counter(), 0)]
+
+class Clock:
+    """Counts the tokens that a model is given, and the time between updates, in the same way for every contender.
+
+    Raises TimeIsUpError in the first update that ends `seconds` after the updates that are skipped.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, seconds: float) -> None:
+        self.tokens, self._seconds = 0, seconds
+        self.stamps: list[tuple[float, int]] = []
         model.register_forward_pre_hook(self._count, with_kwargs=True)
         optimizer.register_step_post_hook(self._stamp)
 
@@ -65,17 +74,19 @@ class Clock:
 
     def _stamp(self, *_: Any) -> None:
         self.stamps.append((time.perf_counter(), self.tokens))
+        if len(self.stamps) > SKIPPED + 1 and self.stamps[-1][0] - self.stamps[SKIPPED][0] >= self._seconds:
+            raise TimeIsUpError
 
     def tokens_per_second(self) -> float:
         (begin, before), (end, after) = self.stamps[SKIPPED], self.stamps[-1]
         return (after - before) / (end - begin)
 
 
-def hand(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
+def hand(model: Any, optimizer: Any, rows: Documents) -> None:
     """Each document alone: nothing is padded, and no document sees another one."""
     order, place = torch.randperm(len(rows)).tolist(), 0
     model.train()
-    for _ in range(updates):
+    for _ in range(ENDLESS):
         group: list[Tensor] = []
         while sum(map(len, group)) < TOKENS:
             group.append(torch.tensor(rows[order[place % len(rows)]]["input_ids"]))
@@ -89,11 +100,11 @@ def hand(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
         optimizer.zero_grad()
 
 
-def _arguments(updates: int, samples: int, **options: Any) -> dict[str, Any]:
+def _arguments(samples: int, **options: Any) -> dict[str, Any]:
     """Arguments that the three Trainers share."""
     return {
         "output_dir": tempfile.mkdtemp(),
-        "max_steps": updates,
+        "max_steps": ENDLESS,
         "per_device_train_batch_size": samples,
         "save_strategy": "no",
         "report_to": "none",
@@ -111,7 +122,22 @@ def _samples(rows: Documents) -> int:
     return max(1, round(TOKENS * len(rows) / sum(len(row["input_ids"]) for row in rows)))
 
 
-def _windlass() -> Any:
+def windlass_packed(model: Any, optimizer: Any, rows: Documents) -> None:
+    from datasets import Dataset
+
+    from windlass import SFTConfig, SFTTrainer
+
+    options = {"bf16": False, "gradient_checkpointing": False, "packing": True, "max_length": TOKENS}
+    SFTTrainer(
+        model,
+        SFTConfig(**_arguments(1, **options)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=_tokenizer(),
+        optimizers=(optimizer, None),
+    ).train()
+
+
+def _lean_trainer() -> Any:
     from windlass import Trainer
     from windlass.transforms.lean_loss import lean_causal_lm_loss
 
@@ -124,25 +150,7 @@ def _windlass() -> Any:
     return Lean
 
 
-def windlass_packed(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
-    from windlass import TrainingArguments
-    from windlass.data.collate_causal import DataCollatorForCausalLM
-    from windlass.text.packing import pack_dataset
-    from windlass.transforms.document_attention import documents_apart, refuse_leaks
-
-    trainer = _windlass()(
-        model,
-        TrainingArguments(**_arguments(updates, 1)),
-        train_dataset=pack_dataset(rows, TOKENS),
-        data_collator=DataCollatorForCausalLM(0, padding_free=True),
-        optimizers=(optimizer, None),
-    )
-    with documents_apart(model):
-        refuse_leaks(model)
-        trainer.train()
-
-
-def windlass_budget(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
+def windlass_budget(model: Any, optimizer: Any, rows: Documents) -> None:
     from windlass import TrainingArguments
     from windlass.data.collate_causal import DataCollatorForCausalLM
     from windlass.data.token_budget import TokenBudgetSampler
@@ -150,34 +158,34 @@ def windlass_budget(model: Any, optimizer: Any, rows: Documents, updates: int) -
     sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], TOKENS)
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=DataCollatorForCausalLM(0))  # type: ignore[arg-type]
 
-    class Budget(_windlass()):  # type: ignore[misc]
+    class Budget(_lean_trainer()):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             return self.accelerator.prepare(loader)
 
-    arguments = TrainingArguments(**_arguments(updates, 1))
+    arguments = TrainingArguments(**_arguments(1))
     Budget(model, arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
 
 
-def _transformers(model: Any, optimizer: Any, rows: Documents, updates: int, **options: Any) -> None:
+def _transformers(model: Any, optimizer: Any, rows: Documents, **options: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     from windlass.data.collate_causal import DataCollatorForCausalLM
 
     Trainer(
         model,
-        TrainingArguments(**_arguments(updates, _samples(rows), **options)),
+        TrainingArguments(**_arguments(_samples(rows), **options)),
         train_dataset=rows,
         data_collator=DataCollatorForCausalLM(0),
         optimizers=(optimizer, None),
     ).train()
 
 
-def transformers_default(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
-    _transformers(model, optimizer, rows, updates)
+def transformers_default(model: Any, optimizer: Any, rows: Documents) -> None:
+    _transformers(model, optimizer, rows)
 
 
-def transformers_grouped(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
-    _transformers(model, optimizer, rows, updates, train_sampling_strategy="group_by_length")
+def transformers_grouped(model: Any, optimizer: Any, rows: Documents) -> None:
+    _transformers(model, optimizer, rows, train_sampling_strategy="group_by_length")
 
 
 def _tokenizer() -> Any:
@@ -191,29 +199,29 @@ def _tokenizer() -> Any:
     )
 
 
-def _trl(model: Any, optimizer: Any, rows: Documents, updates: int, samples: int, packing: bool) -> None:
+def _trl(model: Any, optimizer: Any, rows: Documents, samples: int, packing: bool) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     options = {"bf16": False, "gradient_checkpointing": False, "packing": packing, "max_length": TOKENS}
     SFTTrainer(
         model,
-        SFTConfig(**_arguments(updates, samples, **options)),
+        SFTConfig(**_arguments(samples, **options)),
         train_dataset=Dataset.from_list(rows),
         processing_class=_tokenizer(),
         optimizers=(optimizer, None),
     ).train()
 
 
-def trl_packed(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
-    _trl(model, optimizer, rows, updates, 1, packing=True)
+def trl_packed(model: Any, optimizer: Any, rows: Documents) -> None:
+    _trl(model, optimizer, rows, 1, packing=True)
 
 
-def trl_default(model: Any, optimizer: Any, rows: Documents, updates: int) -> None:
-    _trl(model, optimizer, rows, updates, _samples(rows), packing=False)
+def trl_default(model: Any, optimizer: Any, rows: Documents) -> None:
+    _trl(model, optimizer, rows, _samples(rows), packing=False)
 
 
-CONTENDERS: dict[str, Callable[[Any, Any, Documents, int], None]] = {
+CONTENDERS: dict[str, Callable[[Any, Any, Documents], None]] = {
     function.__name__: function
     for function in (
         hand, windlass_packed, windlass_budget, transformers_default, transformers_grouped, trl_packed, trl_default,
@@ -229,13 +237,14 @@ def _quiet() -> Iterator[None]:
 
 
 def main() -> None:
-    name, kind, updates = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    name, kind, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
     torch.set_num_threads(1)
     with _quiet():
-        model, rows = model_of(), documents(kind)
+        rows, model = documents(kind), model_of()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        clock = Clock(model, optimizer)
-        CONTENDERS[name](model, optimizer, rows, updates)
+        clock = Clock(model, optimizer, seconds)
+        with contextlib.suppress(TimeIsUpError):
+            CONTENDERS[name](model, optimizer, rows)
     print(json.dumps({"tokens_per_second": clock.tokens_per_second(), "updates": len(clock.stamps) - 1}))
 
 

@@ -201,7 +201,13 @@ def test_the_memory_of_a_loss_is_measured(tmp_path: Path) -> None:
     "name", ["hand", "windlass_packed", "windlass_budget", "transformers_default", "trl_packed"]
 )
 def test_a_contender_of_fine_tuning_counts_its_updates(name: str) -> None:
-    done = _run(str(FOLDER / "sft_contenders.py"), name, "long tail", "5")
+    done = _run(str(FOLDER / "sft_contenders.py"), name, "long tail", "0")
     figures = json.loads(done.stdout.splitlines()[-1])
-    assert figures["updates"] == 5
+    assert figures["updates"] == 4, "one after the three that are skipped"
     assert figures["tokens_per_second"] > 0
+
+
+def test_a_contender_of_fine_tuning_that_fails_is_a_row() -> None:
+    done = _run(str(FOLDER / "sft.py"), "--contenders", "hand", "--data", "nothing", "--rounds", "2")
+    assert "each document alone | failed: unknown data 'nothing'" in done.stdout
+    assert done.stderr.count("unknown data 'nothing'") == 1, "it is not started again"

@@ -45,11 +45,13 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_files_are_mixed_by_weight(recipe: Path) -> None:
-    data = load_tuning_data(load_recipe(recipe), seed=1)
+    whole = ["data.eval_fraction=0", "training.eval_strategy=no"]
+    data = load_tuning_data(load_recipe(recipe, whole), seed=1)
     assert isinstance(data.train, DatasetMixture)
-    assert list(data.train.counts.values()) == [16, 5]
-    assert data.evaluation is not None
-    assert [sorted(row) for row in data.evaluation] == [["completion", "prompt"]] * 4 + [["messages"]] * 4
+    assert list(data.train.counts.values()) == [20, 6]
+    assert data.evaluation is None
+    with pytest.raises(DataError, match=r"different columns \(completion, prompt; messages\)"):
+        load_tuning_data(load_recipe(recipe), seed=1)
 
 
 def test_what_was_prepared_before_is_not_prepared_by_training(

@@ -81,9 +81,9 @@ def _sources(recipe: Recipe) -> Iterator[Conflict]:
     if data.format in ("python-docs", "digits"):
         if data.eval is not None:
             yield "data.eval", data.eval, f"{data.format} holds out its own part; leave this out"
-        if data.train:
-            fix = f"{data.format} brings its own data; to read this, set data.format=auto"
-            yield "data.train", data.train, fix
+        for key, source in (("data.train", data.train), ("data.mixture", data.mixture)):
+            if source:
+                yield key, source, f"{data.format} brings its own data; to read this, set data.format=auto"
         return
     if data.mixture and data.train:
         yield "data.mixture", data.mixture, f"give either data.mixture or data.train={data.train}"

@@ -7,7 +7,7 @@ import argparse
 from windlass.cli.data_source import open_source
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
-from windlass.finetuning.preparing import prepare_kept
+from windlass.finetuning.prepared_text import prepare_kept
 from windlass.text.summary import TextSummary
 from windlass.text.token_store import default_cache
 

@@ -20,7 +20,7 @@ from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.finetuning.base_model import set_special_tokens
-from windlass.finetuning.preparing import text_options
+from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_data import trains_on_completions
 from windlass.finetuning.templates import take_over_template
 from windlass.text.mixture import DatasetMixture
@@ -32,7 +32,7 @@ _NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CO
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SourceSplit:
     """Rows, and what they are prepared with."""
 
     rows: Sequence[Mapping[str, Any]]
@@ -48,7 +48,7 @@ class DataSource:
         is_kept: training reads prepared text.
     """
 
-    splits: dict[str, Split]
+    splits: dict[str, SourceSplit]
     tokenizer: Any
     is_kept: bool = True
 
@@ -81,7 +81,11 @@ def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
         options = replace(options, max_length=recipe.data.max_length)
     splits = {"train": train, "eval": held}
     return DataSource(
-        {name: Split([row for _, row in records], options) for name, records in splits.items() if records},
+        {
+            name: SourceSplit([row for _, row in records], options)
+            for name, records in splits.items()
+            if records
+        },
         tokenizer,
         is_kept=False,
     )
@@ -95,8 +99,10 @@ def _of_tuning(recipe: Recipe) -> DataSource:
     take_over_template(args.chat_template_path, data.tokenizer)
     set_special_tokens(data.tokenizer, args)
 
-    def split(rows: Sequence[Mapping[str, Any]], packing: bool) -> Split:
-        return Split(rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False)))
+    def split(rows: Sequence[Mapping[str, Any]], packing: bool) -> SourceSplit:
+        return SourceSplit(
+            rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False))
+        )
 
     sources: Mapping[str, Any] = {"train": data.train}
     if isinstance(data.train, DatasetMixture):
@@ -120,7 +126,7 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     records = read_records(path, DataSpec(**{"train": path, **data}))
     rows = [values for _, values in records]
-    return DataSource({"train": Split(rows, TextOptions(**options))}, _tokenizer(name))
+    return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, _tokenizer(name))
 
 
 def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix: str) -> dict[str, Any]:

@@ -46,6 +46,13 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     # One file of evaluation data, or a part of each source.
     held_out = list(parts.values())[:1] if data.eval else parts.values()
     held = [row for _, records in held_out for row in tuning_rows(records, data)]
+    forms = {tuple(sorted(row)) for row in held}
+    if len(parts) > 1 and len(forms) > 1:
+        shown = "; ".join(", ".join(form) for form in sorted(forms))
+        raise DataError(
+            f"the files of data.mixture have different columns ({shown}), and are not evaluated as one dataset: name "
+            "data.eval, or set data.eval_fraction=0"
+        )
     train = DatasetMixture(sources, mixed, seed) if data.mixture else sources[data.train]
     tokenizer = build_tokenizer(recipe, tuning_texts(train, data.text_column), saved_tokenizer)
     return TuningData(tokenizer, train, held or None)

@@ -108,7 +108,10 @@ SECTIONS: dict[str, Table] = {
     "Seq2SeqTrainingArguments": _declared(GenerationSection),
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _helpers(Helpers, Setters),
-    "SFTConfig": {name: row for name, row in _declared(SFTConfig).items() if name in vars(SFTConfig)},
+    "SFTConfig": {
+        **{name: row for name, row in _declared(SFTConfig).items() if name in vars(SFTConfig)},
+        **{old: Support(mapped=f"is now {new}") for old, new in SFTConfig.EARLIER_NAMES.items()},
+    },
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),

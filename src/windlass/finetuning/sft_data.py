@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.finetuning.preparing import prepare_kept, text_options
+from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.text.mixture import DatasetMixture
 from windlass.text.packing import pack_dataset
 from windlass.text.summary import TextSummary

@@ -39,7 +39,10 @@ class CardWriter(TrainerCallback):
         self._write = write
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write()
+        try:
+            self._write()
+        except OSError as error:  # a full disk: training goes on
+            logger.warning("the model card could not be written: %s", error)
 
 
 class SFTTrainer(Trainer):
@@ -49,8 +52,8 @@ class SFTTrainer(Trainer):
         model: a model; its name or folder; a config of transformers, for new weights; or a `PeftModel`.
         args: the configuration; a `TrainingArguments` is converted. Defaults to `SFTConfig("<model name>-SFT")`.
         data_collator: list of samples -> batch; by default padding on the right, or one row without padding.
-        train_dataset: a `Dataset` or `IterableDataset` of the package datasets, or a sequence of mappings. Its form is
-            recognised (see docs/fine-tuning.md).
+        train_dataset: a `Dataset` or `IterableDataset` of the package datasets, a sequence of mappings, or a
+            `DatasetMixture` of them. Its form is recognised (see docs/fine-tuning.md).
         eval_dataset: the same, or a dict of them.
         processing_class: the tokenizer, or a processor with one; by default that of the model's name or folder.
             `tokenizer=` is its earlier name.
