@@ -41,7 +41,7 @@ ON_XLA := OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xd
 test-xla: $(XLA)/.installed
 	$(ON_XLA) tests/xla $(ARGS)
 	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla $(ARGS)
-	USE_TORCH_XLA=0 $(ON_XLA) tests/trainer/test_resume.py tests/engine/test_loop.py tests/laws/test_lazy_import.py $(ARGS)
+	USE_TORCH_XLA=0 $(ON_XLA) -m "not dist and not slow" tests/trainer/test_resume.py tests/engine tests/xla/test_older_torch.py $(ARGS)
 
 $(XLA)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(XLA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_one_graph_and_one_sync_in_an_update(tmp_path: Path) -> None:
     )
     trainer.train()
     settled = shape.found[3:]
-    for earlier, later in zip(settled, settled[1:], strict=False):
+    for earlier, later in itertools.pairwise(settled):
         asked = {name: later[name] - earlier[name] for name in ("compiled", "graphs", "syncs")}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1}
 

@@ -54,7 +54,7 @@ def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:
     units = units_of(module, plan, ignored)
     if plan.recompute:
         for unit in units:
-            unit.forward = xla.recomputing(unit.forward)  # type: ignore[method-assign]
+            unit.forward = xla.recomputing(unit.forward)
     if not several:
         return
     for parameter in module.parameters():
