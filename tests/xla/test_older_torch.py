@@ -41,7 +41,7 @@ def train(folder: Path, options: str, resume: str, *launcher: str) -> list[float
     "options", ["{'per_device_train_batch_size': 2}", "{'per_device_train_batch_size': 2, 'fsdp': True}"]
 )
 def test_two_processes_train_and_resume_as_one(tmp_path: Path, options: str) -> None:
-    launcher = ("-m", "windlass.cli.main", "launch", "--use_cpu", "--num_processes", "2")
+    launcher = ("-m", "windlass", "launch", "--use_cpu", "--num_processes", "2")
     (tmp_path / "one").mkdir()
     alone = train(tmp_path / "one", "{}", "None")
     assert len(alone) == 4

@@ -27,7 +27,7 @@ def spread(
         ConfigError: the plan cannot be applied to this module or world.
     """
     if device.type == "xla":
-        from windlass.transforms.split import SplitOverDevices
+        from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
     if plan.strategy == "fsdp":

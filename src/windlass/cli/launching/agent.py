@@ -144,7 +144,7 @@ class WatchingAgent(LocalElasticAgent):
             # Torch would treat a second signal as an error of its own, and leave the processes running.
             for number in _REPEATED:
                 signal.signal(number, signal.SIG_IGN)
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig, *((timeout,) if _TAKES_GRACE else ()))
         if self.signalled and self.preempted:
             self._wait_for_other_machines()
 
