@@ -70,6 +70,8 @@ class Counting:
         value = torch.tensor(math.nan if group.batches[0] == self.bad else 1.0)
         return StepResult(value, value, not (request.guard and group.batches[0] == self.bad), {})
 
+    def dispatch(self) -> None: ...
+
 
 class Hooks:
     def __init__(self, state: TrainerState, act: dict[int, str]) -> None:

@@ -33,6 +33,7 @@ LISTS = {
 SPELLINGS = {
     "windlass.cli.config_command": "the choices that a question offers",
     "windlass.config.parallel.parallel_plan": "what the words mean",
+    "windlass.config.parallel.xla_checks": "what the words mean under PyTorch/XLA",
 }
 
 

@@ -1,4 +1,4 @@
-"""Starts PyTorch/XLA before the first test: it leaves variables in the environment, and must be first to differentiate."""
+"""Starts PyTorch/XLA before the first test: it sets variables, and must be the first to differentiate."""
 
 from __future__ import annotations
 

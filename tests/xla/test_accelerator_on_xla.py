@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_one_graph_one_sync_and_no_read_in_an_update() -> None:
     found = [counters() for number, _ in enumerate(Loop().losses()) if number % 2]
     settled = found[2:]
     assert len(settled) >= 4
-    for earlier, later in zip(settled, settled[1:], strict=False):
+    for earlier, later in itertools.pairwise(settled):
         asked = {name: later[name] - earlier[name] for name in later}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_one_graph_and_one_sync_in_an_update(tmp_path: Path) -> None:
     )
     trainer.train()
     settled = shape.found[3:]
-    for earlier, later in zip(settled, settled[1:], strict=False):
+    for earlier, later in itertools.pairwise(settled):
         asked = {name: later[name] - earlier[name] for name in ("compiled", "graphs", "syncs")}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1}
 
@@ -126,3 +127,17 @@ def test_a_loop_of_the_users_own_shards_with_a_plugin() -> None:
         if name == "xla":
             assert "devices=" in layout(model.layers[0].linear.weight)
     assert furthest(found["xla"], found["cpu"]) < TOLERANCE
+
+
+def test_recomputed_layers_learn_behind_frozen_embeddings(tmp_path: Path) -> None:
+    """The library's recomputation gives no gradient to a layer none of whose inputs requires one."""
+    found = []
+    config = {"xla": True, "xla_fsdp_grad_ckpt": True}
+    for name, options in {"xla": {**SHARDED, "fsdp_config": config}, "cpu": {"use_cpu": True}}.items():
+        model = new_model()
+        model.embed.weight.requires_grad_(False)
+        trainer = new_trainer(tmp_path / name, model, max_steps=3, save_strategy="no", **options)
+        trainer.train()
+        found.append(weights(model))
+    assert furthest(*found) < TOLERANCE
+    assert not torch.equal(found[0]["layers.0.linear.weight"], new_model().layers[0].linear.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_one_graph_one_sync_and_no_read_in_an_update(tmp_path: Path, options: di
     trainer.train()
     # Loss and norm of the update before are read when this one was started: the check for values that are not finite.
     settled = seen.found[3:]
-    for earlier, later in zip(settled, settled[1:], strict=False):
+    for earlier, later in itertools.pairwise(settled):
         asked = {name: later[name] - earlier[name] for name in later}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 2}
 

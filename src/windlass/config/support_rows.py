@@ -19,7 +19,8 @@ IN_BACKWARD_OPTIMIZERS = (
     *(name for name in PROJECTING_OPTIMIZERS if name.endswith("_layerwise")),
 )
 OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adafactor", "sgd", "adagrad", "rmsprop", "muon", "lion_32bit", "ademamix",
+    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adafactor", "sgd", "adagrad",
+    "rmsprop", "muon", "lion_32bit", "ademamix",
     "stable_adamw", "grokadamw", "adamw_anyprecision", "schedule_free_adamw", "schedule_free_radam",
     "schedule_free_sgd", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
     "paged_adamw_8bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "ademamix_8bit", "paged_ademamix_32bit",

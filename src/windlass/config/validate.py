@@ -19,6 +19,7 @@ from windlass.config.canonical import normalise
 from windlass.config.enums import METRIC_DRIVEN
 from windlass.config.json_document import read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
+from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
@@ -258,7 +259,8 @@ def _projection(args: Any) -> Iterator[Problem]:
 
 @_rule(*FIELDS)
 def _distribution(args: Any) -> Iterator[Problem]:
-    for problem in from_arguments(args).problems:
+    settings = from_arguments(args)
+    for problem in (*settings.problems, *absent_xla(settings)):
         yield dataclasses.replace(problem, field=problem.field.removeprefix("TrainingArguments."))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install torch==2.9.0 torch_xla==2.9.0"
 NEEDED = f"needs PyTorch/XLA, which is not installed or is switched off (USE_TORCH_XLA=0): {INSTALL}"
 DATA = "fsdp"  # the axis of the mesh over which batches are split, and parameters if they are sharded
+_STARTED_BY_LAUNCH = "PJRT_LOCAL_PROCESS_RANK"  # set in each worker of `torch_xla.launch`
 _OFF = ("0", "FALSE", "NO", "OFF")
 
 
@@ -37,13 +38,17 @@ def device() -> torch.device:
     Raises:
         ConfigError: the runtime finds no device, or devices of other processes.
     """
+    if _STARTED_BY_LAUNCH in os.environ:
+        fix = "one process drives all devices: start the script itself, instead of a function with torch_xla.launch"
+        raise ConfigError(Problem("torch_xla.launch", f"worker {os.environ[_STARTED_BY_LAUNCH]}", fix))
     import torch_xla  # before torch, for which it is a plugin
     from torch_xla import runtime
 
     try:
         everywhere, here = runtime.global_runtime_device_count(), runtime.addressable_runtime_device_count()
-    except RuntimeError as error:
-        fix = f"PyTorch/XLA finds no such device ({str(error).splitlines()[0]}); set it to CPU or TPU, or USE_TORCH_XLA=0"
+    except (RuntimeError, OSError) as error:
+        said = str(error).splitlines()[0]
+        fix = f"PyTorch/XLA finds no such device ({said}); set it to CPU or TPU, or USE_TORCH_XLA=0"
         raise ConfigError(Problem("PJRT_DEVICE", os.environ.get("PJRT_DEVICE"), fix)) from error
     if everywhere != here:
         fix = (

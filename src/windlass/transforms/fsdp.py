@@ -392,7 +392,11 @@ def _offload(plan: ShardPlan, device: torch.device) -> OffloadPolicy:
 def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> None:
     """Set explicit prefetching in the order in which modules were defined, the root first."""
     for index, unit in enumerate(units):
-        unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
+        elif plan.find_unused_parameters:
+            fix = f"a sharded model needs a newer torch for it, and this is {torch.__version__}; leave it out, or update"
+            raise ConfigError(Problem("ddp_find_unused_parameters", True, fix))
         if chosen.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[index + 1 :][: chosen.forward_prefetch])
         if chosen.backward_prefetch:

@@ -30,7 +30,7 @@ def spread(
     """
     keep_trainable(module)
     if device.type == "xla":
-        from windlass.transforms.split import SplitOverDevices
+        from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
     if plan.strategy == "fsdp":

@@ -28,7 +28,10 @@ def problems(settings: Settings) -> str:
 
 
 def sharded(**config: Any) -> Settings:
-    return from_arguments(TrainingArguments("out", fsdp="full_shard", fsdp_config=config, use_cpu=False))
+    """The settings of arguments that are checked when they are assigned, and not when they are made."""
+    args = TrainingArguments("out")
+    args.fsdp, args.fsdp_config = "full_shard", config
+    return from_arguments(args)
 
 
 @absent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import signal
 import sys
@@ -57,6 +59,10 @@ class OptionalLogs(DefaultLogsSpecs):
             return DefaultLogsSpecs(log_dir=os.devnull).reify(envs)
 
 
+# Before torch 2.11 the agent has no such argument, and closes its processes with the default of their context.
+_TAKES_GRACE = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
+
+
 class WatchingAgent(LocalElasticAgent):
     """Restarts processes after a failure, as torch's agent does, and keeps an incident of every failure.
 
@@ -70,7 +76,8 @@ class WatchingAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs_specs: LogsSpecs, folder: Path, limits: Limits, prefix: str | None
     ) -> None:
-        super().__init__(spec, logs_specs, shutdown_timeout=limits.grace, log_line_prefix_template=prefix)
+        grace: dict[str, Any] = {"shutdown_timeout": limits.grace} if _TAKES_GRACE else {}
+        super().__init__(spec, logs_specs, log_line_prefix_template=prefix, **grace)
         self.incidents: list[Incident] = []
         self._folder = folder
         self._limits = limits
@@ -87,6 +94,8 @@ class WatchingAgent(LocalElasticAgent):
         self._connect_peers(worker_group)
         pids: dict[int, int] = super()._start_workers(worker_group)
         context: Any = self._pcontext
+        if not _TAKES_GRACE:
+            context.close = functools.partial(context.close, timeout=self._limits.grace)
         watched = [
             Watched(
                 worker.global_rank,
@@ -135,7 +144,7 @@ class WatchingAgent(LocalElasticAgent):
             # Torch would treat a second signal as an error of its own, and leave the processes running.
             for number in _REPEATED:
                 signal.signal(number, signal.SIG_IGN)
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig, *((timeout,) if _TAKES_GRACE else ()))
         if self.signalled and self.preempted:
             self._wait_for_other_machines()
 

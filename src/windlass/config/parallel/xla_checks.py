@@ -29,17 +29,22 @@ def xla_problems(settings: Settings, world: World, sharded: bool) -> Iterator[Pr
     """Problems of the settings that ask for PyTorch/XLA, and of sharding on it."""
     asked = list(_asked(settings))
     cpu = settings.value(rows.CPU)
-    for found in asked:
-        if not xla.is_selected():
-            yield Problem(found.origin, found.value, xla.NEEDED)
-        elif cpu:
-            fix = f"contradicts {settings[rows.CPU.name].origin}; for PyTorch/XLA on the CPU set PJRT_DEVICE=CPU instead"
+    yield from absent_xla(settings)
+    for found in asked if xla.is_selected() else ():
+        if cpu:
+            fix = f"contradicts {settings[rows.CPU.name].origin}; on the CPU set PJRT_DEVICE=CPU instead"
             yield Problem(found.origin, found.value, fix)
         elif world.size > 1:
             fix = f"one process drives all devices, and there are {world.size} processes: start one"
             yield Problem(found.origin, found.value, fix)
     if sharded:
         yield from _of_sharding(settings, bool(asked), xla.is_selected() and not cpu)
+
+
+def absent_xla(settings: Settings) -> Iterator[Problem]:
+    """The settings that ask for PyTorch/XLA by name, if it is not installed."""
+    for found in () if xla.is_selected() else _asked(settings):
+        yield Problem(found.origin, found.value, xla.NEEDED)
 
 
 def _asked(settings: Settings) -> Iterator[Setting]:
@@ -66,10 +71,7 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
             if refuses(found.value):
                 yield Problem(found.origin, found.value, fix)
     recompute = [f for f in settings.explicit(rows.FSDP_XLA_RECOMPUTE, rows.FSDP_RECOMPUTE) if f.value]
-    wraps = (
-        settings.explicit(rows.FSDP_WRAP, rows.FSDP_LAYERS, rows.FSDP_MIN_PARAMETERS)
-        or rows.FSDP_WRAP.name in settings
-    )
+    wraps = settings.explicit(rows.FSDP_LAYERS, rows.FSDP_MIN_PARAMETERS) or rows.FSDP_WRAP.name in settings
     if recompute and not wraps:
         fix = "recomputes each wrapped layer, and none is wrapped: set transformer_layer_cls_to_wrap or min_num_params"
         yield Problem(recompute[0].origin, recompute[0].value, fix)

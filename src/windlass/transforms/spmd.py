@@ -36,10 +36,10 @@ class SplitOverDevices(Alone):
         super().__init__(module)
         several = xla.device_count() > 1
         self._hook = module.register_forward_pre_hook(_split_inputs, with_kwargs=True) if several else None
-        if shard is not None and getattr(module, "_split_by", None) is None:
+        if shard is not None and getattr(module, "_sharded_by", None) is None:
             _shard(module, shard, several)
-            module._split_by = shard  # type: ignore[assignment]
-        elif getattr(module, "_split_by", shard) != shard:
+            module._sharded_by = shard  # type: ignore[assignment]
+        elif getattr(module, "_sharded_by", shard) != shard:
             fix = "this model was sharded with other settings and stays so; build it again"
             raise ConfigError(Problem("fsdp", shard, fix))
 
@@ -54,7 +54,7 @@ def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:
     units = units_of(module, plan, ignored)
     if plan.recompute:
         for unit in units:
-            unit.forward = xla.recomputing(unit.forward)  # type: ignore[method-assign]
+            unit.forward = xla.recomputing(unit.forward)
     if not several:
         return
     for parameter in module.parameters():
