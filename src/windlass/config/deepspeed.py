@@ -95,6 +95,9 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     if _section(config, "fp16").get("enabled") is True:
         yield Problem(f"{origin}.fp16.enabled", True, "is not built yet under DeepSpeed; use bf16")
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
+    kind = _section(config, "scheduler").get("type")
+    if "scheduler" in config and kind not in _SCHEDULERS:
+        yield Problem(f"{origin}.scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:

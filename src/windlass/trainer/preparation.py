@@ -169,7 +169,9 @@ def _plan_run(
 def _width(model: nn.Module) -> int | None:
     """The width that the configuration of a transformers model has; that of its text part, if it has several."""
     config = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", None) or getattr(getattr(config, "text_config", None), "hidden_size", None)
+    width = getattr(config, "hidden_size", None) or getattr(
+        getattr(config, "text_config", None), "hidden_size", None
+    )
     return width if isinstance(width, int) else None
 
 
