@@ -59,8 +59,8 @@ def make(kind: str, folder: Path) -> tuple[Accelerator, Any, Any, Any, Any]:
         schedule: Any = DummyScheduler(optimizer, warmup_num_steps=3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-        # DeepSpeed's WarmupLR: the first update is made at the first step of the ramp.
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 3, 1.0))
+        # As DeepSpeed's WarmupLR, whose first two updates have the least rate.
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(max(step - 1, 0) / 3, 1.0))
     return accelerator, *accelerator.prepare(model, optimizer, schedule, data())
 
 

@@ -46,7 +46,11 @@ def trainer(folder: Path, stage: int, steps: int = 7, **changes: Any) -> Trainer
     """Updates of 12 samples on any number of ranks, the last of an epoch shorter; clipped, with weight decay."""
     changes = {"max_steps": steps, "weight_decay": 0.1, "logging_steps": 1, **config(stage), **changes}
     args = arguments(
-        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_grad_norm=0.5, **changes
+        folder,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4 // WORLD,
+        max_grad_norm=0.5,
+        **changes,
     )
     return Trainer(Net(), args, train_dataset=rows(50), eval_dataset=rows(11, seed=1))
 

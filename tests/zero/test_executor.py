@@ -16,7 +16,9 @@ TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"),
+    pytest.mark.skipif(
+        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    ),
 ]
 
 

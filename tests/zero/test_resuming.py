@@ -20,7 +20,9 @@ TOLERANCE = 5e-6
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"),
+    pytest.mark.skipif(
+        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    ),
 ]
 
 
@@ -53,20 +55,28 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: tuple[Path, int]) -> None
     shutil.copytree(made / "stopped", made / "same")
     launch(2, SCRIPT, made, f"same:{stage}:8:resume")
     clean, same = (digest(made / name / "checkpoint-8") for name in ("clean", "same"))
-    assert {"model.parts.json", "model-rank-00001.safetensors", "optimizer-rank-00001.safetensors"} <= clean.keys()
+    assert {
+        "model.parts.json",
+        "model-rank-00001.safetensors",
+        "optimizer-rank-00001.safetensors",
+    } <= clean.keys()
     assert clean == same
 
 
 @pytest.mark.parametrize(("ranks", "other"), [(1, -1), (2, -1), (4, 3), (2, 2)])
-def test_another_strategy_or_number_of_ranks_continues(folder: tuple[Path, int], ranks: int, other: int) -> None:
-    made, stage = folder
+def test_another_strategy_or_number_of_ranks_continues(
+    folder: tuple[Path, int], ranks: int, other: int
+) -> None:
+    made, _ = folder
     name = f"on{ranks}with{other}"
     shutil.copytree(made / "stopped", made / name)
     if ranks == 1 and other < 0:
         run_script(SCRIPT, made, f"{name}:{other}:8:resume")
     else:
         launch(ranks, SCRIPT, made, f"{name}:{other}:8:resume")
-    for ours, theirs in zip(weights(made / name / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True):
+    for ours, theirs in zip(
+        weights(made / name / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
@@ -75,7 +85,9 @@ def test_a_checkpoint_of_another_strategy_is_continued(folder: tuple[Path, int])
     run_script(SCRIPT, made, f"alone{stage}:-1:4")
     launch(2, SCRIPT, made, f"alone{stage}:{stage}:8:resume")
     for ours, theirs in zip(
-        weights(made / f"alone{stage}" / "checkpoint-8"), weights(made / "clean" / "checkpoint-8"), strict=True
+        weights(made / f"alone{stage}" / "checkpoint-8"),
+        weights(made / "clean" / "checkpoint-8"),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 

@@ -29,6 +29,7 @@ from windlass.config.plan import (
     SavePlan,
     StabilityPlan,
     TransformPlan,
+    ZeroPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.sections.setting import default_of
@@ -100,7 +101,7 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
-        stability=StabilityPlan(_clipping(args, fused), args.nonfinite_policy),
+        stability=StabilityPlan(_clipping(args, fused, parallel.dist.zero), args.nonfinite_policy),
         data=resolve_data(args),
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
@@ -254,12 +255,22 @@ def _updates_in_backward(args: Any, facts: Facts) -> bool:
     return facts.in_backward or _text(args.optim) in IN_BACKWARD_OPTIMIZERS
 
 
-def _clipping(args: Any, fused: bool) -> float | None:
+def _clipping(args: Any, fused: bool, zero: ZeroPlan | None = None) -> float | None:
     """The norm that gradients are clipped to. Clipping takes a second backward if the optimizer updates in the first
     one, so the default of `max_grad_norm` does not ask for it.
     """
     default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
-    return None if fused and args.max_grad_norm == default else args.max_grad_norm or None
+    return None if fused and args.max_grad_norm == default else _engine_clipping(args, zero) or None
+
+
+def _engine_clipping(args: Any, zero: ZeroPlan | None) -> float:
+    """`max_grad_norm`; the number in a configuration of DeepSpeed comes before its default."""
+    default = default_of(type(args).__dataclass_fields__["max_grad_norm"])
+    given = None if zero is None else zero.config.get("gradient_clipping")
+    chosen: float = (
+        given if isinstance(given, int | float) and args.max_grad_norm == default else args.max_grad_norm
+    )
+    return chosen
 
 
 def _takes_two_backwards(args: Any, facts: Facts) -> bool:
@@ -293,7 +304,7 @@ def resolve_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> D
             size.samples,
             "per_device_train_batch_size x gradient_accumulation_steps x processes",
         ),
-        "gradient_clipping": (args.max_grad_norm, "max_grad_norm"),
+        "gradient_clipping": (_engine_clipping(args, parallel.dist.zero), "max_grad_norm"),
         "bf16.enabled": (parallel.precision.compute == "bf16", "bf16"),
         "fp16.enabled": (parallel.precision.compute == "fp16", "fp16"),
         "optimizer.params.lr": (args.learning_rate, "learning_rate"),

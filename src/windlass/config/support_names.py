@@ -14,7 +14,9 @@ from pathlib import Path
 
 from windlass.core.lazy import reverse
 
-_DEEPSPEED = "a run, or Accelerator.prepare, makes the engine of DeepSpeed itself, and has no wrappers around it"
+_DEEPSPEED = (
+    "a run, or Accelerator.prepare, makes the engine of DeepSpeed itself, and has no wrappers around it"
+)
 _HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
 _SEVERAL_ENGINES = "several engines of DeepSpeed are not built; pass one deepspeed_plugin"
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"

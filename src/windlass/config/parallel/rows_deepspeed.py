@@ -32,8 +32,11 @@ OFFLOAD_OPTIMIZER = _row(
     "offload_optimizer_device", _PLACES, "none", "Where the optimizer state lies: none or cpu."
 )
 OFFLOAD_PARAM = _row("offload_param_device", _PLACES, "none", "Where parameters of stage 3 lie: none or cpu.")
+_CLIPPING = kinds.either(
+    kinds.number, kinds.choice("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
+)
 CLIPPING = _row(
-    "gradient_clipping", kinds.number, None, "Global norm to which gradients are clipped.",
+    "gradient_clipping", _CLIPPING, None, "Global norm to which gradients are clipped.",
     exported=("ACCELERATE_GRADIENT_CLIPPING",),
 )  # fmt: skip
 INIT = _row(
