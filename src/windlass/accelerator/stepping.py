@@ -127,7 +127,7 @@ class Stepping:
             _check_clipped(executors[0], chosen, norm_type)
             return executors[0].clip(max_norm)
         if executors and norm_type == 2:
-            return executors[0].clip(max_norm, parameters=chosen)
+            return executors[0].clip(max_norm, parameters=chosen)  # type: ignore[call-arg]
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in chosen if p.grad is not None], norm_type=norm_type
         )

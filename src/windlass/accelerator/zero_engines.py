@@ -17,7 +17,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.zero.executor import ZeroExecutor
 from windlass.zero.library import make_schedule
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
 class ZeroEngines:
@@ -75,7 +75,8 @@ class ZeroEngines:
             **item.kwargs,
             **section.get("params", {}),
         }
-        return _OPTIMIZERS[str(section["type"]).lower()](item.params, **options)
+        made: torch.optim.Optimizer = _OPTIMIZERS[str(section["type"]).lower()](item.params, **options)
+        return made
 
     def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
         optimizer = made.get(id(item.optimizer), item.optimizer)
@@ -83,7 +84,6 @@ class ZeroEngines:
             return item.lr_scheduler_callable(optimizer)
         peak = max(group["lr"] for group in optimizer.param_groups)
         section = self._section("scheduler", {
-            "scheduler.params.warmup_min_lr": (0, "its default"),
             "scheduler.params.warmup_max_lr": (peak, "the optimizer's lr"),
             "scheduler.params.warmup_num_steps": (item.warmup_num_steps, "DummyScheduler(warmup_num_steps=)"),
             "scheduler.params.total_num_steps": (item.total_num_steps, "DummyScheduler(total_num_steps=)"),

@@ -145,6 +145,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
     """The configuration with a value in place of each "auto", and what contradicts the run's arguments."""
     filled, problems = copy.deepcopy(dict(config)), list[Problem]()
+    if _get(filled, "scheduler.params.warmup_min_lr") == AUTO:
+        _put(filled, "scheduler.params.warmup_min_lr", 0)
     for path, value in _leaves(filled):
         wanted = run.values.get(path)
         if wanted is not None and value == AUTO:

@@ -138,12 +138,12 @@ class TrainerNames:
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        """False: DeepSpeed is not built yet."""
-        return False
+        """True if DeepSpeed's ZeRO divides the model among ranks."""
+        return self._engine.dist.zero is not None
 
     @property
     def deepspeed(self) -> None:
-        """None: DeepSpeed is not built yet."""
+        """None: a run keeps DeepSpeed's engine to itself."""
         return None
 
     @property

@@ -19,6 +19,7 @@ from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepHooks, StepRequest, StepResult
+from windlass.transforms.strategy import Strategy
 from windlass.zero.library import Engine
 from windlass.zero.optimizer import ZeroOptimizer
 from windlass.zero.strategy import ZeroModel
@@ -59,7 +60,7 @@ class ZeroExecutor:
         own.use_places(self._engine.places())
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device
-        self.strategy = ZeroModel(module, self._engine, gang)
+        self.strategy: Strategy = ZeroModel(module, self._engine, gang)
         self._usual_norm = self._max_norm = plan.max_norm
         self._factor = 1.0
         self._norm = torch.zeros((), device=device)

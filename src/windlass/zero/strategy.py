@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,8 +21,10 @@ class _Values:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._places = engine, engine.places()
-        trained = {p: place.parts_of(place.buffer) for p, place in self._places.items()}
-        self.values: Mapping[Tensor, Tensor] = {**trained, **engine.frozen()}
+        self.values: dict[Tensor, Tensor] = {}
+        for parameter, place in self._places.items():
+            self.values[parameter] = place.parts_of(place.buffer)
+        self.values.update(engine.frozen())
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)
