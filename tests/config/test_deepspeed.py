@@ -53,7 +53,9 @@ DOCUMENTED: dict[str, Any] = {
 
 
 def plan(folder: Path, config: Any, width: int | None = None, **changes: Any) -> RunPlan:
-    return resolve(arguments(folder, deepspeed=config, **changes), Facts(World(0, 2, 0, 2), 10, hidden_size=width))
+    return resolve(
+        arguments(folder, deepspeed=config, **changes), Facts(World(0, 2, 0, 2), 10, hidden_size=width)
+    )
 
 
 def refusal(folder: Path, config: Any, **changes: Any) -> str:

@@ -20,7 +20,9 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"),
+    pytest.mark.skipif(
+        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    ),
 ]
 
 
@@ -31,7 +33,9 @@ def zero(**section: Any) -> dict[str, Any]:
 FILES = {
     "alone": zero(stage=1),
     "documented": DOCUMENTED,
-    "offloaded": zero(stage=2, offload_optimizer={"device": "cpu"}, overlap_comm=True, round_robin_gradients=True),
+    "offloaded": zero(
+        stage=2, offload_optimizer={"device": "cpu"}, overlap_comm=True, round_robin_gradients=True
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state
@@ -200,6 +201,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
 
 
 def _check_model(module: nn.Module) -> None:
+    if find_adapter(module) is not None:
+        fix = (
+            "trains an adapter, which is not built yet under DeepSpeed: use fsdp=True, or replicate the model"
+        )
+        raise ConfigError(Problem("deepspeed", type(bare(module)).__name__, fix))
     if customizes_state(module):
         raise ModelError(
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
