@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DummyOptim:
-    """Stands for the optimizer of a DeepSpeed configuration; `accelerator.prepare` returns that one.
+    """Represents the optimizer of a DeepSpeed configuration; `accelerator.prepare` returns that one.
 
     Args:
         params: the parameters, or groups of them.
@@ -20,7 +20,7 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the schedule of a DeepSpeed configuration; `accelerator.prepare` returns that one.
+    """Represents the schedule of a DeepSpeed configuration; `accelerator.prepare` returns that one.
 
     Args:
         optimizer: a `DummyOptim`, or an optimizer.

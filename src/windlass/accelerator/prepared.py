@@ -26,7 +26,7 @@ from windlass.transforms.buffers import ForwardState
 from windlass.transforms.ddp import Replicated
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
-from windlass.zero.executor import ZeroExecutor
+from windlass.zero.zero_executor import ZeroExecutor
 
 LoopExecutor = NativeExecutor | ZeroExecutor
 

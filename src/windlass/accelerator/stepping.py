@@ -20,7 +20,7 @@ from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
 from windlass.transforms.ddp import Replicated
-from windlass.zero.executor import ZeroExecutor
+from windlass.zero.zero_executor import ZeroExecutor
 
 _log = get_logger(__name__)
 

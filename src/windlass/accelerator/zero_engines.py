@@ -14,8 +14,8 @@ from windlass.accelerator.setup import Setup
 from windlass.config.deepspeed import RunValues, completed, for_engine
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.zero.executor import ZeroExecutor
 from windlass.zero.library import make_schedule
+from windlass.zero.zero_executor import ZeroExecutor
 
 _OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
@@ -52,14 +52,14 @@ class ZeroEngines:
         config = {} if plan is None else plan.config
         for item in objects:
             if isinstance(item, DummyOptim) and "optimizer" not in config:
-                fix = "stands for the optimizer of a DeepSpeed configuration, which has none; pass a real one"
+                fix = "represents the optimizer of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyOptim", None, fix))
             if isinstance(item, torch.optim.Optimizer) and "optimizer" in config:
                 fix = f"{plan.origin if plan else ''} has an optimizer too; pass a DummyOptim, or remove it there"
                 raise ConfigError(Problem("optimizer", type(item).__name__, fix))
             needs = isinstance(item, DummyScheduler) and item.lr_scheduler_callable is None
             if needs and "scheduler" not in config:
-                fix = "stands for the schedule of a DeepSpeed configuration, which has none; pass a real one"
+                fix = "represents the schedule of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyScheduler", None, fix))
 
     def _optimizer(self, item: DummyOptim) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
-from windlass.assemble.engine import engine_clipping, with_engine
+from windlass.assemble.engine_values import engine_clipping, with_engine
 from windlass.assemble.facts import Facts
 from windlass.config import accelerator_config
 from windlass.config.parallel import Parallel, from_arguments, from_environment, merge, plan_parallel

@@ -61,7 +61,7 @@ _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gr
 
 @dataclass(frozen=True, slots=True)
 class RunValues:
-    """The values of a run that "auto" stands for, and the arguments that set them.
+    """The values of a run that "auto" represents, and the arguments that set them.
 
     Attributes:
         values: path in the configuration -> (value, argument).

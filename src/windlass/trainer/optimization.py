@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.assemble.engine import engine_schedule
+from windlass.assemble.engine_values import engine_schedule
 from windlass.assemble.resolve import resolve_optimizer, resolve_parallel
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import world_from_environment

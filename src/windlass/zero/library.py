@@ -50,7 +50,7 @@ class Place:
         return FlatParts(self.shape, mine, self.start, self.pieces)
 
 
-class Engine:
+class ZeroEngine:
     """DeepSpeed's engine for one model and its optimizer.
 
     Args:

@@ -21,9 +21,9 @@ from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepHooks, StepRequest, StepResult
 from windlass.transforms.strategy import Strategy
-from windlass.zero.library import Engine
-from windlass.zero.optimizer import ZeroOptimizer
-from windlass.zero.strategy import ZeroModel
+from windlass.zero.flat_optimizer import ZeroOptimizer
+from windlass.zero.library import ZeroEngine
+from windlass.zero.zero_model import ZeroModel
 
 _SUMMED = (
     "LossTerms(aux=...) under gradient accumulation needs separate gradients, which ZeRO does not have: set "
@@ -57,7 +57,7 @@ class ZeroExecutor:
         _check_optimizer(optimizer, plan)
         _check_model(module)
         own = ZeroOptimizer(optimizer)
-        self._engine = Engine(module, own, plan.config, device, gang)
+        self._engine = ZeroEngine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device

@@ -1,4 +1,4 @@
-"""The values of a run in the configuration of DeepSpeed: what each "auto" stands for, and what contradicts it."""
+"""The values of a run in the configuration of DeepSpeed: what each "auto" represents, and what contradicts it."""
 
 from __future__ import annotations
 
