@@ -121,10 +121,10 @@ def test_the_file_of_the_cache_folder_is_read_and_that_of_accelerate_named(
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("mixed_precision: fp8\nnum_machines: two\ndistributed_type: DEEPSPEED\n")
+    file.write_text("mixed_precision: fp8\nnum_machines: two\ndistributed_type: MEGATRON_LM\n")
     said = complaints(
         "--config_file", str(file), "--num_processes", "-1", "--machine_rank", "4", "--engine", "kubernetes",
-        "--tee", "9", "--zero_stage", "3", str(tmp_path / "absent.py"),
+        "--tee", "9", "--zero_stage", "4", str(tmp_path / "absent.py"),
     )  # fmt: skip
     for words in (
         "mixed_precision in", "num_machines in", "distributed_type in", "--num_processes=-1", "--machine_rank=4",

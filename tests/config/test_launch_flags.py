@@ -59,4 +59,4 @@ def test_forms(words: list[str], name: str, value: Any) -> None:
 def test_the_help_fits_the_settings() -> None:
     text = parser().format_help()
     assert "--num_processes" in text
-    assert "--zero_stage" not in text
+    assert "--tp_degree" not in text

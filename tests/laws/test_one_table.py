@@ -27,6 +27,7 @@ DECLARATIONS = ("windlass.config.sections.", "windlass.config.parallel.rows_")
 
 LISTS = {
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
+    "windlass.config.deepspeed": "keys of DeepSpeed's configuration, some of which are spelled as arguments are",
     "windlass.config.parallel.from_script": "fields that hold several settings, and so belong to none",
     "windlass.config.support": "titles of the support table",
 }

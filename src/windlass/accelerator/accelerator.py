@@ -61,7 +61,8 @@ class Accelerator(Ranks):
         gradient_accumulation_steps: micro-batches of one update (see `accumulate`).
         cpu: train on the CPU even if there is an accelerator.
         dataloader_config: options of prepared loaders.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
+        deepspeed_plugin: divide models among processes by DeepSpeed's ZeRO.
+        deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
         fsdp_plugin: shard models over processes.
         rng_types: generators to make equal on all processes at the start of a pass ("generator", "torch", "cuda").
         log_with: experiment trackers, by name or as objects.
@@ -188,6 +189,8 @@ class Accelerator(Ranks):
             self._setup.fsdp_plugin,
             settings.dynamo,
             settings.parallelism,
+            settings.deepspeed,
+            self._setup.dist.zero is not None,
         )
 
     # The ignores below: mypy assumes that a method with free keywords may be called with `self=`.
@@ -204,8 +207,6 @@ class Accelerator(Ranks):
     fp8_enabled = has_fp8_handler = delayed_fp8_autocast = constant(False, "False, as `fp8_backend`.")
     fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = constant(None, "None, as `fp8_backend`.")
     msamp_recipe_handler = constant(None, "None, as `fp8_backend`.")
-    deepspeed_plugin = constant(None, "None: DeepSpeed is not supported.")
-    deepspeed_engine_wrapped = deepspeed_config = constant(None, "None, as `deepspeed_plugin`.")
     ddp_handler = value_of(
         "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
     )
@@ -213,6 +214,7 @@ class Accelerator(Ranks):
     init_handler = value_of("_setup.settings.handlers.init", "The given `InitProcessGroupKwargs`, or None.")
     autocast_handler = value_of("_setup.settings.handlers.autocast", "Options of `autocast`.")
     profile_handler = value_of("_setup.settings.handlers.profile", "Options of `profile`.")
+    deepspeed_plugin = value_of("_setup.settings.deepspeed", "The plugin of the script, or None.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(

@@ -87,8 +87,9 @@ class LoopContent:
         shared: dict[str, State] = {"loop": {"step": self._accumulation.step, **census(prepared)}}
         for index, optimizer in enumerate(prepared.optimizers):
             name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
-            if prepared.executor_of(optimizer).strategy.saves_parts:
-                shared[name], parts[name] = split_optimizer_state(optimizer.optimizer, owner)
+            executor = prepared.executor_of(optimizer)
+            if executor.strategy.saves_parts:
+                shared[name], parts[name] = split_optimizer_state(executor.optimizer, owner)
             else:
                 shared[name] = save_optimizer_state(optimizer.optimizer, owner)
         shared |= {name: part.state_dict() for name, part in prepared.parts.items()}
@@ -164,7 +165,8 @@ def load_models(checkpoint: Checkpoint, prepared: Prepared, models: list[nn.Modu
 def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
     """Load optimizers, schedules, registered objects and the loss scale."""
     for index, optimizer in enumerate(prepared.optimizers):
-        checkpoint.load_optimizer(optimizer.optimizer, prepared.owner_of(optimizer), f"optimizer_{index}")
+        own = prepared.executor_of(optimizer).optimizer
+        checkpoint.load_optimizer(own, prepared.owner_of(optimizer), f"optimizer_{index}")
     for name, part in prepared.parts.items():
         part.load_state_dict(checkpoint.shared(name))
 

@@ -13,6 +13,7 @@ from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan
 from windlass.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -32,6 +33,7 @@ SchedulerUnit = Literal["loader_batch", "optimizer_step"]
 _TYPES: dict[str, type] = {
     "dataloader_config": DataLoaderConfiguration,
     "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "deepspeed_plugin": DeepSpeedPlugin,
     "torch_tp_plugin": TorchTensorParallelPlugin,
     "project_config": ProjectConfiguration,
     "gradient_accumulation_plugin": GradientAccumulationPlugin,
@@ -91,6 +93,7 @@ class LoopSettings:
     dynamo: TorchDynamoPlugin | None = None
     parallelism: ParallelismConfig | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | None = None
     rng_types: list[str] = field(default_factory=lambda: ["generator"])
 
 
@@ -106,7 +109,8 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     if given.project_dir is not None and project.project_dir is None:
         project.set_directories(str(given.project_dir))
     plugin = given.gradient_accumulation_plugin
-    parts = (loader, project, plugin, given.dynamo_plugin, given.fsdp_plugin, given.torch_tp_plugin)
+    engines = given.fsdp_plugin, given.deepspeed_plugin, given.torch_tp_plugin
+    parts = (loader, project, plugin, given.dynamo_plugin, *engines)
     problems += _problems(given, project)
     problems += [problem for part in parts if part is not None for problem in part.objections()]
     try:
@@ -132,6 +136,7 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         dynamo=given.dynamo_plugin,
         parallelism=given.parallelism_config,
         fsdp=given.fsdp_plugin,
+        deepspeed=given.deepspeed_plugin,
         rng_types=[str(kind) for kind in given.rng_types or ("generator",)],
     )
 

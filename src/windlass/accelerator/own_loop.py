@@ -42,8 +42,10 @@ class OwnLoop:
         beacon().call("backward")
         micro = self._micro_batch()
         share = self._normaliser.apply(loss, micro)
-        fused = self._prepared.fused
-        if fused is None:
+        fused, engine = self._prepared.fused, self._prepared.engine
+        if engine is not None:
+            engine.backward(share, **kwargs)
+        elif fused is None:
             scaled: Any = self._prepared.scaler.scale(share)
             scaled.backward(**kwargs)
         else:
@@ -78,6 +80,9 @@ class OwnLoop:
 
     def _correct(self, factor: Tensor) -> None:
         """Multiply the gradients of the models that the update accumulated into."""
+        if self._prepared.engine is not None:
+            self._prepared.engine.multiply(factor)
+            return
         for model in self._accumulation.models:
             strategy = self._prepared.strategy_of(model)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]

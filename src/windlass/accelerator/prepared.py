@@ -28,6 +28,9 @@ from windlass.transforms.buffers import ForwardState
 from windlass.transforms.ddp import Replicated
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
+from windlass.zero.zero_executor import ZeroExecutor
+
+LoopExecutor = NativeExecutor | ZeroExecutor
 
 
 class Prepared:
@@ -64,6 +67,8 @@ class Prepared:
         # The number of its parameters, and the executor over them; until the script drops the optimizer.
         self._executors: weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]
         self._executors = weakref.WeakKeyDictionary()
+        # By optimizer that DeepSpeed's engine steps: its executor, and its parameters before they were divided.
+        self._engines: dict[int, tuple[ZeroExecutor, list[Tensor]]] = {}
         # Parameters before their model was sharded, for optimizers that were built on them.
         self._before: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
@@ -149,8 +154,27 @@ class Prepared:
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def executor_of(self, optimizer: PreparedOptimizer) -> NativeExecutor:
+    def use_engine(self, optimizer: PreparedOptimizer, make: Callable[[], ZeroExecutor]) -> ZeroExecutor:
+        """Give an optimizer, and the model that it updates, to DeepSpeed's engine, which `make` makes. Collective."""
+        parameters = parameters_of(optimizer)
+        executor = make()
+        self._engines[id(optimizer)] = executor, parameters
+        return executor
+
+    @property
+    def engine(self) -> ZeroExecutor | None:
+        """The executor of DeepSpeed's engine; None if there is none."""
+        return next((executor for executor, _ in self._engines.values()), None)
+
+    def parameters_of(self, optimizer: PreparedOptimizer) -> list[Tensor]:
+        """The parameters of the models that an optimizer updates."""
+        engine = self._engines.get(id(optimizer))
+        return parameters_of(optimizer) if engine is None else engine[1]
+
+    def executor_of(self, optimizer: PreparedOptimizer) -> LoopExecutor:
         """The executor of one optimizer and its models."""
+        if id(optimizer) in self._engines:
+            return self._engines[id(optimizer)][0]
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known, executor = self._executors.get(optimizer, (0, None))
         if executor is None or known != count:
@@ -211,19 +235,19 @@ class Prepared:
 
     def owner_of(self, optimizer: PreparedOptimizer) -> nn.Module:
         """The module whose parameter names a checkpoint uses for the optimizer: its model, or `everything`."""
-        wanted = set(map(id, parameters_of(optimizer)))
+        wanted = set(map(id, self.parameters_of(optimizer)))
         for strategy in self.strategies:
             if wanted <= {id(p) for p in strategy.module.parameters()}:
                 return strategy.module
         return self.everything
 
-    def executors_over(self, parameters: Iterable[Tensor]) -> list[NativeExecutor]:
+    def executors_over(self, parameters: Iterable[Tensor]) -> list[LoopExecutor]:
         """The executors that update any of `parameters`."""
         wanted = {id(p) for p in parameters}
         return [
             self.executor_of(optimizer)
             for optimizer in self.optimizers
-            if any(id(p) in wanted for p in parameters_of(optimizer))
+            if any(id(p) in wanted for p in self.parameters_of(optimizer))
         ]
 
     @property
@@ -262,7 +286,7 @@ class Prepared:
         if self._discards:
             return False
         executor = self.executor_of(optimizer)
-        if not self.scaler.active:
+        if not self.scaler.active or isinstance(executor, ZeroExecutor):
             applied = executor.step()
             executor.dispatch()
             return applied
@@ -272,8 +296,8 @@ class Prepared:
         applied = executor.step()
         factor = self.scaler.scale(unit) / earlier
         for other in self.optimizers:
-            if other is not optimizer:
-                self.executor_of(other).follow_scale(factor)
+            if other is not optimizer and isinstance(follower := self.executor_of(other), NativeExecutor):
+                follower.follow_scale(factor)
         return applied
 
     def release(self) -> None:
@@ -287,7 +311,7 @@ class Prepared:
         self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []
         self.guards = []
         self._forget_executors()
-        self._before = {}
+        self._before, self._engines = {}, {}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

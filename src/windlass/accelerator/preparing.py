@@ -18,9 +18,10 @@ from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.prepared import Prepared
+from windlass.accelerator.prepared import Prepared, parameters_of
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
+from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
@@ -48,6 +49,7 @@ class Preparer:
         self._setup, self._settings, self._gang = setup, setup.settings, setup.gang
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._unit_was_logged = False
+        self._zero = ZeroEngines(setup)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the objects to use instead of `args`, in the same order. Collective.
@@ -68,6 +70,7 @@ class Preparer:
         if len(placement) != len(args):
             fix = f"needs one entry for each of the {len(args)} objects"
             raise ConfigError(Problem("device_placement", device_placement, fix))
+        args = tuple(self._zero.replaced(args))
         new = self._not_kept(args)
         if len(new) < len(args):
             warn_once(
@@ -90,9 +93,13 @@ class Preparer:
         for index in new:
             if isinstance(args[index], DataLoader):
                 results[index] = self.prepare_data_loader(args[index], placement[index])
-            elif isinstance(args[index], LRScheduler | PreparedSchedule):
+            elif isinstance(args[index], LRScheduler | PreparedSchedule) or self._is_engines(args[index]):
                 results[index] = self.prepare_scheduler(args[index])
         return tuple(results) if len(results) != 1 else results[0]
+
+    def _is_engines(self, item: Any) -> bool:
+        """Return True for a schedule of DeepSpeed's, which is not one of PyTorch's."""
+        return self._zero.plan is not None and type(item).__module__ == "deepspeed.runtime.lr_schedules"
 
     def _not_kept(self, args: Sequence[Any]) -> list[int]:
         """Indices of the objects that the engine does not prepare itself."""
@@ -155,7 +162,9 @@ class Preparer:
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
         sharding = plan.strategy == "fsdp" and not evaluation_mode
-        if self._settings.precision.compute != "fp32":
+        if (
+            self._settings.precision.compute != "fp32"
+        ):  # of DeepSpeed too, for inputs of a model with few bits
             mix_precision(model, self._setup.autocast)
         if self._settings.compile is not None:
             apply_compile(model, self._settings.compile)
@@ -163,6 +172,8 @@ class Preparer:
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
         device = self._setup.device if place else device_of(model)
+        if plan.zero is not None:
+            return self._divide(model, device)
         strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
         if isinstance(strategy.model, Replicated):
             self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
@@ -174,6 +185,21 @@ class Preparer:
         offloaded = any(map(has_offloaded_params, model.modules()))
         if place and not sharding and not offloaded and not self.verify_device_map(model):
             to_device(model, self._setup.device)
+
+    def _divide(self, model: nn.Module, device: torch.device) -> Strategy:
+        """Give the model and its optimizer to DeepSpeed's engine."""
+        own = set(map(id, model.parameters()))
+        found = [o for o in self._prepared.optimizers if any(id(p) in own for p in parameters_of(o))]
+        if len(found) != 1 or self._prepared.engine is not None:
+            raise ModelError(
+                f"under DeepSpeed one call of `prepare` takes the trained model and its one optimizer; "
+                f"{len(found)} optimizers of this model were given"
+                + (", and a model is trained already" if self._prepared.engine is not None else "")
+            )
+        optimizer = found[0].optimizer
+        return self._prepared.use_engine(
+            found[0], lambda: self._zero.engine(model, optimizer, device)
+        ).strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
         """The plan, with the names of the modules that the plugin excludes from sharding as objects."""

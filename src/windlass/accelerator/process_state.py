@@ -69,7 +69,8 @@ class LoopState(ProcessState):
         mixed_precision: "no", "bf16" or "fp16".
         fsdp_plugin: how models are sharded, or None.
         dynamo_plugin, parallelism_config: as given to the `Accelerator`, or None.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
+        deepspeed_plugin: as given to the `Accelerator`, or None.
+        deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
     """
 
     deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = None
@@ -84,10 +85,18 @@ class LoopState(ProcessState):
         fsdp_plugin: Any = None,
         dynamo_plugin: Any = None,
         parallelism_config: Any = None,
+        deepspeed_plugin: Any = None,
+        by_engine: bool = False,
     ) -> None:
         super().__init__(gang, device, debug, sharded)
+        if by_engine:
+            self.distributed_type = DistributedType.DEEPSPEED
         self.mixed_precision = mixed_precision
-        self.fsdp_plugin, self.dynamo_plugin, self.deepspeed_plugin = fsdp_plugin, dynamo_plugin, None
+        self.fsdp_plugin, self.dynamo_plugin, self.deepspeed_plugin = (
+            fsdp_plugin,
+            dynamo_plugin,
+            deepspeed_plugin,
+        )
         self.parallelism_config = parallelism_config
 
     @property

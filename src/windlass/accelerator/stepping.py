@@ -14,13 +14,13 @@ from torch.distributed.algorithms.join import Join
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.prepared import Prepared
+from windlass.accelerator.prepared import LoopExecutor, Prepared
 from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
-from windlass.engine.native import NativeExecutor
 from windlass.transforms.ddp import Replicated
+from windlass.zero.zero_executor import ZeroExecutor
 
 _log = get_logger(__name__)
 
@@ -123,8 +123,11 @@ class Stepping:
         """
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         executors = self._unscaled_executors(chosen)
+        if executors and isinstance(executors[0], ZeroExecutor):
+            _check_clipped(executors[0], chosen, norm_type)
+            return executors[0].clip(max_norm)
         if executors and norm_type == 2:
-            return executors[0].clip(max_norm, parameters=chosen)
+            return executors[0].clip(max_norm, parameters=chosen)  # type: ignore[call-arg]
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in chosen if p.grad is not None], norm_type=norm_type
         )
@@ -132,7 +135,7 @@ class Stepping:
         torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, whole)
         return whole
 
-    def _unscaled_executors(self, parameters: list[Any]) -> list[NativeExecutor]:
+    def _unscaled_executors(self, parameters: list[Any]) -> list[LoopExecutor]:
         executors = self._prepared.executors_over(parameters)
         if any(executor.updates_in_backward for executor in executors):
             raise ModelError(
@@ -147,6 +150,8 @@ class Stepping:
         """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         executors = self._unscaled_executors(chosen)
+        if any(isinstance(executor, ZeroExecutor) for executor in executors):
+            raise ModelError("DeepSpeed's engine clips by the global norm only: use clip_grad_norm_")
         gradients = [p.grad for p in chosen if p.grad is not None]
         local = executors[0].strategy.local(gradients) if executors else gradients
         for gradient in local:
@@ -158,6 +163,15 @@ class Stepping:
     ) -> Iterator[None]:
         """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
         yield
+
+
+def _check_clipped(executor: ZeroExecutor, parameters: list[Any], norm_type: float) -> None:
+    trained = {id(p) for p in executor.strategy.module.parameters() if p.requires_grad}
+    if norm_type != 2 or not trained <= set(map(id, parameters)):
+        raise ModelError(
+            "DeepSpeed's engine clips all parameters of a model by their L2 norm: pass model.parameters(), and no "
+            "norm_type"
+        )
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def _build_engine(
     model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device, gang: Gang
 ) -> Built:
     """DeepSpeed's engine takes the optimizer of the whole model, and divides both."""
-    from windlass.zero.executor import ZeroExecutor
+    from windlass.zero.zero_executor import ZeroExecutor
 
     assert plan.dist.zero is not None, "the caller looked"
     optimizer, schedule = _created(create, plan, model)

@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 from windlass.assemble import batch
 from windlass.assemble.batch import update_size
+from windlass.assemble.engine_values import engine_clipping, with_engine
 from windlass.assemble.facts import Facts
 from windlass.config import accelerator_config
-from windlass.config.deepspeed import RunValues, completed, for_engine
 from windlass.config.parallel import Parallel, from_arguments, from_environment, merge, plan_parallel
 from windlass.config.plan import (
     BatchPlan,
     CadencePlan,
     DataPlan,
-    DistPlan,
     DurationPlan,
     EvaluationPlan,
     OptimizerPlan,
@@ -29,6 +28,7 @@ from windlass.config.plan import (
     SavePlan,
     StabilityPlan,
     TransformPlan,
+    ZeroPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.sections.optimisation import OptimisationSection
@@ -100,12 +100,12 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
-        stability=StabilityPlan(_clipping(args, fused), args.nonfinite_policy),
+        stability=StabilityPlan(_clipping(args, fused, parallel.dist.zero), args.nonfinite_policy),
         data=resolve_data(args),
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=_save(args, duration.steps),
-        dist=resolve_engine(args, facts, parallel, duration.steps),
+        dist=with_engine(args, facts, parallel, duration.steps),
         reports=ReportPlan(
             tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
             memory=not args.skip_memory_metrics,
@@ -277,12 +277,12 @@ def _updates_in_backward(args: Any, facts: Facts) -> bool:
     return facts.in_backward or _text(args.optim) in IN_BACKWARD_OPTIMIZERS
 
 
-def _clipping(args: Any, fused: bool) -> float | None:
+def _clipping(args: Any, fused: bool, zero: ZeroPlan | None = None) -> float | None:
     """The norm that gradients are clipped to. Clipping takes a second backward if the optimizer updates in the first
     one, so a `max_grad_norm` that was left at its default does not request it.
     """
     untouched = args.max_grad_norm == OptimisationSection.max_grad_norm and not args.is_given("max_grad_norm")
-    return None if fused and untouched else args.max_grad_norm or None
+    return None if fused and untouched else engine_clipping(args, zero) or None
 
 
 def _takes_two_backwards(args: Any, facts: Facts) -> bool:
@@ -298,42 +298,6 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
         ConfigError: with every problem, contradictions of the two among them.
     """
     return plan_parallel(merge(from_arguments(args), from_environment(os.environ)), world)
-
-
-def resolve_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> DistPlan:
-    """How the model is distributed, with the values of this run in place of each "auto" of an engine's configuration.
-
-    Raises:
-        ConfigError: the configuration contradicts the arguments, or the run is not one that the engine can do.
-    """
-    if parallel.dist.zero is None:
-        return parallel.dist
-    size = facts.size or update_size(args, facts.world.size)[0]
-    values: dict[str, tuple[Any, str]] = {
-        "train_micro_batch_size_per_gpu": (size.micro, "per_device_train_batch_size"),
-        "gradient_accumulation_steps": (size.accumulation, "gradient_accumulation_steps"),
-        "train_batch_size": (
-            size.samples,
-            "per_device_train_batch_size x gradient_accumulation_steps x processes",
-        ),
-        "gradient_clipping": (args.max_grad_norm, "max_grad_norm"),
-        "bf16.enabled": (parallel.precision.compute == "bf16", "bf16"),
-        "fp16.enabled": (parallel.precision.compute == "fp16", "fp16"),
-        "optimizer.params.lr": (args.learning_rate, "learning_rate"),
-        "optimizer.params.betas": ([args.adam_beta1, args.adam_beta2], "(adam_beta1, adam_beta2)"),
-        "optimizer.params.eps": (args.adam_epsilon, "adam_epsilon"),
-        "optimizer.params.weight_decay": (args.weight_decay, "weight_decay"),
-        "scheduler.params.warmup_max_lr": (args.learning_rate, "learning_rate"),
-        "scheduler.params.warmup_num_steps": (args.get_warmup_steps(steps), "warmup_steps"),
-        "scheduler.params.total_num_steps": (steps, "the updates of the run"),
-    }
-    zero = parallel.dist.zero
-    config, problems = completed(zero.config, zero.origin, RunValues(values, facts.hidden_size))
-    if parallel.precision.compute == "bf16":
-        config["bf16"] = {**config.get("bf16", {}), "enabled": True}
-    if problems:
-        raise ConfigError(problems)
-    return replace(parallel.dist, zero=replace(zero, config=for_engine(config, size.micro)))
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:

@@ -199,7 +199,7 @@ REASONS = {
     "saves_per_epoch": "checkpoints are at the end of each epoch; set training.save_steps for others",
     "wandb_project": "set training.report_to=wandb and WANDB_PROJECT",
     "wandb_name": "set training.run_name",
-    "deepspeed": "DeepSpeed is not built; parallel.strategy=fsdp shards as its stages 2 and 3 do",
+    "deepspeed": "set parallel.strategy=deepspeed and parallel.deepspeed.config to its file, or parallel.strategy=fsdp",
     "special_tokens": "set training.eos_token, and tokens of the tokenizer in its folder",
     "unfrozen_parameters": "a recipe trains all weights or an adapter",
     "dataset_dir": "data.train is a path; the name of a dataset in dataset_info.json is not looked up",

@@ -61,7 +61,7 @@ _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gr
 
 @dataclass(frozen=True, slots=True)
 class RunValues:
-    """The values of a run that "auto" stands for, and the arguments that set them.
+    """The values of a run that "auto" represents, and the arguments that set them.
 
     Attributes:
         values: path in the configuration -> (value, argument).
@@ -89,12 +89,20 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     if section.get("stage", 0) not in (0, 1, 2, 3):
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
     for name in ("offload_optimizer", "offload_param"):
-        yield from _unfit_offload(
-            section.get(name), section.get("stage"), f"{origin}.zero_optimization.{name}"
-        )
+        yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")
     if _section(config, "fp16").get("enabled") is True:
         yield Problem(f"{origin}.fp16.enabled", True, "is not built yet under DeepSpeed; use bf16")
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
+    kind = _section(config, "scheduler").get("type")
+    if "scheduler" in config and kind not in _SCHEDULERS:
+        yield Problem(f"{origin}.scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
+
+
+def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
+    """Notes on what changes nothing in this configuration."""
+    offload = _section(_section(config, "zero_optimization"), "offload_param")
+    if offload.get("device") == "cpu" and stage_of(config) != 3:
+        yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
@@ -110,7 +118,7 @@ def _is_off(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("enabled", True) is False
 
 
-def _unfit_offload(given: Any, stage: Any, origin: str) -> Iterator[Problem]:
+def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
     if given is None:
         return
     device = given.get("device", "none") if isinstance(given, Mapping) else given
@@ -118,10 +126,6 @@ def _unfit_offload(given: Any, stage: Any, origin: str) -> Iterator[Problem]:
         yield Problem(f"{origin}.device", device, _NO_NVME)
     elif device not in ("none", "cpu", None):
         yield Problem(f"{origin}.device", device, "must be none or cpu")
-    elif device == "cpu" and origin.endswith("param") and stage != 3:
-        yield Problem(
-            f"{origin}.device", device, f"needs stage 3, which divides parameters; the stage is {stage}"
-        )
 
 
 def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Problem]:
@@ -141,6 +145,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
     """The configuration with a value in place of each "auto", and what contradicts the run's arguments."""
     filled, problems = copy.deepcopy(dict(config)), list[Problem]()
+    if _get(filled, "scheduler.params.warmup_min_lr") == AUTO:
+        _put(filled, "scheduler.params.warmup_min_lr", 0)
     for path, value in _leaves(filled):
         wanted = run.values.get(path)
         if wanted is not None and value == AUTO:
@@ -215,8 +221,12 @@ _OWN = (
 def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     """The configuration of the engine: the run accumulates, clips and schedules itself."""
     kept = {name: value for name, value in config.items() if name not in _OWN and not _is_off(value)}
+    zero = dict(config["zero_optimization"])
+    if stage_of(config) != 3:
+        zero.pop("offload_param", None)
     return {
         **kept,
+        "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,

@@ -47,7 +47,7 @@ class Helpers:
         warmup_steps: float
         output_dir: str | None
 
-    # DeepSpeed is not built. Scripts look if there is one.
+    # A run reads `deepspeed` itself. Scripts look if there is one.
     deepspeed_plugin: ClassVar[None] = None
     hf_deepspeed_config: ClassVar[None] = None
 

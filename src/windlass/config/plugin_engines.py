@@ -6,24 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.support_rows import ACCELERATOR_REFUSED
 from windlass.core.errors import ConfigError, Problem
 
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's ZeRO. The object can be made; using it is refused.
+    """DeepSpeed's ZeRO.
 
     Attributes:
         hf_ds_config: a DeepSpeed configuration, as a dict or a file.
-        gradient_accumulation_steps, gradient_clipping: as in `TrainingArguments`.
+        gradient_accumulation_steps: micro-batches of an update.
+        gradient_clipping: the global norm to which gradients are clipped.
         zero_stage: 0 to 3.
-        is_train_batch_min: which loader decides the batch size.
-        offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme".
-        offload_optimizer_nvme_path, offload_param_nvme_path: folders for "nvme".
-        zero3_init_flag, zero3_save_16bit_model: how models of stage 3 are made and saved.
-        transformer_moe_cls_names: classes of expert layers.
-        enable_msamp, msamp_opt_level: eight-bit training.
+        is_train_batch_min: no effect: an engine does not need to know the batch size.
+        offload_optimizer_device, offload_param_device: "none" or "cpu".
+        offload_optimizer_nvme_path, offload_param_nvme_path: refused; they are not built.
+        zero3_init_flag, zero3_save_16bit_model: no effect: see `docs/deepspeed.md`.
+        transformer_moe_cls_names, enable_msamp, msamp_opt_level: refused; they are not built.
     """
 
     hf_ds_config: Any = None
@@ -42,9 +41,23 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def objections(self) -> Iterator[Problem]:
-        """Refuse any use."""
-        given = f"DeepSpeedPlugin(zero_stage={self.zero_stage})"
-        yield Problem("deepspeed_plugin", given, ACCELERATOR_REFUSED["deepspeed_plugin"])
+        """What is not built."""
+        for name in ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level"):
+            if getattr(self, name):
+                yield Problem(
+                    f"DeepSpeedPlugin.{name}", getattr(self, name), "is not built yet; leave it out"
+                )
+
+    def settings(self) -> dict[str, Any]:
+        """What was set, under the names of a launch file."""
+        whole = getattr(self.hf_ds_config, "config", self.hf_ds_config)  # of an HfDeepSpeedConfig
+        names = (
+            "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+            "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_init_flag",
+            "zero3_save_16bit_model",
+        )  # fmt: skip
+        said = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return said if whole is None else {**said, "deepspeed_config_file": whole}
 
 
 class _Refused:

@@ -15,8 +15,10 @@ from pathlib import Path
 from windlass.core.lazy import reverse
 
 _DEEPSPEED = (
-    "DeepSpeed is not built; fsdp_plugin and TrainingArguments(fsdp=...) shard as its stages 2 and 3 do"
+    "a run, or Accelerator.prepare, makes the engine of DeepSpeed itself, and has no wrappers around it"
 )
+_HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
+_SEVERAL_ENGINES = "several engines of DeepSpeed are not built; pass one deepspeed_plugin"
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"
 _EIGHT_BIT = "training and loading in eight or four bits is not built"
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
@@ -41,12 +43,15 @@ _INSIDE = "it is a detail of how that library works inside"
 
 REFUSED: dict[str, tuple[str, ...]] = {
     _DEEPSPEED: (
-        "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "DummyOptim",
-        "DummyScheduler", "GatheredParameters", "HfDeepSpeedConfig", "HfTrainerDeepSpeedConfig",
-        "compile_regions_deepspeed", "deepspeed", "deepspeed_config", "deepspeed_init", "deepspeed_load_checkpoint",
-        "deepspeed_optim_sched", "deepspeed_required", "get_active_deepspeed_plugin", "map_pytorch_optim_to_deepspeed",
-        "prepare_deepspeed_cmd_env", "set_hf_deepspeed_config", "unset_hf_deepspeed_config",
+        "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "compile_regions_deepspeed",
+        "deepspeed", "deepspeed_config", "deepspeed_init", "deepspeed_load_checkpoint", "deepspeed_optim_sched",
+        "deepspeed_required", "map_pytorch_optim_to_deepspeed", "prepare_deepspeed_cmd_env",
     ),
+    "it is DeepSpeed's own: import it from deepspeed.zero": ("GatheredParameters",),
+    _HF_DEEPSPEED: (
+        "HfDeepSpeedConfig", "HfTrainerDeepSpeedConfig", "set_hf_deepspeed_config", "unset_hf_deepspeed_config",
+    ),
+    _SEVERAL_ENGINES: ("get_active_deepspeed_plugin",),
     _MEGATRON: (
         "AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "MegatronEngine", "MegatronLMDummyDataLoader",
         "MegatronLMDummyScheduler", "MegatronLMOptimizerWrapper", "MegatronLMSchedulerWrapper", "T5TrainStep",
@@ -193,7 +198,7 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         _FORKED: ("fork_launched",),
     },
     "AcceleratorState": {
-        _DEEPSPEED: ("get_deepspeed_plugin", "select_deepspeed_plugin"),
+        _SEVERAL_ENGINES: ("get_deepspeed_plugin", "select_deepspeed_plugin"),
         "Accelerator.torch_device_mesh is the mesh": ("device_mesh",),
         _TPU: ("downcast_bfloat",),
         _FORKED: ("fork_launched",),

@@ -126,18 +126,15 @@ DataCollatorForMultipleChoice DataCollatorForSeq2Seq DataCollatorForLanguageMode
 DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening
 """
 
-_NO_DEEPSPEED = "DeepSpeed is not built; fsdp_plugin shards as its stages 2 and 3 do"
-
 ACCELERATOR = """
 device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config
-fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
+deepspeed_plugin fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
 step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin parallelism_config
 scheduler_unit
 """
 
 ACCELERATOR_REFUSED = {
-    "deepspeed_plugin": _NO_DEEPSPEED,
-    "deepspeed_plugins": _NO_DEEPSPEED,
+    "deepspeed_plugins": "several engines are not built; pass one deepspeed_plugin",
     "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
     "torch_tp_plugin": "tensor parallelism is not built; a tp_size of 1 is accepted",
 }
@@ -154,7 +151,7 @@ on_main_process on_local_main_process on_last_process on_process on_local_proces
 init_trackers get_tracker log end_training
 load_state register_for_checkpointing register_save_state_pre_hook register_load_state_pre_hook
 get_state_dict skip_first_batches free_memory clear verify_device_map
-device distributed_type num_processes process_index local_process_index use_distributed multi_device
+deepspeed_plugin device distributed_type num_processes process_index local_process_index use_distributed multi_device
 is_main_process is_local_main_process is_last_process mixed_precision is_fsdp2 is_composable_parallelism_enabled
 parallelism_config torch_device_mesh data_parallel_rank data_parallel_shard_rank should_save_model
 split_batches dispatch_batches non_blocking use_stateful_dataloader project_dir logging_dir save_iteration
@@ -169,7 +166,6 @@ MEMBERS_MAPPED = {
     "save": "writes safetensors (a name in .safetensors) or JSON (.json); other endings are refused, because "
     "pickle is never written",
     "fp8_backend": "is always NO: eight-bit training is not built",
-    "deepspeed_plugin": "is always None: DeepSpeed is not built",
     "tensor_parallel_rank": "is always 0: tensors are not split further",
     "context_parallel_rank": "is always 0: sequences are not split",
     "maybe_context_parallel": "does nothing: sequences are not split, and a cp_size above 1 is refused",

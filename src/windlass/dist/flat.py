@@ -25,17 +25,19 @@ class FlatParts(Tensor):
     def __new__(
         cls, shape: Sequence[int], mine: Tensor, start: int, pieces: Sequence[tuple[int, int, int]]
     ) -> FlatParts:
-        made: FlatParts = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FlatParts = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=mine.dtype, device=mine.device
         )
         made.mine, made.start, made.pieces = mine, start, tuple(pieces)
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise TypeError(f"{func} needs a whole tensor, and each rank holds a part of this one")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatParts(shape={list(self.shape)}, start={self.start}, elements={self.mine.numel()})"
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.assemble.resolve import resolve_optimizer
+from windlass.assemble.engine_values import engine_schedule
+from windlass.assemble.resolve import resolve_optimizer, resolve_parallel
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.world import world_from_environment
 from windlass.optim.groups import (
     arranged,
     check_group_options,
@@ -18,6 +20,7 @@ from windlass.optim.groups import (
 from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.schedule import build_schedule
 from windlass.optim.targets import projected_groups
+from windlass.zero.library import make_schedule
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
 
@@ -59,6 +62,10 @@ def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_step
     """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler."""
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
+    zero = resolve_parallel(args, world_from_environment()).dist.zero
+    section = engine_schedule(args, zero, total_steps)
+    if section is not None:
+        return make_schedule(optimizer, section)
     plan = resolve_optimizer(args, total_steps)
     schedule = build_schedule(
         plan.schedule, optimizer, total_steps=total_steps, options=plan.schedule_options,

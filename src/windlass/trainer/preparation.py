@@ -100,9 +100,8 @@ def prepare_run(
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
     facts = Facts(
-        session.world, None, has_training_data=True, has_evaluation_data=hooks.has_evaluation_data,
-        overridden=hooks.overridden, in_backward=getattr(optimizer, "in_backward", False),
-        hidden_size=_width(hooks.model),
+        session.world, None, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden,
+        in_backward=getattr(optimizer, "in_backward", False), hidden_size=_width(hooks.model),
     )  # fmt: skip
     plan, source, place = _plan_run(args, session.gang, facts, loader, checkpoint, services.fitter.train)
     align_special_tokens(hooks.model, tokenizer)

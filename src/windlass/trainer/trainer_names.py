@@ -38,7 +38,7 @@ class TrainerNames:
     model_init: Callable[..., nn.Module] | None
     accelerator: Accelerator
     # Engines that are not built; scripts look if there is one.
-    is_deepspeed_enabled = is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
     is_model_parallel = is_distributed_loading_by_transformers = False
     deepspeed = None
     optimizer: torch.optim.Optimizer | None
@@ -143,6 +143,11 @@ class TrainerNames:
     def is_fsdp_enabled(self) -> bool:
         """True if the model's parameters are sharded."""
         return self._engine.dist.shard is not None
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """True if DeepSpeed's ZeRO divides the model among ranks."""
+        return self._engine.dist.zero is not None
 
     @property
     def hub_model_id(self) -> str | None:

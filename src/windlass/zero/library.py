@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,7 @@ class Place:
         return FlatParts(self.shape, mine, self.start, self.pieces)
 
 
-class Engine:
+class ZeroEngine:
     """DeepSpeed's engine for one model and its optimizer.
 
     Args:
@@ -140,7 +140,7 @@ class Engine:
         parameters = [p for p in self._module.parameters() if hasattr(p, "ds_tensor") and not p.requires_grad]
         found = {}
         for parameter in parameters:
-            kept: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+            kept: Any = parameter.ds_tensor
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
             pieces = divided(numel, kept.numel(), self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)
@@ -173,6 +173,13 @@ class Engine:
         """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards."""
         if self.stage < 3:
             self._engine.destroy()
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
+    """A schedule of DeepSpeed by its name and its options: `{"type": "WarmupLR", "params": {...}}`."""
+    _deepspeed()
+    schedules = require("deepspeed.runtime.lr_schedules", "use its schedules")
+    return getattr(schedules, section["type"])(optimizer, **section.get("params", {}))
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def test_reads(read: Any, raw: Any, value: Any) -> None:
         (kinds.choice("a", refused={"b": "is gone"}), "B", "is gone"),
         (kinds.choice("a"), "c", "one of a"),
         (KEYS["precision"].read, "fp8", "not built"),
-        (KEYS["strategy"].read, "DEEPSPEED", "DeepSpeed"),
+        (KEYS["strategy"].read, "MEGATRON_LM", "Megatron"),
         (KEYS["compile.mode"].read, "fast", "max-autotune"),
         (KEYS["fsdp.state"].read, "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         (KEYS["fsdp.reshard_after_forward"].read, "sometimes", "true, false"),

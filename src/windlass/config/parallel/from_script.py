@@ -143,6 +143,7 @@ _PLAIN: dict[str, Key] = {
 }
 _SECTIONS = {
     "fsdp_plugin": "fsdp_config",
+    "deepspeed_plugin": "deepspeed_config",
     "dynamo_plugin": "dynamo_config",
     "parallelism_config": "parallelism_config",
     "ddp_kwargs": "ddp_config",
@@ -179,6 +180,8 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
 def _plugin(settings: Settings, name: str, plugin: Any, origin: str) -> None:
     if name == "fsdp_plugin":
         settings.record(rows.STRATEGY, "fsdp", origin, "script", implicit=False)
+    if name == "deepspeed_plugin":
+        settings.record(rows.STRATEGY, "deepspeed", origin, "script", implicit=False)
     try:
         said = plugin.settings() if hasattr(plugin, "settings") else plugin
     except ConfigError as error:

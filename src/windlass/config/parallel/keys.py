@@ -66,6 +66,7 @@ class Key:
         written: the value that `accelerate launch` exports if its user set nothing.
         write: converts the canonical value to the spelling that `accelerate launch` reads in files.
         refused: why it cannot be set; empty if it can.
+        exported: further environment variables that set it.
         idle: note to log if it is set, for settings that change nothing; empty for the others.
     """
 
@@ -80,11 +81,12 @@ class Key:
     write: Callable[[Any], Any] = _same
     refused: str = ""
     idle: str = ""
+    exported: tuple[str, ...] = ()
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
         return word in ("use_fsdp", "use_deepspeed") or (
-            self.read is flag and self.family not in ("fsdp", "ddp")
+            self.read is flag and self.family not in ("fsdp", "ddp", "deepspeed")
         )
 
     @property
@@ -97,7 +99,8 @@ class Key:
     def variables(self) -> tuple[str, ...]:
         """Environment variables that set it."""
         prefix = FAMILIES[self.family].variable
-        return () if prefix is None else tuple(prefix + word.upper() for word in self.words)
+        own = () if prefix is None else tuple(prefix + word.upper() for word in self.words)
+        return own + self.exported
 
     @property
     def in_file(self) -> str:

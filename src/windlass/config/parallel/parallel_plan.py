@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.deepspeed import stage_of, unfit
+from windlass.config.deepspeed import stage_of, unfit, without_effect
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
@@ -184,6 +184,9 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
 
 
 def _remarks(settings: Settings, world: World) -> Iterator[str]:
+    if uses_deepspeed(settings):
+        zero = _zero(settings)
+        yield from without_effect(zero.config, zero.origin)
     if _asks_for_deepspeed(settings) and not uses_deepspeed(settings):
         yield "stage 0 of ZeRO divides nothing: replicated data parallelism (DDP) trains the model, without DeepSpeed"
     if not is_sharded(settings):

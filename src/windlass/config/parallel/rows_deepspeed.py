@@ -21,7 +21,7 @@ def _document(raw: Any) -> Any:
 _row = rows_of("deepspeed")
 CONFIG = _row(
     "config", _document, None, "A configuration of DeepSpeed: a JSON file.", "deepspeed_config_file",
-    fields=("deepspeed",),
+    fields=("deepspeed",), exported=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
 )  # fmt: skip
 _STAGES = kinds.either(kinds.choice("0", "1", "2", "3"), says="must be 0, 1, 2 or 3")
 STAGE = _row(
@@ -32,9 +32,16 @@ OFFLOAD_OPTIMIZER = _row(
     "offload_optimizer_device", _PLACES, "none", "Where the optimizer state lies: none or cpu."
 )
 OFFLOAD_PARAM = _row("offload_param_device", _PLACES, "none", "Where parameters of stage 3 lie: none or cpu.")
-CLIPPING = _row("gradient_clipping", kinds.number, None, "Global norm to which gradients are clipped.")
+_CLIPPING = kinds.either(
+    kinds.number, kinds.choice("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
+)
+CLIPPING = _row(
+    "gradient_clipping", _CLIPPING, None, "Global norm to which gradients are clipped.",
+    exported=("ACCELERATE_GRADIENT_CLIPPING",),
+)  # fmt: skip
 INIT = _row(
     "zero3_init_flag", kinds.flag, False, "Divide a model of stage 3 while it is built.",
+    exported=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
     idle="has no effect yet: a model is divided once it is built; transformers.integrations.HfDeepSpeedConfig divides "
     "earlier",
 )  # fmt: skip

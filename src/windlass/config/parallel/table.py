@@ -37,6 +37,8 @@ def words_of(section: str) -> dict[str, Key]:
 SECTIONS: dict[str, dict[str, Key]] = {
     family.section: words_of(family.section) for family in FAMILIES.values() if family.section
 }
+# Files of accelerate have it in this section too.
+SECTIONS["deepspeed_config"]["gradient_accumulation_steps"] = rows_training.ACCUMULATION
 UNBUILT_SECTIONS = {FAMILIES[key.family].section for key in UNBUILT}
 TOP_LEVEL = words_of("")
 

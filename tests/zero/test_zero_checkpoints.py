@@ -67,7 +67,7 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: tuple[Path, int]) -> None
 def test_another_strategy_or_number_of_ranks_continues(
     folder: tuple[Path, int], ranks: int, other: int
 ) -> None:
-    made, stage = folder
+    made, _ = folder
     name = f"on{ranks}with{other}"
     shutil.copytree(made / "stopped", made / name)
     if ranks == 1 and other < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,16 +13,19 @@ from windlass.core.module_state import bare, keep_elsewhere
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
-from windlass.zero.library import Engine
+from windlass.zero.library import ZeroEngine
 
 
 class _Values:
     """Implements `core.module_state.ElsewhereState`: the engine's fp32 values of the parameters."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ZeroEngine) -> None:
         self._engine, self._places = engine, engine.places()
-        trained = {p: place.parts_of(place.buffer) for p, place in self._places.items()}
-        self.values: Mapping[Tensor, Tensor] = {**trained, **engine.frozen()}
+        self.values: dict[Tensor, Tensor] = {}
+        for parameter, place in self._places.items():
+            self.values[parameter] = place.parts_of(place.buffer)
+        for parameter, parts in engine.frozen().items():
+            self.values[parameter] = parts
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)
@@ -36,9 +39,9 @@ class ZeroModel(Alone):
 
     saves_parts = True
 
-    def __init__(self, module: nn.Module, engine: Engine, gang: Gang) -> None:
+    def __init__(self, module: nn.Module, engine: ZeroEngine, gang: Gang) -> None:
         super().__init__(module)
-        self._engine: Engine | None = engine
+        self._engine: ZeroEngine | None = engine
         self._gang = gang
         self._parts = engine
         self.sharded = engine.stage == 3

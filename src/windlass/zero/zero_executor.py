@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state
@@ -18,10 +19,11 @@ from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
-from windlass.engine.executor import StepHooks, StepRequest, StepResult
-from windlass.zero.library import Engine
-from windlass.zero.optimizer import ZeroOptimizer
-from windlass.zero.strategy import ZeroModel
+from windlass.engine.executor import StepHooks, StepRequest, StepResult, WeightAverage
+from windlass.transforms.strategy import Strategy
+from windlass.zero.flat_optimizer import ZeroOptimizer
+from windlass.zero.library import ZeroEngine
+from windlass.zero.zero_model import ZeroModel
 
 _SUMMED = (
     "LossTerms(aux=...) under gradient accumulation needs separate gradients, which ZeRO does not have: set "
@@ -55,11 +57,11 @@ class ZeroExecutor:
         _check_optimizer(optimizer, plan)
         _check_model(module)
         own = ZeroOptimizer(optimizer)
-        self._engine = Engine(module, own, plan.config, device, gang)
+        self._engine = ZeroEngine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device
-        self.strategy = ZeroModel(module, self._engine, gang)
+        self.strategy: Strategy = ZeroModel(module, self._engine, gang)
         self._usual_norm = self._max_norm = plan.max_norm
         self._factor = 1.0
         self._norm = torch.zeros((), device=device)
@@ -114,6 +116,9 @@ class ZeroExecutor:
     def zero_grad(self) -> None:
         """The engine frees gradients in its step."""
 
+    def dispatch(self) -> None:
+        """Nothing to do: each operation was started when it was called."""
+
     def abandon(self) -> bool:
         """The engine cannot take back a half-finished backward or update."""
         return False
@@ -123,6 +128,11 @@ class ZeroExecutor:
         self.model.eval()
         with self.strategy.buffers_of_first_rank():
             yield
+
+    def average_by(self, averages: Sequence[WeightAverage]) -> None:
+        if averages:
+            fix = "averages whole parameters, which ZeRO divides; leave it out, or train without DeepSpeed"
+            raise ConfigError(Problem("callbacks", type(averages[0]).__name__, fix))
 
     def averaged(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -199,6 +209,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
 
 
 def _check_model(module: nn.Module) -> None:
+    if find_adapter(module) is not None:
+        fix = (
+            "trains an adapter, which is not built yet under DeepSpeed: use fsdp=True, or replicate the model"
+        )
+        raise ConfigError(Problem("deepspeed", type(bare(module)).__name__, fix))
     if customizes_state(module):
         raise ModelError(
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "

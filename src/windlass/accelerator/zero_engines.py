@@ -1,0 +1,145 @@
+"""DeepSpeed in a loop of the user's own: what its configuration has instead of objects, and the engine of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.accelerator.dummies import DummyOptim, DummyScheduler
+from windlass.accelerator.setup import Setup
+from windlass.config.deepspeed import RunValues, completed, for_engine
+from windlass.config.plan import ZeroPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.zero.library import make_schedule
+from windlass.zero.zero_executor import ZeroExecutor
+
+_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+
+
+class ZeroEngines:
+    """Makes what a configuration of DeepSpeed asks for.
+
+    Args:
+        setup: its plan has the configuration, if DeepSpeed is used.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    @property
+    def plan(self) -> ZeroPlan | None:
+        return self._setup.dist.zero
+
+    # --- optimizers and schedules of the configuration ----------------------------------------------------------------
+
+    def replaced(self, objects: Sequence[Any]) -> list[Any]:
+        """`objects` with real optimizers and schedules in place of placeholders.
+
+        Raises:
+            ConfigError: the configuration has none, or has one beside an object of the script.
+        """
+        self._check(objects)
+        made = {id(item): self._optimizer(item) for item in objects if isinstance(item, DummyOptim)}
+        found = [made.get(id(item), item) for item in objects]
+        return [self._schedule(item, made) if isinstance(item, DummyScheduler) else item for item in found]
+
+    def _check(self, objects: Sequence[Any]) -> None:
+        plan = self.plan
+        config = {} if plan is None else plan.config
+        for item in objects:
+            if isinstance(item, DummyOptim) and "optimizer" not in config:
+                fix = "represents the optimizer of a DeepSpeed configuration, which has none; pass a real one"
+                raise ConfigError(Problem("DummyOptim", None, fix))
+            if isinstance(item, torch.optim.Optimizer) and "optimizer" in config:
+                fix = f"{plan.origin if plan else ''} has an optimizer too; pass a DummyOptim, or remove it there"
+                raise ConfigError(Problem("optimizer", type(item).__name__, fix))
+            needs = isinstance(item, DummyScheduler) and item.lr_scheduler_callable is None
+            if needs and "scheduler" not in config:
+                fix = "represents the schedule of a DeepSpeed configuration, which has none; pass a real one"
+                raise ConfigError(Problem("DummyScheduler", None, fix))
+
+    def _optimizer(self, item: DummyOptim) -> torch.optim.Optimizer:
+        section = self._section("optimizer", {
+            "optimizer.params.lr": (item.lr, "DummyOptim(lr=)"),
+            "optimizer.params.weight_decay": (item.weight_decay, "DummyOptim(weight_decay=)"),
+            "optimizer.params.betas": (item.kwargs.get("betas", (0.9, 0.999)), "DummyOptim(betas=)"),
+            "optimizer.params.eps": (item.kwargs.get("eps", 1e-8), "DummyOptim(eps=)"),
+        })  # fmt: skip
+        options = {
+            "lr": item.lr,
+            "weight_decay": item.weight_decay,
+            **item.kwargs,
+            **section.get("params", {}),
+        }
+        made: torch.optim.Optimizer = _OPTIMIZERS[str(section["type"]).lower()](item.params, **options)
+        return made
+
+    def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
+        optimizer = made.get(id(item.optimizer), item.optimizer)
+        if item.lr_scheduler_callable is not None:
+            return item.lr_scheduler_callable(optimizer)
+        peak = max(group["lr"] for group in optimizer.param_groups)
+        section = self._section("scheduler", {
+            "scheduler.params.warmup_max_lr": (peak, "the optimizer's lr"),
+            "scheduler.params.warmup_num_steps": (item.warmup_num_steps, "DummyScheduler(warmup_num_steps=)"),
+            "scheduler.params.total_num_steps": (item.total_num_steps, "DummyScheduler(total_num_steps=)"),
+        })  # fmt: skip
+        return make_schedule(optimizer, section)
+
+    def _section(self, name: str, values: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+        """A section of the configuration, with these values in place of "auto" and of nothing else."""
+        assert self.plan is not None, "checked before"
+        own = {name: self.plan.config[name]}
+        open_paths = RunValues({path: pair for path, pair in values.items() if _is_auto(own, path)})
+        config, problems = completed(own, self.plan.origin, open_paths)
+        if problems:
+            raise ConfigError(problems)
+        section: dict[str, Any] = config[name]
+        return section
+
+    # --- engines ------------------------------------------------------------------------------------------------------
+
+    def engine(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> ZeroExecutor:
+        """Divide `model` and `optimizer` among ranks. Collective."""
+        assert self.plan is not None, "the caller looked"
+        settings = self._setup.settings
+        values = {
+            "gradient_accumulation_steps": (
+                settings.accumulation.num_steps or 1,
+                "gradient_accumulation_steps",
+            ),
+            "bf16.enabled": (settings.precision.compute == "bf16", "mixed_precision"),
+            "fp16.enabled": (settings.precision.compute == "fp16", "mixed_precision"),
+            "gradient_clipping": (0.0, "its default"),
+        }
+        config = {
+            name: value
+            for name, value in self.plan.config.items()
+            if name not in ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu")
+        }
+        clipping = config.get("gradient_clipping")
+        if clipping != "auto":
+            del values["gradient_clipping"]
+        width = getattr(getattr(model, "config", None), "hidden_size", None)
+        config, problems = completed(config, self.plan.origin, RunValues(values, width))
+        if problems:
+            raise ConfigError(problems)
+        if settings.precision.compute == "bf16":
+            config["bf16"] = {**config.get("bf16", {}), "enabled": True}
+        plan = dataclasses.replace(
+            self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
+        )
+        return ZeroExecutor(model, optimizer, plan, device, self._setup.gang)
+
+
+def _is_auto(config: dict[str, Any], path: str) -> bool:
+    value: Any = config
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return bool(value == "auto")

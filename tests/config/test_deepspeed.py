@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.small import arguments
+
+from windlass.assemble.facts import Facts
+from windlass.assemble.resolve import resolve
+from windlass.config.deepspeed import RunValues, completed
+from windlass.config.plan import RunPlan
+from windlass.core.errors import ConfigError
+from windlass.core.world import World
+
+# The configuration in transformers' documentation, with every "auto" of it.
+DOCUMENTED: dict[str, Any] = {
+    "fp16": {
+        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "optimizer": {
+        "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+def plan(folder: Path, config: Any, width: int | None = None, **changes: Any) -> RunPlan:
+    return resolve(
+        arguments(folder, deepspeed=config, **changes), Facts(World(0, 2, 0, 2), 10, hidden_size=width)
+    )
+
+
+def refusal(folder: Path, config: Any, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(folder, config, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("width", [None, 16])
+def test_the_documented_file_is_completed(width: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps(DOCUMENTED))
+    zero = plan(tmp_path, str(path), width).dist.zero
+    assert zero is not None
+    assert "auto" not in json.dumps(zero.config)
+    assert zero.config["gradient_accumulation_steps"] == 1, "the run accumulates"
+    assert zero.config["zero_optimization"].get("reduce_bucket_size") == (None if width is None else 256)
+    assert not {"optimizer", "scheduler", "fp16"} & zero.config.keys()
+
+
+def test_the_sections_of_the_optimizer_and_the_schedule_take_the_arguments() -> None:
+    values = {
+        "optimizer.params.lr": (0.1, "learning_rate"),
+        "scheduler.params.warmup_num_steps": (3, "warmup_steps"),
+    }
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_min_lr": "auto"}},
+    }
+    filled, problems = completed(config, "it", RunValues(values))
+    assert not problems
+    assert filled["optimizer"]["params"] == {"lr": 0.1}
+    assert filled["scheduler"]["params"] == {"warmup_num_steps": 3, "warmup_min_lr": 0}
+    assert config["optimizer"]["params"] == {"lr": "auto"}, "what was given stays as it is"
+
+
+def test_a_file_and_arguments_that_contradict_are_both_named(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.3}},
+    }
+    text = refusal(tmp_path, config, learning_rate=0.1)
+    assert "TrainingArguments.deepspeed.optimizer.params.lr" in text
+    assert "0.3" in text
+    assert "learning_rate=0.1" in text
+    assert "train_micro_batch_size_per_gpu=8" in text
+    assert "per_device_train_batch_size=4" in text
+
+
+def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.7}
+    assert plan(tmp_path, config).stability.max_grad_norm == 0.7
+    assert "max_grad_norm=0.5" in refusal(tmp_path, config, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
+        ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "not built yet"),
+        ({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, "fp16"),
+        ({"zero_optimization": {"stage": 1}, "elasticity": {"enabled": True}}, "elasticity"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}, "AdamW and Adam"),
+        ({"zero_optimization": {"stage": 1}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
+        ({"zero_optimization": {"stage": 1}, "communication_data_type": "auto"}, 'no value for "auto"'),
+    ],
+)
+def test_what_is_unknown_or_not_built_is_named(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fsdp": True}, "contradicts"),
+        ({"fp16": True}, "bf16"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+)
+def test_arguments_that_do_not_go_with_it(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(tmp_path, {"zero_optimization": {"stage": 2}}, **changes)
+
+
+def test_stage_0_is_plain_data_parallelism(tmp_path: Path) -> None:
+    dist = plan(tmp_path, {"zero_optimization": {"stage": 0}}).dist
+    assert (dist.strategy, dist.zero) == ("ddp", None)
+
+
+def test_a_file_that_is_absent_or_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"deepspeed.*absent\.json"):
+        plan(tmp_path, str(tmp_path / "absent.json"))

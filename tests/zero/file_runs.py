@@ -1,0 +1,49 @@
+"""Run by `windlass launch`: a language model trained with a configuration file; its losses and rates, as JSON.
+
+Args: folder, name, file, and "init" if the model is divided while it is built.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.trainer.small import arguments, llama, text_rows
+from tests.zero.runs import RANK, WORLD
+
+from windlass import Trainer
+
+
+def main() -> None:
+    folder, name, file, *init = sys.argv[1:]
+    place = Path(folder) / name
+    args = arguments(
+        place, deepspeed=file, per_device_train_batch_size=2, gradient_accumulation_steps=4 // WORLD, max_steps=6,
+        warmup_steps=2, logging_steps=1, weight_decay=0.1,
+    )  # fmt: skip
+    if init:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+        kept = HfDeepSpeedConfig(config)  # models of transformers are divided while this object lives
+        import transformers
+
+        llama().save_pretrained(place / f"from{RANK}")
+        model = transformers.AutoModelForCausalLM.from_pretrained(place / f"from{RANK}")
+        assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        del kept
+    else:
+        model = llama()
+    trainer = Trainer(model, args, train_dataset=text_rows(40), eval_dataset=text_rows(5))
+    trainer.train()
+    trainer.save_model()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    found = {key: [row[key] for row in rows] for key in ("loss", "grad_norm", "learning_rate")}
+    found["evaluation"] = trainer.evaluate()["eval_loss"]
+    if RANK == 0:
+        (Path(folder) / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

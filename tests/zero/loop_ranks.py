@@ -1,0 +1,116 @@
+"""Run by `windlass launch`: loops of the user's own under DeepSpeed and without; their losses and weights, as JSON.
+
+Args: folder, then words of `loop`: a stage, "-1" without DeepSpeed, or "file" for a configuration with placeholders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.small import rows
+from tests.zero.runs import Net
+from torch.utils.data import DataLoader
+
+from windlass import Accelerator
+from windlass.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+FILE = {
+    "zero_optimization": {"stage": 2},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-8}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    },
+}
+
+
+def data() -> DataLoader[Any]:
+    samples = rows(56)
+    stacked = [{"x": row["x"], "labels": torch.tensor(row["labels"])} for row in samples]
+    return DataLoader(stacked, batch_size=8 // WORLD)  # type: ignore[arg-type]
+
+
+def make(kind: str, folder: Path) -> tuple[Accelerator, Any, Any, Any, Any]:
+    plugin = None
+    if kind == "file":
+        plugin = DeepSpeedPlugin(hf_ds_config=FILE)
+    elif int(kind) >= 0:
+        plugin = DeepSpeedPlugin(zero_stage=int(kind))
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=plugin, project_dir=str(folder),
+        scheduler_unit="optimizer_step",
+    )  # fmt: skip
+    model = Net()
+    if kind == "file":
+        optimizer: Any = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+        schedule: Any = DummyScheduler(optimizer, warmup_num_steps=3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        # As DeepSpeed's WarmupLR, whose first two updates have the least rate.
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(max(step - 1, 0) / 3, 1.0))
+    return accelerator, *accelerator.prepare(model, optimizer, schedule, data())
+
+
+def train(parts: tuple[Any, ...], updates: int, clips: bool) -> list[float]:
+    """A pass has 7 micro-batches, so its last update has one."""
+    accelerator, model, optimizer, schedule, loader = parts
+    losses: list[float] = []
+    made = 0
+    while made < updates:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and clips:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            made += accelerator.sync_gradients
+            if made == updates:
+                break
+    return losses
+
+
+def loop(kind: str, folder: Path) -> dict[str, Any]:
+    parts = make(kind, folder)
+    accelerator, model = parts[:2]
+    losses = train(parts, 5, clips=kind != "file")
+    accelerator.save_state(str(folder / f"state{kind}"))
+    further = train(parts, 4, clips=kind != "file")
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, str(folder / f"model{kind}"))
+    accelerator.load_state(str(folder / f"state{kind}"))
+    again = train(parts, 4, clips=kind != "file")
+    assert again == further, "a loaded state continues to the same bits"
+    accelerator.free_memory()
+    return {
+        "losses": losses + further,
+        "weights": {name: value.flatten().tolist() for name, value in state.items()},
+        "type": str(accelerator.distributed_type),
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {kind: loop(kind, folder) for kind in sys.argv[2:]}
+    if int(os.environ.get("RANK", "0")) == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

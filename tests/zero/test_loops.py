@@ -1,0 +1,43 @@
+"""Loops of the user's own under DeepSpeed's engine, with a plugin's fields and with a configuration's placeholders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import launch, run_script
+from tests.zero import loop_ranks
+
+from windlass.core.optional import is_available
+
+SCRIPT = Path(loop_ranks.__file__)
+TOLERANCE = 5e-6  # of fp32
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    run_script(SCRIPT, folder, "-1")
+    return json.loads((folder / "found.json").read_text())["-1"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3", "file"])
+def test_a_loop_equals_one_process(kind: str, alone: dict[str, Any], tmp_path: Path) -> None:
+    """Accumulation with a shorter last update, clipping, a schedule; a loaded state continues to the same bits."""
+    launch(2, SCRIPT, tmp_path, kind)
+    found = json.loads((tmp_path / "found.json").read_text())[kind]
+    assert found["type"] == "DEEPSPEED"
+    assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+    assert found["weights"].keys() == alone["weights"].keys()
+    for name, values in found["weights"].items():
+        assert values == pytest.approx(alone["weights"][name], abs=TOLERANCE), name
