@@ -395,7 +395,7 @@ def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> No
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
         elif plan.find_unused_parameters:
-            fix = f"a sharded model needs a newer torch for it, and this is {torch.__version__}; leave it out, or update"
+            fix = f"a sharded model needs a newer torch for it than {torch.__version__}; leave it out"
             raise ConfigError(Problem("ddp_find_unused_parameters", True, fix))
         if chosen.forward_prefetch:
             unit.set_modules_to_forward_prefetch(units[index + 1 :][: chosen.forward_prefetch])
