@@ -38,8 +38,8 @@ _ACCUMULATION = kinds.either(
 )
 STRATEGY = Key(
     "strategy", _STRATEGIES, "ddp",
-    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp, deepspeed); or it is split over "
-    "the devices of one process (xla).",
+    "How the model is distributed: each process holds all of it (ddp), or a shard (fsdp, deepspeed); or it is split "
+    "over the devices of one process (xla).",
     "run", ("distributed_type", "use_fsdp", "strategy"),
 )  # fmt: skip
 PRECISION = Key(
