@@ -33,7 +33,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._places: Mapping[nn.Parameter, Place] = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     @param_groups.setter

@@ -140,7 +140,7 @@ class ZeroEngine:
         parameters = [p for p in self._module.parameters() if hasattr(p, "ds_tensor") and not p.requires_grad]
         found = {}
         for parameter in parameters:
-            kept: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+            kept: Any = parameter.ds_tensor
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
             pieces = divided(numel, kept.numel(), self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)

@@ -24,7 +24,8 @@ class _Values:
         self.values: dict[Tensor, Tensor] = {}
         for parameter, place in self._places.items():
             self.values[parameter] = place.parts_of(place.buffer)
-        self.values.update(engine.frozen())
+        for parameter, parts in engine.frozen().items():
+            self.values[parameter] = parts
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)
