@@ -7,7 +7,9 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def is_deepspeed_zero3_enabled() -> bool:
-    """False: DeepSpeed is not built, so a module's parameters never have to be gathered by it."""
+    """False: no process-wide configuration divides models while they are built. A run that divides its model at stage 3
+    of DeepSpeed gathers it itself to save it; `transformers.integrations` has the function that knows its own setting.
+    """
     return False
 
 
