@@ -13,7 +13,14 @@ from windlass.assemble.batch import update_size
 from windlass.assemble.engine_values import engine_clipping, with_engine
 from windlass.assemble.facts import Facts
 from windlass.config import accelerator_config
-from windlass.config.parallel import Parallel, from_arguments, from_environment, merge, plan_parallel
+from windlass.config.parallel import (
+    Parallel,
+    from_arguments,
+    from_environment,
+    merge,
+    plan_parallel,
+    uses_deepspeed,
+)
 from windlass.config.plan import (
     BatchPlan,
     CadencePlan,
@@ -298,6 +305,12 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
         ConfigError: with every problem, contradictions of the two among them.
     """
     return plan_parallel(merge(from_arguments(args), from_environment(os.environ)), world)
+
+
+def resolve_engine(args: Any) -> ZeroPlan | None:
+    """The configuration of DeepSpeed, for a schedule in it; None without DeepSpeed."""
+    settings = merge(from_arguments(args), from_environment(os.environ))
+    return plan_parallel(settings, world_from_environment()).dist.zero if uses_deepspeed(settings) else None
 
 
 def resolve_precision(args: Any) -> PrecisionPlan:

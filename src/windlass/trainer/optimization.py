@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from windlass.assemble.engine_values import engine_schedule
-from windlass.assemble.resolve import resolve_optimizer, resolve_parallel
+from windlass.assemble.resolve import resolve_engine, resolve_optimizer
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.world import world_from_environment
 from windlass.optim.groups import (
     arranged,
     check_group_options,
@@ -62,8 +61,7 @@ def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_step
     """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler."""
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
-    zero = resolve_parallel(args, world_from_environment()).dist.zero
-    section = engine_schedule(args, zero, total_steps)
+    section = engine_schedule(args, resolve_engine(args), total_steps)
     if section is not None:
         return make_schedule(optimizer, section)
     plan = resolve_optimizer(args, total_steps)

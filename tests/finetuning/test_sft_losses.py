@@ -1,0 +1,84 @@
+"""The losses of SFTTrainer: weighted by probability, of a script's function, of a subclass, of balanced experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.finetuning import small
+from tests.finetuning.trainers import trainer_of
+
+from windlass import SFTTrainer
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+
+def test_dft_weighs_each_term_by_its_probability(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.texts(4), loss_type="dft", max_steps=1)
+    model = small.model()
+    total = count = 0.0
+    for row in trainer.train_dataset:
+        log_p = F.log_softmax(model(torch.tensor([row["input_ids"]])).logits[0, :-1], -1)
+        picked = log_p.gather(1, torch.tensor(row["labels"][1:])[:, None])
+        total, count = total - float((picked * picked.exp()).sum().detach()), count + len(picked)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_loss_function_of_the_script_is_used_with_a_warning(tmp_path: Path) -> None:
+    def double(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        loss = F.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        return 2 * loss / num_items_in_batch if num_items_in_batch is not None else loss
+
+    with pytest.warns(FutureWarning, match="compute_loss_func"):
+        trainer = trainer_of(tmp_path / "a", small.texts(), compute_loss_func=double)
+    trainer.train()
+    plain = trainer_of(tmp_path / "b", small.texts())
+    plain.train()
+    first = [t.state.log_history[0] for t in (trainer, plain)]
+    assert first[0]["loss"] == pytest.approx(2 * first[1]["loss"], rel=1e-6)
+    assert first[0]["entropy"] == pytest.approx(first[1]["entropy"], rel=1e-6)
+
+
+def test_a_subclass_may_change_the_loss(tmp_path: Path) -> None:
+    class Doubling(SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    losses = []
+    for kind in (Doubling, SFTTrainer):
+        trainer = kind(
+            small.model(), small.arguments(tmp_path / kind.__name__, **options), processing_class=small.tokenizer(),
+            train_dataset=small.table(small.texts()),
+        )  # fmt: skip
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
+
+
+def test_experts_are_balanced(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def experts() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 36, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1))
+
+    found = {}
+    for weight in (0.0, 0.5):
+        trainer = trainer_of(
+            tmp_path / str(weight), small.texts(8), model=experts(), router_aux_loss_coef=weight, max_steps=1,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer.train()
+        found[weight] = trainer.state.log_history[0]
+    assert "aux_loss" not in found[0.0]
+    assert found[0.5]["loss"] == pytest.approx(found[0.0]["loss"] + 0.5 * found[0.5]["aux_loss"], rel=1e-5)
