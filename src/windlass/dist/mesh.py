@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 
 import torch
 import torch.distributed as dist
@@ -41,3 +42,8 @@ def open_group_of_one(device: torch.device) -> None:
     with gloo_on_loopback():
         dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
     atexit.register(leave)
+
+
+def export_local_rank(rank: int) -> None:
+    """Set the variable that launchers set, which DeepSpeed reads also in a process that none started."""
+    os.environ.setdefault("LOCAL_RANK", str(rank))

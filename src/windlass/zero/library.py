@@ -16,7 +16,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
-from windlass.dist.mesh import open_group_of_one
+from windlass.dist.mesh import export_local_rank, open_group_of_one
 
 
 def _deepspeed() -> ModuleType:
@@ -71,6 +71,7 @@ class ZeroEngine:
         _check_accelerator(library, device)
         if gang.size == 1 and not torch.distributed.is_initialized():
             open_group_of_one(device)
+        export_local_rank(gang.world.local_rank)
         self.stage: int = config["zero_optimization"]["stage"]
         self._module, self._gang, self._zero = module, gang, library.zero
         self._engine, self._optimizer, _, _ = library.initialize(
