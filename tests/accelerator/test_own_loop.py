@@ -355,7 +355,7 @@ def test_everything_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatc
             dataloader_config=DataLoaderConfiguration(split_batches="yes"),  # type: ignore[arg-type]
             kwargs_handlers=[AutocastKwargs(), AutocastKwargs()],
             scheduler_unit="epoch",
-            deepspeed_plugin={"a": object()},
+            deepspeed_plugins={"a": object()},
             rng_types=["dice"],
         )
     said = str(raised.value)
@@ -365,7 +365,7 @@ def test_everything_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatc
         "split_batches",
         "AutocastKwargs",
         "scheduler_unit",
-        "DeepSpeed",
+        "deepspeed_plugins",
         "dice",
         "ACCELERATE_MIXED_PRECISION",
     ):

@@ -86,6 +86,7 @@ def test_the_page_has_every_section() -> None:
         assert f"<!-- end: {section} -->" in text
 
 
+@pytest.mark.slow
 def test_overhead_times_every_step(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
     _run(
@@ -156,6 +157,7 @@ def test_contention_times_every_policy(tmp_path: Path) -> None:
     assert "| 1 | " in done.stdout
 
 
+@pytest.mark.slow
 def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     raw = tmp_path / "figures.json"

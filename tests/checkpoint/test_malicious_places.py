@@ -36,7 +36,7 @@ from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.world import World
 from windlass.trainer.batch_fitter import MemoryNote, read_note
-from windlass.trainer.card import earlier_tags
+from windlass.trainer.card import earlier_head
 from windlass.trainer.reports import _earlier
 
 SECONDS = 120  # a child that takes longer hangs
@@ -193,7 +193,7 @@ LENIENT_PLACES: list[Place] = [
     (nothing, "metrics.jsonl", cut_back),
     (nothing, "batch_sizes.json", lambda f: read_note(f, MemoryNote(1, 1, 1, None, None))),
     (nothing, "all_results.json", lambda f: _earlier(f / "all_results.json")),
-    (nothing, "README.md", lambda f: earlier_tags(f / "README.md")),
+    (nothing, "README.md", lambda f: earlier_head(f / "README.md")),
 ]
 
 

@@ -85,6 +85,7 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_script_that_generates_runs_on_this_engine(tmp_path: Path) -> None:
     ended = run(tmp_path, GENERATES)
     assert ended.returncode == 0, ended.stderr
@@ -95,6 +96,7 @@ def test_a_script_that_generates_runs_on_this_engine(tmp_path: Path) -> None:
     assert "width 5" in ended.stdout
 
 
+@pytest.mark.slow
 def test_trackers_callbacks_are_removed_by_their_class(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     script = """
@@ -131,6 +133,7 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert "internal accelerate.accelerator" in ended.stdout
 
 
+@pytest.mark.slow
 def test_what_is_not_built_is_left_to_the_library_and_named(tmp_path: Path) -> None:
     script = "from transformers.trainer_utils import TrainerMemoryTracker, RemoveColumnsCollator\n"
     script += "from transformers.trainer_pt_utils import LayerWiseDummyOptimizer\n"

@@ -45,6 +45,7 @@ def test_a_loop_of_ones_own(root: Path, some_reviews: Path, tmp_path: Path) -> N
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+@pytest.mark.slow
 def test_the_trainer_takes_the_same_file(root: Path, some_reviews: Path, tmp_path: Path) -> None:
     flags = (
         "--max_steps 3 --eval_strategy no --save_strategy no --load_best_model_at_end false --vocab_size 300"

@@ -150,6 +150,7 @@ def told_as_a_group(folder: Path, number: int) -> int:
     return in_a_child(work)
 
 
+@pytest.mark.slow
 def test_workers_that_are_told_too_read_on(folder: Path) -> None:
     whole = run(folder / "whole", READ_AHEAD)
     for number in (signal.SIGTERM, signal.SIGUSR1):

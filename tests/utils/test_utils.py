@@ -54,7 +54,7 @@ def test_names_resolve_and_are_documented(name: str) -> None:
     assert isinstance(thing, str) or (thing.__doc__ or "").strip(), name
 
 
-@pytest.mark.parametrize("name", ["DummyOptim", "load_fsdp_model", "WEIGHTS_NAME"])
+@pytest.mark.parametrize("name", ["MegatronLMDummyDataLoader", "load_fsdp_model", "WEIGHTS_NAME"])
 def test_refused_names_say_why(name: str) -> None:
     with pytest.raises(ImportError, match=rf"windlass\.utils has no {name}: \w+"):
         importlib.import_module("windlass.utils").__getattr__(name)

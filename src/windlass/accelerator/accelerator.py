@@ -214,6 +214,9 @@ class Accelerator(Ranks):
     init_handler = value_of("_setup.settings.handlers.init", "The given `InitProcessGroupKwargs`, or None.")
     autocast_handler = value_of("_setup.settings.handlers.autocast", "Options of `autocast`.")
     profile_handler = value_of("_setup.settings.handlers.profile", "Options of `profile`.")
+    deepspeed_engine_wrapped = deepspeed_config = constant(
+        None, "None: the engine is inside the model that `prepare` returns."
+    )
     deepspeed_plugin = value_of("_setup.settings.deepspeed", "The plugin of the script, or None.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)

@@ -31,6 +31,7 @@ def test_a_launched_job_on_one_machine_listens_on_loopback_only(tmp_path: Path) 
         assert only_loopback(addresses), addresses
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_so_does_a_function_started_from_a_program(tmp_path: Path) -> None:
     before = listening()

@@ -13,6 +13,7 @@ from tests.cli.launching.resuming_ranks import UPDATES, train
 SCRIPT = Path(__file__).parent / "resuming_ranks.py"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_job_whose_worker_was_killed_starts_again_and_ends_with_the_right_weights(tmp_path: Path) -> None:
     codes, said = launch_on_both("--max_restarts", 1, SCRIPT, tmp_path / "two")
