@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -205,3 +206,19 @@ def test_a_signal_to_the_job_while_workers_start_ends_none_of_them(tmp_path: Pat
     assert in_a_child(work) == EXIT_PREEMPTED
     whole = run(tmp_path / "whole", case)
     same_run(folder, run(folder, case, resume=True), tmp_path / "whole", whole)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_the_garbage_collector_finds_are_not_waited_for(persistent: bool) -> None:
+    before = multiprocessing.active_children()
+    loader = train_loader(Augmented(16), 2, workers=2, persistent_workers=persistent)
+    groups = loader.groups()
+    next(groups)
+    workers = [child for child in multiprocessing.active_children() if child not in before]
+    assert len(workers) == 2
+    cycle: list[Any] = [loader, groups]
+    cycle.append(cycle)
+    del loader, groups, cycle
+    gc.collect()
+    codes = {worker.exitcode for worker in workers}
+    assert codes == {-signal.SIGKILL}, "torch waits for them, five seconds for each"

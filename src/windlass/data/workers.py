@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext, ForkContext
@@ -115,7 +116,24 @@ class _Crew:
 
     def __init__(self) -> None:
         self._workers: list[Any] = []
+        self._owner = os.getpid()
+        self._follows = False
         self.broken = False
+
+    def follow(self, batches: object) -> None:
+        """Kill the workers if the garbage collector takes the iterator of theirs.
+
+        In a cycle of references it closes their queues before torch's iterator tells them to end, which then waits five
+        seconds for each of them. Without a cycle they have ended before this is called.
+        """
+        if not self._follows:
+            with contextlib.suppress(TypeError):  # a script's own iterator without weak references
+                weakref.finalize(batches, self._collected).atexit = False
+                self._follows = True
+
+    def _collected(self) -> None:
+        if os.getpid() == self._owner:  # not in a process that was forked from it
+            self.end()
 
     def process_class(self, context: BaseContext, start_timeout: float) -> Callable[..., Any]:
         """What a `DataLoader` takes for the `Process` class of `context`."""
@@ -156,13 +174,13 @@ class _Crew:
 
     def end(self) -> None:
         """Kill the remaining workers: the queues that they share may be corrupt once one of them was killed."""
-        self.broken = False
         left = [worker for worker in self._workers if worker.pid is not None]
-        self._workers = []
         for worker in left:
             worker.kill()
         for worker in left:
             worker.join()
+        self._workers = []  # not before: `look` reaps those that die, and torch's handler raises for others
+        self.broken = False
 
 
 def _advice(code: int) -> str:
@@ -199,7 +217,9 @@ class _Reading:
 
     def _begin(self) -> Iterator[Any]:
         with _started_by_us(self._loader, self._crew, self._reader):
-            return iter(self._loader)
+            batches = iter(self._loader)
+        self._crew.follow(batches)
+        return batches
 
     def _first(self) -> Any:
         """A subclass may start its workers as late as this."""
