@@ -140,6 +140,7 @@ _FROM_MAIN = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_threads_and_failed_launches_of_this_process_do_not_reach_the_next_one(tmp_path: Path) -> None:
     """All is defined in `__main__`, which has no guard: the processes must not run it again."""
@@ -172,6 +173,7 @@ _NOTEBOOK = r"""
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_functions_of_a_notebooks_cells_run_and_their_lines_are_in_the_traceback(tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"

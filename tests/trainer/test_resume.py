@@ -388,7 +388,9 @@ def test_an_optimizer_keeps_its_identity(folder: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "steps"), [(2, [2, 5, 6, 9, 10]), (3, [2, 3, 4, 6])])
+@pytest.mark.parametrize(
+    ("world", "steps"), [(2, [2, 5, 6, 9, 10]), pytest.param(3, [2, 3, 4, 6], marks=pytest.mark.slow)]
+)
 def test_ranks_killed_one_at_a_time(world: int, steps: list[int], folder: Path) -> None:
     """Batch norm included: its statistics differ over ranks while a step is under way, but not what is evaluated."""
     launch(world, HERE / "resume_ranks.py", folder, *steps)
