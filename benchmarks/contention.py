@@ -47,21 +47,9 @@ def environment(policy: str) -> dict[str, str]:
 def train(seconds: float) -> list[float]:
     """Train for `seconds`; the seconds of each step after the first two."""
     import torch
-    from torch import nn
+    from small_model import SmallModel
 
     from windlass import Trainer, TrainerCallback, TrainingArguments
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-            self.body = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
-            self.head = nn.Linear(WIDTH, VOCABULARY)
-
-        def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
-            logits = self.head(self.body(self.embed(input_ids)))
-            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
     class Stamps(TrainerCallback):
         def __init__(self) -> None:
@@ -81,7 +69,7 @@ def train(seconds: float) -> list[float]:
             folder, per_device_train_batch_size=ROWS, max_steps=100_000, logging_steps=1000, save_strategy="no",
             disable_tqdm=True, report_to="none", use_cpu=True,
         )  # fmt: skip
-        Trainer(Model(), args, train_dataset=rows, callbacks=[stamps]).train()
+        Trainer(SmallModel(VOCABULARY, WIDTH, LAYERS), args, train_dataset=rows, callbacks=[stamps]).train()
     return [after - before for before, after in zip(stamps.at[1:-1], stamps.at[2:], strict=True)]
 
 

@@ -54,21 +54,9 @@ def train(kind: str, updates: int, every: int) -> dict[str, float]:
     """Train in this process; the seconds of its updates, and the bytes of a checkpoint and of its model."""
     pin(0)
     import torch
-    from torch import nn
+    from small_model import SmallModel
 
     from windlass import Trainer, TrainerCallback, TrainingArguments
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(VOCABULARY, WIDTH)
-            block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-            self.body = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
-            self.head = nn.Linear(WIDTH, VOCABULARY)
-
-        def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
-            logits = self.head(self.body(self.embed(input_ids)))
-            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
     class Stamps(TrainerCallback):
         def __init__(self) -> None:
@@ -89,7 +77,7 @@ def train(kind: str, updates: int, every: int) -> dict[str, float]:
             save_total_limit=1, disable_tqdm=True, report_to="none", use_cpu=True, hub_model_id="someone/run",
             hub_token="hf_writerwriterwriter0", **hub,
         )  # fmt: skip
-        Trainer(Model(), args, train_dataset=rows, callbacks=[stamps]).train()
+        Trainer(SmallModel(VOCABULARY, WIDTH, LAYERS), args, train_dataset=rows, callbacks=[stamps]).train()
         newest = next(Path(folder).glob("checkpoint-*"))
         size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
         weights = (newest / "model.safetensors").stat().st_size

@@ -22,8 +22,8 @@ def keep_trainable(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if not hasattr(layer, "support_avx512bf16_for_cpu"):
             continue
-        weight: Any = layer.weight
-        if getattr(weight.quant_state, "packing_format_for_cpu", False):
+        state: Any = getattr(layer.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
             raise ModelError(
                 f"{name}: bitsandbytes packed this 4-bit layer for inference when the model ran in eval mode, and no "
                 "gradient passes through it any more. Load the model again and train before it is evaluated, or set "
