@@ -187,6 +187,41 @@ def test_a_death_is_an_error_only_where_batches_are_asked_for(persistent: bool) 
         list(groups)
 
 
+def test_two_deaths_at_once_are_no_error_between_batches() -> None:
+    """One of them after our look at the workers, and before torch's."""
+    before = signal.getsignal(signal.SIGCHLD)
+    dying: list[Any] = []
+
+    def late(number: int, frame: Any) -> None:
+        held = signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGCHLD]
+        )  # the second is not handled meanwhile
+        try:
+            while dying:
+                pid = dying.pop().pid
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            torch._C._error_if_any_worker_fails()  # what torch's handler does
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    signal.signal(signal.SIGCHLD, late)
+    try:
+        groups = train_loader(Augmented(40), 2, workers=2).groups()
+        others = set(multiprocessing.active_children())
+        next(groups)
+        first, second = set(multiprocessing.active_children()) - others
+        dying.append(second)
+        os.kill(first.pid or 0, signal.SIGKILL)
+        first.join()
+        sum(range(1000))  # handlers of signals run here
+        assert not dying
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            list(groups)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 class OwnLoader(Trainer):
     def get_train_dataloader(self) -> Any:
         return DataLoader(Samples(), batch_size=4, num_workers=2)

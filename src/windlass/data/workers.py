@@ -156,6 +156,10 @@ class _Crew:
         ]  # of all: reading an exit code reaps the process
         self.broken |= any(codes)
 
+    def is_named_in(self, error: Exception) -> bool:
+        """Whether `error` is torch's report of the end of one of these workers."""
+        return any(f"(pid {worker.pid})" in str(error) for worker in self._workers)
+
     def death(self, reader: Reader, sign: Exception) -> WorkerError | None:
         """The error of a worker that died; None if `sign`, which was raised while reading, has another cause."""
         if isinstance(sign, _CUT_OFF):  # a little before the process has ended
@@ -315,14 +319,25 @@ class _Listener:
         self._before, self._owner = before, os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        mine = os.getpid() == self._owner
-        if mine:
+        if os.getpid() != self._owner:
+            self._pass_on(number, frame)
+            return
+        while True:
             for crew in list(_crews):
                 crew.look()
+            try:
+                self._pass_on(number, frame)
+                break
+            except RuntimeError as error:
+                # Torch's, of a worker that died after we looked: look again, and it is no longer found.
+                if not any(crew.is_named_in(error) for crew in list(_crews)):
+                    raise
+        if _reading and _reading[-1].broken:
+            raise _DiedError
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        if mine and _reading and _reading[-1].broken:
-            raise _DiedError
 
 
 def _listen() -> None:
