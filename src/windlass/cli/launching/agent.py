@@ -127,6 +127,10 @@ class WatchingAgent(LocalElasticAgent):
                 self._handle_failure(watch, kind, worker_group)
                 return RunResult(state=WorkerState.FAILED)
         if self._ended is None:
+            # Torch would stop the others at once, and record no incident, where a process failed since it was looked at
+            # above. So torch is asked only when all have succeeded.
+            if watch is not None and any(code != 0 for code in watch.codes()):
+                return RunResult(state=WorkerState.HEALTHY)
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state != WorkerState.SUCCEEDED:
                 return result
