@@ -199,7 +199,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
     if isinstance(optimizer, torch.optim.Adagrad):
         fix = "makes its state before ZeRO divides the parameters; choose adamw_torch, or fsdp=True"
         raise ConfigError(Problem("optim", name, fix))
-    if type(optimizer) not in _ELEMENTWISE and not plan.any_optimizer:
+    known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "elementwise", False)
+    if not known and not plan.any_optimizer:
         fix = (
             "ZeRO joins parameters into flat tensors and cuts them anywhere, and it is not known if this optimizer "
             "needs whole matrices or layers: choose adamw_torch or fsdp=True, or, if its update of an element depends "

@@ -2,10 +2,110 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
 from windlass.config.plan import OptimizerPlan
+from windlass.dist.sharded import is_sharded, locals_of
 from windlass.optim.optimizers.options import Recipe, read_options
+
+# Without the wrappers, which run hooks: those of the step below run them already.
+_torch_step: Callable[..., Any] = inspect.unwrap(torch.optim.Adam.step)
+_DENSE = (nn.Parameter, Tensor)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, whose fused step takes half the time on the host; the same kernel, so the same bits.
+
+    In every step torch sorts the tensors of each group by device and dtype, and dispatches the kernels of sharded
+    parameters through `DTensor`. Where one call of the kernel for each group is all that comes of it, it is made
+    here, on the parts of this rank. Otherwise torch's own step runs.
+
+    Attributes:
+        elementwise: the update of an element depends on that element alone.
+    """
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        calls = self._calls() if closure is None else None
+        if calls is None:
+            return _torch_step(self, closure)
+        if counts := [count for _, tensors in calls for count in tensors[-1]]:
+            torch._foreach_add_(counts, 1)
+        for group, (params, gradients, averages, squares, counts) in calls:
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                params, gradients, averages, squares, [], counts,
+                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+                amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+            )  # fmt: skip
+        return None
+
+    def _calls(self) -> list[tuple[dict[str, Any], list[list[Tensor]]]] | None:
+        """For each group with gradients: parameters, gradients, both moments, and counts of updates. None if torch
+        would do something else than to call the kernel once for each.
+        """
+        if _is_scaled(self):
+            return None
+        found: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
+        for group in self.param_groups:
+            if not _is_plain(group):
+                return None
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            states = [self.state[p] for p in params]
+            if not all(states):  # torch makes them in the first update
+                return None
+            tensors = [
+                params,
+                [p.grad for p in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+            ]
+            kinds = {(type(p), p.device, p.dtype, p.grad.layout) for p in params}
+            if len(kinds) > 1 or _is_captured(params[0]):
+                return None
+            if type(params[0]) not in _DENSE:
+                if not _are_sharded_alike(tensors):
+                    return None
+                tensors = [locals_of(each) for each in tensors]
+            found.append((group, [*tensors, [state["step"] for state in states]]))
+        return found
+
+
+def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if torch's `GradScaler` has the kernel divide the gradients."""
+    return (
+        getattr(optimizer, "grad_scale", None) is not None
+        or getattr(optimizer, "found_inf", None) is not None
+    )
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Return True if the group's options leave nothing to do but the fused kernel."""
+    if not group["fused"] or isinstance(group["lr"], Tensor):
+        return False
+    return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
+
+
+def _is_captured(parameter: Tensor) -> bool:
+    """Return True if a CUDA graph is recorded, which torch refuses."""
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _are_sharded_alike(tensors: list[list[Tensor]]) -> bool:
+    """Return True if the tensors of each parameter are divided among ranks as it is."""
+    return all(
+        all(is_sharded(tensor) and tensor.placements == of_one[0].placements for tensor in of_one)
+        for of_one in zip(*tensors, strict=True)
+    )
 
 
 def adamw(plan: OptimizerPlan) -> Recipe:
@@ -17,5 +117,5 @@ def adamw(plan: OptimizerPlan) -> Recipe:
 
 def adamw_fused(plan: OptimizerPlan) -> Recipe:
     """One kernel for all tensors, on every device that has it."""
-    cls, kwargs = adamw(plan)
-    return cls, {**kwargs, "fused": True}
+    _, kwargs = adamw(plan)
+    return AdamW, {**kwargs, "fused": True}
