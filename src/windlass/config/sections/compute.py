@@ -19,12 +19,6 @@ class ComputeSection:
     # --- precision ---
     bf16: bool = setting(False, "Train in bfloat16 mixed precision.")
     fp16: bool = setting(False, "Train in float16 mixed precision, with a loss scaler.")
-    fp8: bool = setting(
-        False, "Multiply in float8 in linear layers, through torchao, and compute in bfloat16 elsewhere."
-    )
-    fp8_config: dict[str, Any] | str | None = setting(
-        None, "Options of fp8, such as recipe: a dict, JSON, or a JSON file.", document=True
-    )
     bf16_full_eval: bool = setting(False, "Evaluate with the weights cast to bfloat16.")
     fp16_full_eval: bool = setting(False, "Evaluate with the weights cast to float16.")
     tf32: bool | None = setting(None, "Allow TF32 in float32 matrix products; by default PyTorch's setting.")
