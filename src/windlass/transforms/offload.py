@@ -194,7 +194,7 @@ class ActivationOffload:
             return packed
         block, layout = packed
         self._release(0)
-        found = layout.of(block.on_device())
+        found: Tensor = layout.of(block.on_device())
         for number in range(block.number - 1, max(block.number - 1 - _AHEAD, -1), -1):
             needed_next = self._by_number.get(number)
             if needed_next is not None and needed_next.users > 0:
@@ -223,7 +223,7 @@ class ActivationOffload:
             return known
         self._release(_LEAVING)
         copy, token = lane.to_host(flat)
-        block = _Block(StorageWeakRef(source), self._count, copy, token, tensor.device, lane)
+        block = _Block(StorageWeakRef(source), self._count, copy, token, tensor.device, lane)  # type: ignore[no-untyped-call]
         self._count += 1
         self._by_source[key] = self._by_number[block.number] = block
         self._leaving.append((flat, lane, token))

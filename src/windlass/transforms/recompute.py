@@ -168,7 +168,7 @@ def _wrap_blocks(
     for block in blocks[::every]:
         if not hasattr(block, "_recompute"):  # a second `train()` has a prepared model
             block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
-        block._recompute = repeat  # type: ignore[assignment]
+        block._recompute = repeat
 
 
 def _check_plain_options(chosen: Mapping[str, Any]) -> None:

@@ -227,7 +227,7 @@ def _remarks(settings: Settings, world: World) -> Iterator[str]:
 def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
     """The dtype of autocast; with float8 in linear layers, all else is in bf16."""
     word = settings.value(rows.PRECISION)
-    compute: Literal["fp32", "bf16", "fp16"] = {"no": "fp32", "fp8": "bf16"}.get(word, word)  # type: ignore[assignment]
+    compute: Literal["fp32", "bf16", "fp16"] = {"no": "fp32", "fp8": "bf16"}.get(word, word)
     return compute
 
 
