@@ -55,7 +55,7 @@ def notebook_launcher(
 
     Args:
         num_processes: on this machine; None for one per accelerator. 1 runs the function in this process.
-        mixed_precision: "no", "fp16" or "bf16", for an `Accelerator()` made in `function`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8", for an `Accelerator()` made in `function`.
         use_port, master_addr: of the rendezvous. On one machine a free port is used instead.
         node_rank, num_nodes: this machine among all; the same call runs on each of them.
         rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, max_restarts, monitor_interval, log_line_prefix_template: as

@@ -121,7 +121,7 @@ def test_the_file_of_the_cache_folder_is_read_and_that_of_accelerate_named(
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("mixed_precision: fp8\nnum_machines: two\ndistributed_type: MEGATRON_LM\n")
+    file.write_text("mixed_precision: fp9\nnum_machines: two\ndistributed_type: MEGATRON_LM\n")
     said = complaints(
         "--config_file", str(file), "--num_processes", "-1", "--machine_rank", "4", "--engine", "kubernetes",
         "--tee", "9", "--zero_stage", "4", str(tmp_path / "absent.py"),
@@ -254,7 +254,7 @@ def test_a_wrong_launch_ends_before_torch_is_asked_to_start_anything(tmp_path: P
         "--engine",
         "x",
         "--mixed_precision",
-        "fp8",
+        "fp9",
         "absent.py",
     ]
     said = run_script("windlass", *words, cwd=tmp_path, expect=2)

@@ -14,6 +14,7 @@ from tests.dist.launch import launch
 
 from windlass.config import plugin_words, plugins
 from windlass.config.plugins import (
+    AORecipeKwargs,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -45,6 +46,8 @@ WORDS = [
     "RNGType",
     "SageMakerDistributedType",
 ]
+# With fields of our own.
+LARGER = ["AORecipeKwargs"]
 OBJECTS = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
@@ -63,7 +66,6 @@ OBJECTS = [
     "TorchTensorParallelPlugin",
 ]
 REFUSED = [
-    "AORecipeKwargs",
     "BnbQuantizationConfig",
     "FP8RecipeKwargs",
     "MSAMPRecipeKwargs",
@@ -98,6 +100,13 @@ def test_fields_and_defaults_are_those_of_scripts(name: str) -> None:
     assert defaults(getattr(plugins, name)) == defaults(getattr(peers, name))
 
 
+@pytest.mark.parametrize("name", LARGER)
+def test_scripts_find_their_fields(name: str) -> None:
+    ours, theirs = defaults(getattr(plugins, name)), defaults(getattr(peers, name))
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {field: ours[field] for field in theirs} == theirs
+
+
 def test_parallelism_has_the_peers_fields_and_axes() -> None:
     assert defaults(ParallelismConfig) == defaults(PeerParallelism)
     names = {n for n, v in vars(PeerParallelism).items() if isinstance(v, property)}
@@ -108,7 +117,7 @@ def test_parallelism_has_the_peers_fields_and_axes() -> None:
 
 def test_every_object_of_the_peer_is_named() -> None:
     theirs = {n for n, v in vars(peers).items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
-    assert theirs - {"TensorInformation"} <= {*OBJECTS, *REFUSED}
+    assert theirs - {"TensorInformation"} <= {*OBJECTS, *LARGER, *REFUSED}
 
 
 # They do with torch what the floors above do when the objects are used.
@@ -120,7 +129,9 @@ LEFT_TO_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*(n for n in OBJECTS if n != "DeepSpeedPlugin"), "ParallelismConfig"])
+@pytest.mark.parametrize(
+    "name", [*(n for n in OBJECTS if n != "DeepSpeedPlugin"), *LARGER, "ParallelismConfig"]
+)
 def test_public_methods_are_those_of_scripts(name: str) -> None:
     theirs = PeerParallelism if name == "ParallelismConfig" else getattr(peers, name)
     public = {n for n, v in vars(theirs).items() if callable(v) and not n.startswith("_")}
@@ -180,6 +191,7 @@ def test_logs_lie_in_the_project() -> None:
         (ProjectConfiguration(total_limit=0), "total_limit"),
         (TorchTensorParallelPlugin(tp_size=2), "tp_size"),
         (ParallelismConfig(tp_size=2), "tp_size"),
+        (AORecipeKwargs(config="rowwise"), "AORecipeKwargs.config"),
         (DeepSpeedPlugin(enable_msamp=True), "enable_msamp"),
         (FullyShardedDataParallelPlugin(fsdp_version=3), "fsdp_version"),
         (FullyShardedDataParallelPlugin(param_init_fn=print), "param_init_fn"),
@@ -194,7 +206,7 @@ def test_what_cannot_be_honoured_is_named(options: Any, field: str) -> None:
 
 
 def test_defaults_have_nothing_against_them() -> None:
-    for name in OBJECTS:
+    for name in (*OBJECTS, *LARGER):
         made = getattr(plugins, name)()
         if hasattr(made, "objections"):
             assert not list(made.objections()), name

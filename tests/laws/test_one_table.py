@@ -29,6 +29,7 @@ LISTS = {
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
     "windlass.config.deepspeed": "keys of DeepSpeed's configuration, some of which are spelled as arguments are",
     "windlass.config.parallel.from_script": "fields that hold several settings, and so belong to none",
+    "windlass.config.parallel.keys": "names of families, some of which are spelled as arguments are",
     "windlass.config.support": "titles of the support table",
 }
 SPELLINGS = {

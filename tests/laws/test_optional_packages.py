@@ -39,7 +39,7 @@ HOMES: dict[str, set[str]] = {
     "tqdm": {"utils"},
     "huggingface_hub": {"hub"},
     "bitsandbytes": {"optim"},
-    "torchao": {"optim"},
+    "torchao": {"optim", "transforms"},
     "deepspeed": {"zero"},
     "sacrebleu": {"cli"},
     "rouge_score": {"cli"},
@@ -50,7 +50,7 @@ HOMES: dict[str, set[str]] = {
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "torchao", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", *TRACKERS,
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", *TRACKERS,
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_a_plain_module_has_the_same_gradients(options: dict[str, Any]) -> None:
     assert_same_bits(model, lambda: apply_recompute(model, options))
 
 
-@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"selective": True}])
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"selective": True}, {"offload": True}])
 def test_a_hugging_face_model_has_the_same_gradients(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Llama()
@@ -200,6 +200,7 @@ class Old(nn.Module):
         (Plain, {"selective": ["mm", "tahn"]}, "selective='tahn': must be True, or a list of operators"),
         (Plain, {"selective": "mm"}, "selective='mm': must be True, or a list of operators"),
         (Unsupported, {}, "Unsupported does not support it"),
+        (Old, {"offload": True}, "Old.gradient_checkpointing_enable sets no _gradient_checkpointing_func"),
         (Old, {"every_n_layers": 2}, "Old.gradient_checkpointing_enable has no such option"),
     ],
 )

@@ -29,7 +29,6 @@ from windlass.accelerator.shared_rng import share_rng_states
 from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.plugin_words import FP8BackendType
 from windlass.config.plugins import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -57,7 +56,7 @@ class Accelerator(Ranks):
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: the batch size of a loader is that of all processes together instead of each process.
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
         gradient_accumulation_steps: micro-batches of one update (see `accumulate`).
         cpu: train on the CPU even if there is an accelerator.
         dataloader_config: options of prepared loaders.
@@ -77,7 +76,7 @@ class Accelerator(Ranks):
 
     Attributes:
         device: the device of this process.
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         gradient_state: the accumulation state of the loop.
         log_with, trackers: the requested trackers, and those that `init_trackers` opened.
         logging_dir: the folder for trackers that write files.
@@ -203,10 +202,12 @@ class Accelerator(Ranks):
     multi_device = property_of("_setup", Setup.multi_device)
     is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
     is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
-    fp8_backend = constant(FP8BackendType.NO, "NO: eight-bit training is not supported.")
-    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = constant(False, "False, as `fp8_backend`.")
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = constant(None, "None, as `fp8_backend`.")
-    msamp_recipe_handler = constant(None, "None, as `fp8_backend`.")
+    fp8_backend = property_of("_setup", Setup.fp8_backend)
+    fp8_enabled = has_fp8_handler = property_of("_setup", Setup.fp8_enabled)
+    ao_recipe_handler = property_of("_setup", Setup.ao_recipe_handler)
+    delayed_fp8_autocast = constant(False, "False: layers are converted when their model is prepared.")
+    fp8_recipe_handler = te_recipe_handler = constant(None, "None: torchao is the only backend.")
+    msamp_recipe_handler = constant(None, "None: torchao is the only backend.")
     ddp_handler = value_of(
         "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
     )

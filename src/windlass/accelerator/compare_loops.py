@@ -34,7 +34,7 @@ def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation.num_steps,
         **{name: getattr(accumulation, name) for name in _OF_ACCUMULATION},
         **{name: getattr(loader, name) for name in _OF_LOADER},
-        "mixed_precision": settings.precision.compute,
+        "mixed_precision": settings.precision.word,
         "scheduler_unit": settings.schedule_unit,
         "compile": None if settings.compile is None else dataclasses.asdict(settings.compile),
         "parallelism": dist,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
 from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan
 from windlass.config.plugins import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
@@ -56,11 +57,13 @@ class Handlers:
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     init: InitProcessGroupKwargs | None = None
+    float8: AORecipeKwargs | None = None
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
+    AORecipeKwargs: "float8",
     DistributedDataParallelKwargs: "ddp",
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
@@ -113,6 +116,8 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     parts = (loader, project, plugin, given.dynamo_plugin, *engines)
     problems += _problems(given, project)
     problems += [problem for part in parts if part is not None for problem in part.objections()]
+    if handlers.float8 is not None and any(p.field == "AORecipeKwargs.config" for p in problems):
+        raise ConfigError(problems)  # its settings cannot be read
     try:
         parallel = _plan(given, handlers, world)
     except ConfigError as error:
@@ -121,7 +126,7 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         raise ConfigError(problems)
     return LoopSettings(
         dist=parallel.dist,
-        precision=parallel.precision,
+        precision=_with_objects(parallel.precision, handlers.float8),
         accumulation=dataclasses.replace(
             plugin or GradientAccumulationPlugin(), num_steps=parallel.accumulation or 1
         ),
@@ -139,6 +144,14 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         deepspeed=given.deepspeed_plugin,
         rng_types=[str(kind) for kind in given.rng_types or ("generator",)],
     )
+
+
+def _with_objects(precision: PrecisionPlan, handler: AORecipeKwargs | None) -> PrecisionPlan:
+    """The precision with the parts of float8's options that are objects of the script."""
+    if precision.float8 is None or handler is None:
+        return precision
+    float8 = dataclasses.replace(precision.float8, config=handler.config, selects=handler.module_filter_func)
+    return dataclasses.replace(precision, float8=float8)
 
 
 def _wrong_types(given: Any) -> Iterator[Problem]:
@@ -167,6 +180,7 @@ def _plan(given: Any, handlers: Handlers, world: World) -> Parallel:
         "dynamo_plugin": given.dynamo_plugin,
         "parallelism_config": given.parallelism_config,
         "ddp_kwargs": handlers.ddp,
+        "float8_kwargs": None if handlers.float8 is None else handlers.float8.settings(),
         "deepspeed_plugin": given.deepspeed_plugin,
         "deepspeed_plugins": given.deepspeed_plugins,
         "megatron_lm_plugin": given.megatron_lm_plugin,

@@ -33,6 +33,7 @@ from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
+from windlass.transforms.float8 import apply_float8
 from windlass.transforms.placing import to_device
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
@@ -162,6 +163,9 @@ class Preparer:
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
         sharding = plan.strategy == "fsdp" and not evaluation_mode
+        float8 = self._settings.precision.float8
+        if float8 is not None and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
+            apply_float8(model, float8)
         if (
             self._settings.precision.compute != "fp32"
         ):  # of DeepSpeed too, for inputs of a model with few bits

@@ -66,7 +66,7 @@ class LoopState(ProcessState):
     """`ProcessState`, and the settings of an `Accelerator`.
 
     Attributes:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         fsdp_plugin: how models are sharded, or None.
         dynamo_plugin, parallelism_config: as given to the `Accelerator`, or None.
         deepspeed_plugin: as given to the `Accelerator`, or None.

@@ -13,7 +13,9 @@ from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
 from windlass.config.plan import DistPlan
 from windlass.config.plugin_fsdp import fsdp_plugin_of
+from windlass.config.plugin_words import FP8BackendType
 from windlass.config.plugins import (
+    AORecipeKwargs,
     AutocastKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
@@ -52,9 +54,23 @@ class Setup:
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "bf16" or "fp16"."""
-        compute = self.settings.precision.compute
-        return "no" if compute == "fp32" else compute
+        """ "no", "bf16", "fp16" or "fp8"."""
+        return self.settings.precision.word
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """True if linear layers multiply in float8."""
+        return self.settings.precision.float8 is not None
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """AO (torchao) if linear layers multiply in float8, else NO."""
+        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The options of float8; None without it."""
+        return (self.settings.handlers.float8 or AORecipeKwargs()) if self.fp8_enabled else None
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The mixed-precision context of this loop, for code outside a prepared model's forward.

@@ -59,7 +59,7 @@ def build(
     """
     check_precision(plan.precision, device, model)
     apply_tf32(plan.precision)
-    apply_transforms(model, plan.transforms)
+    apply_transforms(model, plan.transforms, plan.precision.float8)
     if plan.dist.zero is not None:
         _check_undivided(early, model)
         return _build_engine(model, create, plan, device, gang)

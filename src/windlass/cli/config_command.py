@@ -85,7 +85,7 @@ QUESTIONS = (
              "full", ("full", "sharded"), _sharded),
     Question(rows_training.FSDP_RECOMPUTE, "Recompute layers to save memory?", when=_sharded),
     Question(rows_training.FSDP_RAM_EFFICIENT, "Read the weights on the first rank only?", when=_sharded),
-    Question(rows_training.PRECISION, "Which precision?", "no", ("no", "bf16", "fp16")),
+    Question(rows_training.PRECISION, "Which precision?", "no", rows_training.PRECISIONS),
 )  # fmt: skip
 
 

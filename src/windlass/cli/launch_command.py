@@ -100,12 +100,13 @@ def _lacks(precision: str, cpu: bool, device: torch.device) -> str | None:
     """Return why `precision` is not available; None if it is."""
     import torch
 
-    from windlass.config.plan import PrecisionPlan
+    from windlass.config.plan import Float8Plan, PrecisionPlan
     from windlass.precision.check import check_precision
 
     if precision == "no":
         return None
-    plan = PrecisionPlan("bf16" if precision == "bf16" else "fp16")
+    float8 = Float8Plan() if precision == "fp8" else None
+    plan = PrecisionPlan("fp16" if precision == "fp16" else "bf16", float8=float8)
     try:
         check_precision(plan, torch.device("cpu") if cpu else device)
     except ConfigError as error:

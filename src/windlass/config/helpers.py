@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.enums import ParallelMode
 from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.rows_training import PRECISION
 from windlass.config.turns import main_process_first
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels
@@ -44,6 +45,7 @@ class Helpers:
         save_on_each_node: bool
         bf16: bool
         fp16: bool
+        fp8: bool
         warmup_steps: float
         output_dir: str | None
 
@@ -57,8 +59,8 @@ class Helpers:
 
     @property
     def mixed_precision(self) -> str:
-        """The type that forwards compute in: "no", "fp16" or "bf16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
+        """The type that forwards compute in: "no", "fp16", "bf16" or "fp8"."""
+        return next((word for word in PRECISION.fields if getattr(self, word)), "no")
 
     @property
     def output_path(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -92,12 +93,44 @@ class OptimizerPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Float8Plan:
+    """How linear layers multiply in 8-bit floats.
+
+    Attributes:
+        recipe: a name of torchao's recipes.
+        emulate: round to float8, and multiply in the dtype before.
+        pad: pad the number of tokens to a multiple of 16.
+        config: a script's `Float8LinearConfig` of torchao, which replaces the recipe and `pad`.
+        selects: a script's function (module, its name) -> whether the layer multiplies in float8.
+    """
+
+    recipe: str = "tensorwise"
+    emulate: bool = False
+    pad: bool = True
+    config: Any = None
+    selects: Callable[[Any, str], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrecisionPlan:
-    """`compute` is the autocast dtype; weights and optimizer state stay in the dtype the model came in."""
+    """The dtypes in which a step computes.
+
+    Attributes:
+        compute: the autocast dtype; weights and optimizer state stay in the dtype the model came in.
+        float8: for linear layers; None if they compute in `compute` too.
+    """
 
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
     full_eval: Literal["no", "bf16", "fp16"] = "no"
     tf32: bool | None = None
+    float8: Float8Plan | None = None
+
+    @property
+    def word(self) -> str:
+        """The value of `mixed_precision`: "no", "bf16", "fp16" or "fp8"."""
+        if self.float8 is not None:
+            return "fp8"
+        return "no" if self.compute == "fp32" else self.compute
 
 
 @dataclass(frozen=True, slots=True)

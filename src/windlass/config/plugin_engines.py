@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windlass.config.parallel.rows_float8 import MS_AMP, TRANSFORMER_ENGINE
 from windlass.core.errors import ConfigError, Problem
 
 
@@ -70,30 +71,28 @@ class _Refused:
         raise ConfigError(Problem(type(self).__name__, f"({given})", self.reason))
 
 
-class _EightBits(_Refused):
-    reason = "eight-bit training is not built; use mixed_precision='bf16'"
-
-
 class MegatronLMPlugin(_Refused):
     """Megatron-LM's engine; refused."""
 
     reason = "Megatron-LM is not built; shard the model with FullyShardedDataParallelPlugin"
 
 
-class TERecipeKwargs(_EightBits):
-    """Eight-bit training with Transformer Engine; refused."""
+class TERecipeKwargs(_Refused):
+    """Float8 with Transformer Engine; refused."""
+
+    reason = f"{TRANSFORMER_ENGINE}, or AORecipeKwargs()"
 
 
-class MSAMPRecipeKwargs(_EightBits):
-    """Eight-bit training with MS-AMP; refused."""
+class MSAMPRecipeKwargs(_Refused):
+    """Float8 with MS-AMP; refused."""
+
+    reason = f"{MS_AMP}, or AORecipeKwargs()"
 
 
-class AORecipeKwargs(_EightBits):
-    """Eight-bit training with torchao; refused."""
+class FP8RecipeKwargs(_Refused):
+    """Options of Transformer Engine and MS-AMP, under their earlier name; refused."""
 
-
-class FP8RecipeKwargs(_EightBits):
-    """Eight-bit training, under its earlier name; refused."""
+    reason = "has options of Transformer Engine and MS-AMP, which are not built; use AORecipeKwargs() for torchao's"
 
 
 class BnbQuantizationConfig(_Refused):

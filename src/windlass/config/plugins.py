@@ -7,7 +7,7 @@ or cannot be honoured when they are used, so that everything is raised together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from windlass.config.parallel.keys import setting_of
 from windlass.config.parallel.rows_training import ACCUMULATION
 from windlass.config.plugin_base import KwargsHandler, Options, described, launched
 from windlass.config.plugin_engines import (
-    AORecipeKwargs,
     BnbQuantizationConfig,
     DeepSpeedPlugin,
     FP8RecipeKwargs,
@@ -35,6 +34,7 @@ from windlass.config.plugin_parallelism import (
 )
 from windlass.config.plugin_words import DDPCommunicationHookType, DynamoBackend
 from windlass.config.sections.setting import Range, above, at_least, setting
+from windlass.core.errors import Problem
 
 __all__ = [
     "AORecipeKwargs",
@@ -167,6 +167,53 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self.comm_hook = DDPCommunicationHookType(self.comm_hook)
         self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+
+
+@described("fp8_config")
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How linear layers multiply in float8, through torchao; with `mixed_precision="fp8"`.
+
+    Attributes:
+        config: a `torchao.float8.Float8LinearConfig`, which replaces all other options.
+        module_filter_func: function (module, its name) -> True for linear layers to convert; by default all except the
+            first and the last. Sizes that are not multiples of 16 are left as they are in any case.
+        pad_inner_dim: pad the number of tokens to the multiple of 16 that the kernels need; None means True.
+        enable_fsdp_float8_all_gather: no effect: sharded parameters are gathered in bf16, with the same results.
+        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp"; None: that of the launcher, or "tensorwise".
+        emulate: True computes without the hardware, for tests.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+    recipe: str | None = field(default=None, kw_only=True)
+    emulate: bool | None = field(default=None, kw_only=True)
+
+    def settings(self) -> dict[str, Any]:
+        """What was set, under the names of a launch file."""
+        config = self.config
+        said = {name: getattr(self, name) for name in _FLOAT8_WORDS} if config is None else {}
+        if config is not None:
+            gathers = getattr(config, "enable_fsdp_float8_all_gather", False)
+            said = {"emulate": config.emulate, "enable_fsdp_float8_all_gather": gathers}
+        return {name: value for name, value in said.items() if value is not None}
+
+    def objections(self) -> Iterator[Problem]:
+        """Problems of these options."""
+        if self.config is None:
+            return
+        if type(self.config).__name__ != "Float8LinearConfig":
+            fix = "must be a torchao.float8.Float8LinearConfig; set recipe= for one of its recipes by name"
+            yield Problem("AORecipeKwargs.config", self.config, fix)
+        for name in _FLOAT8_WORDS:
+            if getattr(self, name) is not None:
+                fix = "is part of config=, which is given too; set it there"
+                yield Problem(f"AORecipeKwargs.{name}", getattr(self, name), fix)
+
+
+_FLOAT8_WORDS = ("pad_inner_dim", "enable_fsdp_float8_all_gather", "recipe", "emulate")
 
 
 @described()

@@ -25,7 +25,7 @@ class SFTConfig(TrainingArguments):
     """The settings of an `SFTTrainer`: those of `TrainingArguments`, and those of fine-tuning.
 
     Four defaults differ from `TrainingArguments`: `learning_rate` 2e-5, `logging_steps` 10,
-    `gradient_checkpointing` True, and `bf16` True unless `fp16` is set.
+    `gradient_checkpointing` True, and `bf16` True unless `fp16` or `fp8` is set.
 
     Raises:
         ConfigError: as for `TrainingArguments`.
@@ -51,7 +51,9 @@ class SFTConfig(TrainingArguments):
         const=True,
         mapped="is the earlier name of activation_checkpointing; setting either sets both",
     )
-    bf16: bool | None = setting(None, "Train in bfloat16 mixed precision; by default unless fp16 is set.")  # type: ignore[assignment]
+    bf16: bool | None = setting(
+        None, "Train in bfloat16 mixed precision; by default unless fp16 or fp8 is set."
+    )  # type: ignore[assignment]
 
     # --- model ---
     model_init_kwargs: dict[str, Any] | str | None = setting(
@@ -117,7 +119,7 @@ class SFTConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
-            self.bf16 = not self.fp16
+            self.bf16 = not (self.fp16 or self.fp8)
         self._read_padding()
         self._translate_words()
         super().__post_init__()

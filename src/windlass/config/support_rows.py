@@ -165,7 +165,7 @@ MEMBERS_MAPPED = {
     "save_model": SAFETENSORS,
     "save": "writes safetensors (a name in .safetensors) or JSON (.json); other endings are refused, because "
     "pickle is never written",
-    "fp8_backend": "is always NO: eight-bit training is not built",
+    "fp8_backend": "is AO or NO: torchao is the only backend",
     "tensor_parallel_rank": "is always 0: tensors are not split further",
     "context_parallel_rank": "is always 0: sequences are not split",
     "maybe_context_parallel": "does nothing: sequences are not split, and a cp_size above 1 is refused",

@@ -128,6 +128,10 @@ _NEEDS_RANKING = "it keeps the best of the evaluations: set {} to 'steps' or 'ep
 _CONFLICTS = (
     Conflict("contradicts bf16=True; choose one of the two", fp16=True, bf16=True),
     Conflict(
+        "contradicts bf16=True; leave that out, for all but linear layers is in bfloat16", fp8=True, bf16=True
+    ),
+    Conflict("contradicts fp16=True; choose one of the two", fp8=True, fp16=True),
+    Conflict(
         "contradicts bf16_full_eval=True; choose one of the two", fp16_full_eval=True, bf16_full_eval=True
     ),
     *(

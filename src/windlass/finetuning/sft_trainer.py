@@ -21,6 +21,7 @@ from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
+from windlass.transforms.offload import ActivationOffload
 
 logger = get_job_logger(__name__)
 
@@ -106,6 +107,7 @@ class SFTTrainer(Trainer):
         )  # fmt: skip
         if type(self).compute_loss is SFTTrainer.compute_loss and compute_loss_func is None:
             self.loss_is_scaled_for_ga = True  # by the update's targets and the ranks, as `compute_loss` does
+        self._offload = ActivationOffload()
         self._figures = TokenFigures(
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
@@ -192,8 +194,7 @@ class SFTTrainer(Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
-        offload = self.args.activation_offloading
-        with torch.autograd.graph.save_on_cpu() if offload else contextlib.nullcontext():
+        with self._offload.saving() if self.args.activation_offloading else contextlib.nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)
 
     def prediction_step(

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from windlass.config.plan import PrecisionPlan
+from windlass.config.plan import Float8Plan, PrecisionPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import is_available
+
+_FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
@@ -18,7 +21,7 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
         model: one that is trained; None checks the device alone.
 
     Raises:
-        ConfigError: the device lacks the dtype or TF32, or trained weights are float16.
+        ConfigError: the device lacks the dtype, float8 or TF32, or trained weights are float16.
     """
     problems = [*_device_problems(plan, device)]
     if model is not None:
@@ -51,11 +54,37 @@ def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]
     if "fp16" in wanted and device.type == "xla":
         fix = "the loss scale is read on the host in each update, for which PyTorch/XLA would wait; use bf16"
         problems.append(Problem(wanted["fp16"], True, fix))
+    if plan.float8 is not None:
+        problems += _float8_problems(plan.float8, device)
     if plan.tf32 and not _has_tf32(device):
         problems.append(
             Problem("tf32", True, f"{device} has no TF32 (CUDA from Ampere on has it); leave it unset")
         )
     return problems
+
+
+def _float8_problems(plan: Float8Plan, device: torch.device) -> list[Problem]:
+    if not is_available("torchao"):
+        fix = 'needs torchao, which is not installed: pip install "windlass[torchao]"'
+        return [Problem("mixed_precision", "fp8", fix)]
+    if plan.emulate or _has_float8(device):
+        return []
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    fix = (
+        f"{name} has no matrix products in float8, which NVIDIA's GPUs have from compute capability 8.9 on and AMD's "
+        "from MI300 on; use bf16, or for a test fp8_config={'emulate': True}, which is slower than bf16"
+    )
+    return [Problem("mixed_precision", "fp8", fix)]
+
+
+def _has_float8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    if torch.version.hip is not None:
+        return any(
+            name in torch.cuda.get_device_properties(device).gcnArchName for name in ("gfx94", "gfx95")
+        )
+    return torch.cuda.get_device_capability(device) >= _FLOAT8_SINCE
 
 
 def _has_tf32(device: torch.device) -> bool:

@@ -35,6 +35,8 @@ class Dtypes:
 def dtypes_of(precision: PrecisionPlan, dist: DistPlan, weights: str) -> Dtypes:
     """The dtypes of a run whose trained weights are `weights`."""
     compute = _NAMES[precision.compute] if precision.compute != "fp32" else weights
+    if precision.float8 is not None:
+        compute += f" (linear layers in float8, {precision.float8.recipe})"
     if dist.shard is not None:
         gathered = _NAMES[dist.shard.param_dtype] if dist.shard.param_dtype else weights
         reduction = _NAMES[dist.shard.reduce_dtype] if dist.shard.reduce_dtype else gathered

@@ -1,4 +1,5 @@
-"""The transforms of a model in order: recomputation marks blocks, then compilation traces through them.
+"""The transforms of a model in order: float8 converts layers, recomputation marks blocks, compilation traces through
+them.
 
 Wrappers for data parallelism follow, from the executor that owns them.
 """
@@ -7,17 +8,23 @@ from __future__ import annotations
 
 from torch import nn
 
-from windlass.config.plan import TransformPlan
+from windlass.config.plan import Float8Plan, TransformPlan
 from windlass.transforms.compile import apply_compile
+from windlass.transforms.float8 import apply_float8
 from windlass.transforms.recompute import apply_recompute
 
 
-def apply_transforms(model: nn.Module, plan: TransformPlan) -> nn.Module:
+def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan | None = None) -> nn.Module:
     """Transform `model` in place; names in its state dict do not change.
+
+    Args:
+        float8: how linear layers multiply; None leaves them as they are.
 
     Raises:
         ConfigError: a transform cannot be applied to this model.
     """
+    if float8 is not None:
+        apply_float8(model, float8)
     if plan.recompute:
         apply_recompute(model, plan.recompute_options)
     if plan.compile is not None:

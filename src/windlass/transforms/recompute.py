@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.blocks import repeated_blocks
+from windlass.transforms.offload import ActivationOffload
 from windlass.transforms.strategy import device_of
 
 _FIELD = "activation_checkpointing_kwargs"
@@ -37,10 +37,10 @@ def apply_recompute(
     recomputed.
 
     Args:
-        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep saved tensors on the host),
-            `selective` (True: keep the results of matrix products and attention, which take longest to recompute; or
-            names of the operators whose results are kept) and arguments of `torch.utils.checkpoint.checkpoint`;
-            `use_reentrant` is False by default.
+        options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep inputs of blocks on the
+            host), `selective` (True: keep the results of matrix products and attention, which take longest to
+            recompute; or names of the operators whose results are kept) and arguments of
+            `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
         blocks: the blocks of a module without such a method; empty: its repeated blocks.
 
     Raises:
@@ -118,15 +118,34 @@ def _use_own_switch(model: nn.Module, switch: str, chosen: dict[str, Any], every
         )
     enable = getattr(model, switch)
     arguments: dict[str, Any] = {switch.replace("_enable", "_kwargs"): chosen}
-    extras = {"every_n_layers": (every, 1), "offload": (offload, False)}
-    for name, (value, default) in extras.items():
-        if value == default:
-            continue
-        if name not in inspect.signature(enable).parameters:
+    if every != 1:
+        if "every_n_layers" not in inspect.signature(enable).parameters:
             fix = f"{type(model).__name__}.{switch} has no such option; a newer release of its library may"
-            raise ConfigError(Problem(f"{_FIELD}.{name}", value, fix))
-        arguments[name] = value
+            raise ConfigError(Problem(f"{_FIELD}.every_n_layers", every, fix))
+        arguments["every_n_layers"] = every
     enable(**arguments)
+    if offload:
+        _offload_own(model, switch)
+
+
+def _offload_own(model: nn.Module, switch: str) -> None:
+    """Replace the function by which each module of `model` recomputes, as transformers' models have one."""
+    name = "_gradient_checkpointing_func"
+    found: list[Any] = [module for module in model.modules() if hasattr(module, name)]
+    if not found:
+        fix = (
+            f"{type(model).__name__}.{switch} sets no {name} in its modules, through which Windlass offloads"
+        )
+        raise ConfigError(Problem(f"{_FIELD}.offload", True, fix))
+    mover = ActivationOffload()
+    for module in found:
+        setattr(module, name, functools.partial(_offloaded, mover, getattr(module, name)))
+
+
+def _offloaded(mover: ActivationOffload, repeat: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recompute with the inputs of the block on the host."""
+    with mover.saving():
+        return repeat(*args, **kwargs)
 
 
 # Plain modules
@@ -143,11 +162,13 @@ def _wrap_blocks(
             "modules of one class with layers inside; group its layers into blocks, or turn recomputation off"
         )
         raise ConfigError(Problem("activation_checkpointing", True, fix))
+    repeat: Any = functools.partial(checkpoint, **chosen)
+    if offload:
+        repeat = functools.partial(_offloaded, ActivationOffload(), repeat)
     for block in blocks[::every]:
         if not hasattr(block, "_recompute"):  # a second `train()` has a prepared model
             block.__class__ = _recomputed_class(type(block))  # type: ignore[arg-type]
-        block._recompute = functools.partial(checkpoint, **chosen)  # type: ignore[assignment]
-        block._recompute_offload = offload  # type: ignore[assignment]
+        block._recompute = repeat
 
 
 def _check_plain_options(chosen: Mapping[str, Any]) -> None:
@@ -173,8 +194,7 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         if not (self.training and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
         run = functools.partial(cls.forward, self, **kwargs)
-        with torch.autograd.graph.save_on_cpu() if self._recompute_offload else nullcontext():
-            return self._recompute(run, *args)
+        return self._recompute(run, *args)
 
     return type(
         cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}

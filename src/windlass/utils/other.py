@@ -109,7 +109,7 @@ def write_basic_config(
     """Write a launch configuration for this machine, unless the file exists.
 
     Args:
-        mixed_precision: "no", "fp16" or "bf16".
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
         save_location: by default the file that `windlass launch` reads.
 
     Returns:

@@ -72,7 +72,7 @@ def test_reads(read: Any, raw: Any, value: Any) -> None:
         (kinds.options, 3, "mapping"),
         (kinds.choice("a", refused={"b": "is gone"}), "B", "is gone"),
         (kinds.choice("a"), "c", "one of a"),
-        (KEYS["precision"].read, "fp8", "not built"),
+        (KEYS["fp8.backend"].read, "TE", "needs Transformer Engine, which is not built"),
         (KEYS["strategy"].read, "MEGATRON_LM", "Megatron"),
         (KEYS["compile.mode"].read, "fast", "max-autotune"),
         (KEYS["fsdp.state"].read, "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),

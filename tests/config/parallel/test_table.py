@@ -17,7 +17,7 @@ def test_no_two_settings_share_a_spelling() -> None:
     variables = [word for key in TRAINING for word in key.variables]
     assert len(flags) == len(set(flags)) == len(FLAGS)
     assert len(variables) == len(set(variables)) == len(VARIABLES)
-    rows = [*TRAINING, *rows_launch.LAUNCH, *rows_launch.DEEPSPEED, *rows_launch.MEGATRON, *rows_launch.FP8]
+    rows = [*TRAINING, *rows_launch.LAUNCH, *rows_launch.DEEPSPEED, *rows_launch.MEGATRON]
     assert len(rows) == len(KEYS)
 
 

@@ -20,7 +20,7 @@ _OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
 
 # The fields of `TrainingArguments` that are read here.
 FIELDS = (
-    "fsdp", "fsdp_config", "parallelism_config", "activation_checkpointing",
+    "fsdp", "fsdp_config", "fp8_config", "parallelism_config", "activation_checkpointing",
     *(field for key in TRAINING for field in key.fields),
 )  # fmt: skip
 
@@ -32,6 +32,7 @@ def from_arguments(args: Any) -> Settings:
     """Read the settings in a script's arguments; a field at its default sets nothing, except the accumulation."""
     settings = Settings()
     _precision(settings, args)
+    read_section(settings, args.fp8_config, "fp8_config", "TrainingArguments.fp8_config")
     _say(settings, rows.CPU, args.use_cpu or None, "use_cpu")
     # The loop reads only the arguments, so a launcher that sets another number must be an error.
     _say(settings, rows.ACCUMULATION, args.gradient_accumulation_steps, "gradient_accumulation_steps")
@@ -57,10 +58,10 @@ def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
 
 
 def _precision(settings: Settings, args: Any) -> None:
-    for field in ("fp16", "bf16"):
+    for field in ("fp16", "bf16", "fp8"):
         if getattr(args, field):
             _say(settings, rows.PRECISION, field, field)
-            return  # both at once is refused when the arguments are checked
+            return  # several at once are refused when the arguments are checked
 
 
 def _sharding(settings: Settings, args: Any) -> None:
@@ -147,6 +148,7 @@ _SECTIONS = {
     "dynamo_plugin": "dynamo_config",
     "parallelism_config": "parallelism_config",
     "ddp_kwargs": "ddp_config",
+    "float8_kwargs": "fp8_config",
 }
 # Defaults of constructor arguments, which are not explicit.
 _UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
@@ -157,9 +159,9 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
 
     Args:
         given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
-            "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" (the handler of
-            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as objects, or
-            as mappings of what was set. None sets nothing.
+            "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" and "float8_kwargs"
+            (the handlers of DDP and of float8), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin".
+            Plugins as objects, or as mappings of what was set. None sets nothing.
         where: whose arguments they are, for messages.
     """
     settings = Settings()

@@ -41,7 +41,7 @@ FAMILIES = {
     "dynamo": Family("compilation", "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_"),
     "mesh": Family("layout of the processes", "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_",
                    "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    "fp8": Family("", "fp8_config", "fp8_", "ACCELERATE_FP8_"),
+    "fp8": Family("matrix products in float8", "fp8_config", "fp8_", "ACCELERATE_FP8_"),
     "deepspeed": Family("DeepSpeed", "deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED"),
     "megatron": Family("", "megatron_lm_config", "megatron_lm_", "MEGATRON_LM_"),
 }  # fmt: skip
@@ -85,8 +85,8 @@ class Key:
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
-        return word in ("use_fsdp", "use_deepspeed") or (
-            self.read is flag and self.family not in ("fsdp", "ddp", "deepspeed")
+        return word in ("use_fsdp", "use_deepspeed", "fp8_use_autocast_during_eval") or (
+            self.read is flag and self.family not in ("fsdp", "ddp", "deepspeed", "fp8")
         )
 
     @property

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from windlass.config.deepspeed import stage_of, unfit, without_effect
 from windlass.config.parallel import rows_deepspeed as deepspeed
+from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ShardPlan, ZeroPlan
+from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
@@ -54,7 +55,7 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
         warn_once(logger, note)
     return Parallel(
         dist=_dist(settings, world),
-        precision=PrecisionPlan(_compute(settings)),
+        precision=_precision(settings),
         accumulation=settings.value(rows.ACCUMULATION),
         use_cpu=settings.value(rows.CPU),
         compile=_compiled(settings),
@@ -65,7 +66,7 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
 
 def dtype_plans(settings: Settings) -> tuple[PrecisionPlan, DistPlan]:
     """The plans that decide dtypes, of settings that are not checked."""
-    return PrecisionPlan(_compute(settings)), _dist(settings, World())
+    return _precision(settings), _dist(settings, World())
 
 
 def parallel_problems(settings: Settings, world: World) -> list[Problem]:
@@ -92,6 +93,7 @@ def is_sharded(settings: Settings) -> bool:
 
 def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _deepspeed_objections(settings)
+    yield from _float8_objections(settings)
     sharded = is_sharded(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
@@ -116,6 +118,18 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
         found = settings[rows.DDP_HOOK.name]
         fix = "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
         yield Problem(found.origin, found.value, fix)
+
+
+def _float8_objections(settings: Settings) -> Iterator[Problem]:
+    precision = settings.get(rows.PRECISION.name)
+    if precision is None or precision.value != "fp8":
+        fix = "has no effect, for float8 is off; set fp8=True or --mixed_precision fp8, or leave it out"
+        for found in settings.explicit(*float8.OPTIONS):
+            if found.source in ("script", "flag"):
+                yield Problem(found.origin, found.value, fix)
+    elif _asks_for_deepspeed(settings):
+        fix = "is not built under DeepSpeed, whose engine casts the weights itself; use bf16, or FSDP"
+        yield Problem(precision.origin, "fp8", fix)
 
 
 def _deepspeed_objections(settings: Settings) -> Iterator[Problem]:
@@ -211,8 +225,17 @@ def _remarks(settings: Settings, world: World) -> Iterator[str]:
 
 
 def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
-    precision: Literal["no", "bf16", "fp16"] = settings.value(rows.PRECISION)
-    return "fp32" if precision == "no" else precision
+    """The dtype of autocast; with float8 in linear layers, all else is in bf16."""
+    word = settings.value(rows.PRECISION)
+    compute: Literal["fp32", "bf16", "fp16"] = {"no": "fp32", "fp8": "bf16"}.get(word, word)
+    return compute
+
+
+def _precision(settings: Settings) -> PrecisionPlan:
+    if settings.value(rows.PRECISION) != "fp8":
+        return PrecisionPlan(_compute(settings))
+    recipe, emulate, pad = map(settings.value, (float8.RECIPE, float8.EMULATE, float8.PAD))
+    return PrecisionPlan(_compute(settings), float8=Float8Plan(recipe, emulate, pad))
 
 
 def _compiled(settings: Settings) -> CompilePlan | None:

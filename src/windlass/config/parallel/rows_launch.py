@@ -13,7 +13,6 @@ _PODS = (
 )
 _DOWNCAST = "is gone from PyTorch/XLA; use --mixed_precision bf16"
 _AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"
-_FP8 = "needs fp8, which is not built yet; use --mixed_precision bf16"
 _MPI = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 
 
@@ -112,7 +111,6 @@ _IDLE_LAUNCH = (
 # Refused flags that take no value.
 _SWITCHES = (
     "use_megatron_lm", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
-    "use_autocast_during_eval",
 )  # fmt: skip
 
 
@@ -142,12 +140,6 @@ LAUNCH = (
     PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
     MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
     MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, TPU, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
-)  # fmt: skip
-FP8 = _refused(
-    "fp8", _FP8, "backend", "override_fprop", "override_dgrad", "override_wgrad",
-    override_linear_precision="(False, False, False)", use_autocast_during_eval=False, margin=0, interval=1,
-    format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", opt_level="O2",
-    enable_fsdp_float8_all_gather=True, pad_inner_dim=True,
 )  # fmt: skip
 _HOSTS = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 DEEPSPEED = (

@@ -30,9 +30,8 @@ _STRATEGIES = kinds.choice(
         "tp": "needs tensor parallelism, which is not built yet",
     },
 )  # fmt: skip
-_PRECISIONS = kinds.choice(
-    "no", "fp16", "bf16", also={"fp32": "no", "false": "no"}, refused={"fp8": "is not built yet; use bf16"}
-)
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
+_PRECISIONS = kinds.choice(*PRECISIONS, also={"fp32": "no", "false": "no"})
 _ACCUMULATION = kinds.either(
     kinds.positive, kinds.choice("auto", also={"auto": None}), says="must be a whole number above 0"
 )
@@ -44,8 +43,9 @@ STRATEGY = Key(
 )  # fmt: skip
 PRECISION = Key(
     "precision", _PRECISIONS, "no",
-    "The dtype of forward and backward; weights and optimizer state keep theirs.",
-    "run", ("mixed_precision",), fields=("bf16", "fp16"), written="no",
+    "The dtype of forward and backward; weights and optimizer state keep theirs. fp8: float8 in linear layers, else "
+    "bf16.",
+    "run", ("mixed_precision",), fields=("bf16", "fp16", "fp8"), written="no",
 )  # fmt: skip
 CPU = Key(
     "cpu", kinds.flag, False, "Train on the CPU even if there is an accelerator.",

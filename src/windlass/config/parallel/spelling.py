@@ -16,6 +16,8 @@ def to_arguments(key: Key, value: Any) -> dict[str, Any]:
         return {field: value == field for field in key.fields}
     if key.family == "fsdp":
         return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
+    if key.family == "fp8":
+        return {"fp8_config": {key.words[0]: value}}
     if key.family == "mesh":
         return {"parallelism_config": {key.words[0]: value}}
     return {key.fields[0]: value} if key.fields else {}

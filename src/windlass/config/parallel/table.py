@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from windlass.config.parallel import rows_deepspeed, rows_launch, rows_training
+from windlass.config.parallel import rows_deepspeed, rows_float8, rows_launch, rows_training
 from windlass.config.parallel.keys import FAMILIES, Key, index
 from windlass.config.parallel.settings import Settings
 
@@ -15,10 +15,11 @@ TRAINING = (
     *rows_training.MESH,
     *rows_training.DDP,
     *rows_training.COMPILE,
+    *rows_float8.FLOAT8,
     *rows_deepspeed.DEEPSPEED,
 )
 # Families that are refused as a whole, because what they configure is not built.
-UNBUILT = (*rows_launch.MEGATRON, *rows_launch.FP8)
+UNBUILT = rows_launch.MEGATRON
 KEYS: dict[str, Key] = index((*TRAINING, *rows_launch.LAUNCH, *rows_launch.DEEPSPEED, *UNBUILT))
 FLAGS: dict[str, Key] = {word: key for key in KEYS.values() for word in key.flags}
 VARIABLES: dict[str, Key] = {word: key for key in TRAINING for word in key.variables}

@@ -120,6 +120,12 @@ class RunningSection:
         bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
     )
     torch_compile_blocks: bool = setting_of(rows.COMPILE_BLOCKS)
+    fp8: bool = setting(
+        False, "Multiply in float8 in linear layers, through torchao, and compute in bfloat16 elsewhere."
+    )
+    fp8_config: dict[str, Any] | str | None = setting(
+        None, "Options of fp8, such as recipe: a dict, JSON, or a JSON file.", document=True
+    )
     global_batch_size: int | None = setting(None, "Samples of an update over all processes.")
     preemption_signals: str = setting("SIGTERM SIGUSR1", "Signals on which a run saves and exits, or 'none'.")
     preemption_deadline: float | str | None = setting(
