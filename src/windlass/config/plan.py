@@ -110,12 +110,18 @@ class CompilePlan:
         blocks: compile the repeated blocks, one graph for all, and not the whole model.
         memory_budget: share of the activations that the compiler keeps for the backward, in [0, 1]; it recomputes the
             others. None keeps what is fastest.
+        fullgraph: what does not fit into one graph is an error.
+        dynamic: the first graph is for any size; otherwise the compiler decides when a second size comes.
+        options: of the backend, in place of a mode.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     blocks: bool = False
     memory_budget: float | None = None
+    fullgraph: bool = False
+    dynamic: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
