@@ -12,7 +12,6 @@ from windlass.assemble import batch
 from windlass.assemble.batch import update_size
 from windlass.assemble.engine_values import engine_clipping, with_engine
 from windlass.assemble.facts import Facts
-from windlass.config import accelerator_config
 from windlass.config.parallel import (
     Parallel,
     from_arguments,
@@ -112,7 +111,10 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=_save(args, duration.steps),
-        dist=with_engine(args, facts, parallel, duration.steps),
+        dist=replace(
+            with_engine(args, facts, parallel, duration.steps),
+            reduce_each=args.accelerator_config.sync_each_batch,
+        ),
         reports=ReportPlan(
             tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
             memory=not args.skip_memory_metrics,
@@ -231,7 +233,6 @@ def _problems(args: Any, facts: Facts) -> Iterator[Problem]:
             fix = f"Windlass runs its own loop and would never call it; {instead}"
             yield Problem(name, "overridden", fix)
     yield from batch.objections(args, facts.world.size)
-    yield from accelerator_config.objections_before_training(args.accelerator_config)
 
 
 # --- sections of the plan -------------------------------------------------------------------------------------------
@@ -243,7 +244,9 @@ def _problems(args: Any, facts: Facts) -> Iterator[Problem]:
 def resolve_batch(args: Any, world: World) -> BatchPlan:
     """The batches of a loader, by the arguments alone."""
     size, _ = update_size(args, world.size)
-    return BatchPlan(size.micro, size.accumulation, world.size, world.rank, args.per_device_eval_batch_size)
+    return BatchPlan(
+        size.micro, size.accumulation, world.size, world.rank, args.eval_batch_size_of(world.size)
+    )
 
 
 def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
@@ -334,6 +337,7 @@ def resolve_data(args: Any) -> DataPlan:
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
         start_timeout=args.dataloader_start_timeout,
+        dispatch=bool(args.accelerator_config.dispatch_batches),
         drop_last=args.dataloader_drop_last,
         order=_text(args.train_sampling_strategy),  # type: ignore[arg-type]
         length_column=args.length_column_name,
@@ -370,13 +374,7 @@ def resolve_preemption(args: Any) -> PreemptionPlan:
 
 
 def resolve_evaluation(args: Any) -> EvaluationPlan:
-    """The plan of an evaluation, also of one without training.
-
-    Raises:
-        ConfigError: a request about loaders that cannot be honoured.
-    """
-    if problems := list(accelerator_config.objections_before_training(args.accelerator_config)):
-        raise ConfigError(problems)
+    """The plan of an evaluation, also of one without training."""
     return EvaluationPlan(
         loss_only=bool(args.prediction_loss_only),
         batch_metrics=bool(args.batch_eval_metrics),

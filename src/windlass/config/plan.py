@@ -152,6 +152,7 @@ class DataPlan:
         worker_timeout: seconds without a batch after which a worker is an error; 0 waits without a limit.
         start_timeout: seconds after which a forked worker that has not started is replaced.
         purpose: what the data is for, in messages.
+        dispatch: the main process alone reads streams, and sends the other ranks their batches.
     """
 
     workers: int = 0
@@ -164,6 +165,7 @@ class DataPlan:
     worker_timeout: float = 0
     start_timeout: float = 30.0
     purpose: str = "training"
+    dispatch: bool = False
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"
@@ -328,6 +330,7 @@ class DistPlan:
     Attributes:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
+        reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
     """
 
     timeout_seconds: int = 1800
@@ -341,6 +344,7 @@ class DistPlan:
     comm_hook: Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "no"
     comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
     comm_options: dict[str, Any] = field(default_factory=dict)
+    reduce_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)

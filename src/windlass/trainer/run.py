@@ -125,7 +125,8 @@ class Run:
     def _new_loop(self, source: GroupSource, pad_token: int | None) -> Loop:
         plan, strategy = self._plan, self.executor.strategy
         accumulation = self._fitter.size.accumulation
-        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, strategy.sharded)
+        in_step = strategy.sharded or plan.dist.reduce_each
+        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, in_step)
         options = LoopOptions(
             epochs=plan.duration.epochs,
             max_grad_norm=plan.stability.max_grad_norm,
