@@ -338,6 +338,7 @@ def resolve_data(args: Any) -> DataPlan:
         in_order=args.dataloader_in_order,
         start_timeout=args.dataloader_start_timeout,
         dispatch=bool(args.accelerator_config.dispatch_batches),
+        restart_epoch=bool(args.ignore_data_skip),
         drop_last=args.dataloader_drop_last,
         order=_text(args.train_sampling_strategy),  # type: ignore[arg-type]
         length_column=args.length_column_name,

@@ -153,6 +153,7 @@ class DataPlan:
         start_timeout: seconds after which a forked worker that has not started is replaced.
         purpose: what the data is for, in messages.
         dispatch: the main process alone reads streams, and sends the other ranks their batches.
+        restart_epoch: a resumed run begins its epoch again, instead of continuing at its position.
     """
 
     workers: int = 0
@@ -166,6 +167,7 @@ class DataPlan:
     start_timeout: float = 30.0
     purpose: str = "training"
     dispatch: bool = False
+    restart_epoch: bool = False
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"

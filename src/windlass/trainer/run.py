@@ -131,6 +131,7 @@ class Run:
             epochs=plan.duration.epochs,
             max_grad_norm=plan.stability.max_grad_norm,
             guard=plan.stability.nonfinite != "raise",
+            restart_epoch=plan.data.restart_epoch,
         )
         watch = FiniteWatch(self._session.device)
         return Loop(
