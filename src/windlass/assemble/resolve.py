@@ -211,6 +211,11 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
     ),
     (
+        "liger_kernel_config",
+        lambda args, facts: bool(args.liger_kernel_config) and not args.use_liger_kernel,
+        "has no effect without use_liger_kernel=True; set it, or leave this out",
+    ),
+    (
         "auto_find_batch_size",
         lambda args, facts: args.auto_find_batch_size and "get_train_dataloader" in facts.overridden,
         "a loader of your own makes its batches itself, so they cannot be made smaller: give a train_dataset",
@@ -394,6 +399,7 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     if on and budget is not None and compiled is not None:
         compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
+        liger=dict(args.liger_kernel_config or {}) if args.use_liger_kernel else None,
         recompute=on,
         recompute_options=options,
         compile=compiled,

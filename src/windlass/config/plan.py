@@ -128,9 +128,12 @@ class CompilePlan:
 class TransformPlan:
     """Transforms of the model, in the order of `transforms/apply.py`.
 
-    `neftune_alpha` is the scale of noise on the input embeddings while the run lasts.
+    Attributes:
+        liger: parts of the model -> use Liger's kernel for them; None replaces none, {} those of its default.
+        neftune_alpha: the scale of noise on the input embeddings while the run lasts.
     """
 
+    liger: dict[str, bool] | None = None
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile: CompilePlan | None = None

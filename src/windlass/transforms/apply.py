@@ -1,4 +1,4 @@
-"""The transforms of a model in order: recomputation marks blocks, then compilation traces through them.
+"""The transforms of a model in order: kernels replace parts, blocks are recomputed, compilation traces through them.
 
 Wrappers for data parallelism follow, from the executor that owns them.
 """
@@ -9,6 +9,7 @@ from torch import nn
 
 from windlass.config.plan import TransformPlan
 from windlass.transforms.compile import apply_compile
+from windlass.transforms.liger import apply_liger
 from windlass.transforms.recompute import apply_recompute
 
 
@@ -18,6 +19,8 @@ def apply_transforms(model: nn.Module, plan: TransformPlan) -> nn.Module:
     Raises:
         ConfigError: a transform cannot be applied to this model.
     """
+    if plan.liger is not None:
+        apply_liger(model, plan.liger)
     if plan.recompute:
         apply_recompute(model, plan.recompute_options)
     if plan.compile is not None:

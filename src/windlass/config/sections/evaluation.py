@@ -27,7 +27,7 @@ class EvaluationSection:
     eval_use_gather_object: bool = setting(
         False,
         "Gather nested Python objects from all processes.",
-        mapped="is always so: tensors, arrays and numbers in nested tuples, lists and dicts are gathered, of any sizes; "
+        mapped="is always so: tensors, arrays and numbers in nested tuples, lists and dicts are gathered; "
         "with eval_do_concat_batches=False batches stay apart",
     )
     eval_accumulation_steps: int | None = setting(
