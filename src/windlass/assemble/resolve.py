@@ -106,7 +106,9 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
-        stability=StabilityPlan(_clipping(args, fused, parallel.dist.zero), args.nonfinite_policy),
+        stability=StabilityPlan(
+            _clipping(args, fused, parallel.dist.zero), args.nonfinite_policy, bool(args.debug)
+        ),
         data=resolve_data(args),
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),

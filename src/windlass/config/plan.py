@@ -142,8 +142,17 @@ class TransformPlan:
 
 @dataclass(frozen=True, slots=True)
 class StabilityPlan:
+    """What keeps a run stable.
+
+    Attributes:
+        max_grad_norm: the norm to which gradients are clipped; None does not clip.
+        nonfinite: what happens if a loss or a norm is not finite.
+        watch_forwards: stop in the forward of the module in which a value becomes non-finite.
+    """
+
     max_grad_norm: float | None = 1.0
     nonfinite: NonFinitePolicy = "raise"
+    watch_forwards: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart
 from windlass.trainer.services import Services
 from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.neftune import noisy_embeddings
+from windlass.transforms.overflow_watch import watching
 
 logger = get_logger(__name__)
 job_logger = get_job_logger(__name__)
@@ -211,6 +212,7 @@ class Run:
                 telling_where(self._session.world, lambda: state.global_step),
                 self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
+                watching(self._files.model, self._plan.stability.watch_forwards),
             ):
                 started = Moment()
                 self._train(started)

@@ -42,7 +42,8 @@ def apply_liger(model: nn.Module, options: Mapping[str, bool]) -> None:
     library: Any = require(
         "liger_kernel.transformers.monkey_patch", "use Liger's kernels (use_liger_kernel=True)"
     )
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapted: Any = model
+    base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
     name = str(getattr(getattr(base, "config", None), "model_type", type(base).__name__))
     apply = library.MODEL_TYPE_TO_APPLY_LIGER_FN.get(name)
     if apply is None:
