@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve, resolve_evaluation
+from windlass.assemble.resolve import resolve
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError
@@ -54,15 +54,12 @@ def test_num_steps_stands_in_for_accumulation() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"split_batches": True},
-        {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
-        {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}},
         {"gradient_accumulation_kwargs": {"num_step": 2}},
         {"gradient_accumulation_kwargs": {"num_steps": 0}},
     ],
     ids=str,
 )
-def test_what_is_not_built_is_refused(config: dict[str, Any]) -> None:
+def test_what_is_wrong_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         TrainingArguments("out", accelerator_config=config)
     assert [p.field.startswith("accelerator_config.") for p in error.value.problems] == [True]
@@ -75,14 +72,11 @@ def test_unknown_keys_and_classes_are_answered() -> None:
         TrainingArguments("out", accelerator_config=AcceleratorConfig)
 
 
-def test_what_a_trainer_may_still_switch_off_is_refused_before_training() -> None:
-    args = TrainingArguments("out", accelerator_config={"dispatch_batches": True}, max_steps=1)
-    with pytest.raises(ConfigError, match=r"accelerator_config\.dispatch_batches=True"):
-        resolve(args, Facts(World(), 10))
-    with pytest.raises(ConfigError, match=r"accelerator_config\.dispatch_batches=True"):
-        resolve_evaluation(args)
-    args.accelerator_config.dispatch_batches = False
-    resolve(args, Facts(World(), 10))
+def test_what_is_distributed_otherwise_is_in_the_plan() -> None:
+    options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}, "dispatch_batches": True}
+    args = TrainingArguments("out", accelerator_config=options, max_steps=1)
+    plan = resolve(args, Facts(World(), 10))
+    assert (plan.dist.reduce_each, plan.data.dispatch) == (True, True)
 
 
 def test_the_state_of_the_processes_is_always_the_one_that_exists() -> None:

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
 from windlass.config.arguments import TrainingArguments
 from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError
-from windlass.core.world import World
 
 # old name -> (a value, the field it sets, the value that field then has)
 CARRIED: dict[str, tuple[Any, str, Any]] = {
@@ -41,12 +38,9 @@ MERGED = ("include_inputs_for_metrics", "push_to_hub_organization")
 # old name -> a value, and the new field whose refusal it then meets, because that feature is not built
 CARRIED_TO_REFUSED: dict[str, tuple[Any, str]] = {
     "tpu_metrics_debug": (True, "debug"),
-    "split_batches": (True, "accelerator_config.split_batches"),
 }
-# the same for what is refused when training starts, because a trainer may switch it off until then
-REFUSED_BEFORE_TRAINING: dict[str, tuple[Any, str]] = {
-    "dispatch_batches": (True, "accelerator_config.dispatch_batches"),
-}
+# what is an option of accelerator_config now
+OF_LOADERS = ("split_batches", "dispatch_batches")
 # old name -> a value that is accepted and changes nothing
 WITHOUT_EFFECT: dict[str, Any] = {
     "logging_dir": "logs",
@@ -70,9 +64,7 @@ REFUSED: dict[str, Any] = {
 
 
 def test_every_old_name_is_tested_here() -> None:
-    assert {*CARRIED, *CARRIED_TO_REFUSED, *REFUSED_BEFORE_TRAINING, *WITHOUT_EFFECT, *REFUSED} == set(
-        OLD_NAMES
-    )
+    assert {*CARRIED, *CARRIED_TO_REFUSED, *OF_LOADERS, *WITHOUT_EFFECT, *REFUSED} == set(OLD_NAMES)
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -191,10 +183,7 @@ def test_a_warning_about_an_argument_is_one_of_python_at_the_line_of_the_script(
     assert [warning.filename for warning in issued] == [__file__]
 
 
-@pytest.mark.parametrize("name", REFUSED_BEFORE_TRAINING)
-def test_leads_to_the_refusal_of_the_new_name_when_training_starts(name: str) -> None:
-    value, field = REFUSED_BEFORE_TRAINING[name]
-    args = TrainingArguments("out", max_steps=1, **{name: value})
-    with pytest.raises(ConfigError) as error:
-        resolve(args, Facts(World(), 10))
-    assert [p.field for p in error.value.problems] == [field]
+@pytest.mark.parametrize("name", OF_LOADERS)
+def test_options_of_loaders_go_into_their_group(name: str) -> None:
+    args = TrainingArguments("out", **{name: True})
+    assert getattr(args.accelerator_config, name) is True

@@ -218,6 +218,6 @@ def test_names_of_habit_are_answered_with_the_right_one(habit: str, name: str) -
         TrainingArguments(**{habit: 1})
 
 
-def test_what_is_not_built_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"liger_kernel_config=.*is not built yet; leave it out"):
-        TrainingArguments(liger_kernel_config={"rope": True})
+def test_what_is_refused_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"trackio_static_space_id=.*trackio.freeze"):
+        TrainingArguments(trackio_static_space_id="a/b")

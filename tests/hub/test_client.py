@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.hub.server import READER, Fault, Hub
 
+from windlass.hub import client as module
 from windlass.hub.client import HubClient, HubError
 
 
@@ -40,6 +42,49 @@ def test_no_hub_at_all(hub: Hub, token: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(HubError, match="cannot open") as error:
         HubClient("run", token).open()
     assert error.value.passing
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The client waits half a second for an answer."""
+    from huggingface_hub.utils import _http as library
+
+    library.set_client_factory(library.default_client_factory)
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    yield
+    library.set_client_factory(library.default_client_factory)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hub_that_never_answers_is_not_waited_for(hub: Hub, token: str, tmp_path: Path) -> None:
+    """The package itself sets no limit, so one lost answer would hold back all later uploads of a run."""
+    hub.faults = [Fault("POST /api/repos/create", stall=20.0)]
+    with pytest.raises(HubError, match="Timeout") as error:
+        HubClient("run", token).open()
+    assert error.value.passing
+    hub.faults = [Fault("PUT /lfs/", stall=20.0)]
+    client = HubClient("run", token)
+    client.open()
+    (tmp_path / "w").write_bytes(b"w" * 9000)
+    client.commit({"w.safetensors": tmp_path / "w"}, "after a second attempt")
+    assert client.names() == ["w.safetensors"]
+
+
+def test_a_script_may_make_the_http_client_itself(hub: Hub, token: str) -> None:
+    from huggingface_hub.utils import _http as library
+
+    made = []
+
+    def factory() -> object:
+        made.append(library.default_client_factory())
+        return made[-1]
+
+    library.set_client_factory(factory)
+    try:
+        HubClient("run", token).open()
+        assert made[-1].timeout.read is None
+    finally:
+        library.set_client_factory(library.default_client_factory)
 
 
 def test_files_come_back_as_they_were(hub: Hub, token: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def check_whole(hub: Hub, tree: dict[str, str]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the client itself waits a second or more after most faults
 def test_two_hundred_faults(
     hub: Hub, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

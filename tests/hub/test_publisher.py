@@ -109,6 +109,19 @@ def test_no_network_is_one_error_with_both_ways_out(
     assert [problem.field for problem in error.value.problems] == ["push_to_hub"]
 
 
+@pytest.mark.parametrize("status", [500, 429])
+def test_a_hub_in_trouble_is_not_the_fault_of_a_setting(
+    hub: Hub, token: str, tmp_path: Path, status: int
+) -> None:
+    hub.faults = [
+        Fault("/auth-check", status=status, times=99),
+        Fault("POST /api/repos/create", status=status, times=99),
+    ]
+    with pytest.raises(ConfigError, match=f"{status}.*push_to_hub=False.*windlass checkpoint push") as error:
+        Publisher(HubSettings("run", token), tmp_path).open()
+    assert [problem.field for problem in error.value.problems] == ["push_to_hub"]
+
+
 def test_what_was_not_uploaded_is_listed(
     hub: Hub, token: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,9 +21,9 @@ FLOORS = [
     {
         # what scripts import by the names of their old library
         "launchers", "utils",
-        "big_modeling", "commands", "data_loader", "hooks", "hyperparameter_search", "inference", "integrations",
-        "local_sgd", "logging", "optimization", "optimizer", "parallelism_config", "scheduler", "state", "test_utils",
-        "tracking", "trainer_callback", "trainer_jit_checkpoint", "trainer_optimizer", "trainer_pt_utils",
+        "big_modeling", "commands", "data_loader", "debug_utils", "hooks", "hyperparameter_search", "inference",
+        "integrations", "local_sgd", "logging", "optimization", "optimizer", "parallelism_config", "scheduler", "state",
+        "test_utils", "tracking", "trainer_callback", "trainer_jit_checkpoint", "trainer_optimizer", "trainer_pt_utils",
         "trainer_seq2seq", "trainer_utils", "training_args", "training_args_seq2seq",
     },
     {"__main__"},

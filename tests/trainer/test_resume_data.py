@@ -19,6 +19,8 @@ from tests.trainer.resume_cases import (
     same_run,
     sample,
 )
+from tests.trainer.small import Net, arguments, rows
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from windlass import Trainer
@@ -104,3 +106,45 @@ def test_a_stream_goes_on_under_another_split(micro: int, accumulation: int, fol
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert resumed.model.seen == list(range(2 * UPDATE, SAMPLES))
     assert resumed.train_dataset.reads == SAMPLES - 2 * UPDATE
+
+
+class Restarted(Trainer):
+    """Notes the samples of each micro-batch."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.__dict__.setdefault("seen", []).append(inputs["x"].tolist())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class OwnLoader(Restarted):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=4)  # type: ignore[arg-type]
+
+
+class OneStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"), [(Restarted, rows(16)), (Restarted, OneStream()), (OwnLoader, rows(16))]
+)
+@pytest.mark.parametrize("step", [4, 6])
+def test_the_epoch_begins_again_if_that_is_asked_for(
+    tmp_path: Path, kind: type[Restarted], data: Any, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four updates are an epoch: the fourth is its end, and the sixth is in the second."""
+
+    def trained(**options: Any) -> Any:
+        resume = options.pop("resume", None)
+        args = arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=2, **options)
+        trainer = kind(Net(), args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 8
+        return trainer.__dict__["seen"]
+
+    whole = trained()
+    found = trained(resume=str(tmp_path / f"checkpoint-{step}"), ignore_data_skip=True)
+    assert found == whole[4 : 4 + len(found)]
+    assert len(found) == 8 - step
+    assert ("its first 2 update(s) come twice" in caplog.text) is (step == 6)

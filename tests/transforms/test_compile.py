@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -154,4 +155,63 @@ def test_a_memory_budget_keeps_fewer_activations_and_the_gradients() -> None:
 def test_what_cannot_be_is_refused(backend: str, mode: str | None, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         apply_compile(model(), CompilePlan(backend, mode))
+    assert message in str(caught.value)
+
+
+class Breaking(nn.Module):
+    """Its forward takes two graphs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        doubled = inputs * 2
+        torch._dynamo.graph_break()
+        return doubled + 1
+
+
+def test_a_full_graph_has_no_breaks() -> None:
+    inputs = torch.ones(3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        apply_compile(Breaking(), CompilePlan("eager", fullgraph=True))(inputs)
+    torch._dynamo.reset()  # graphs belong to the code of a forward, whoever compiled it
+    assert torch.equal(apply_compile(Breaking(), CompilePlan("eager"))(inputs), inputs * 2 + 1)
+
+
+def test_a_dynamic_graph_is_for_any_size() -> None:
+    compiled, counts = apply_compile(Deep(Block), CompilePlan("eager", dynamic=True)), CompileCounts()
+    with counts.counting():
+        for rows in (2, 3, 4, 5):
+            compiled(torch.randn(rows, 3))
+    assert (counts.graphs, counts.recompilations) == (1, 0)
+
+
+def test_options_reach_the_backend() -> None:
+    seen = []
+
+    @torch._dynamo.register_backend(name="windlass_noting")
+    def noting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], *, options: dict[str, int]) -> Any:
+        seen.append(options)
+        return graph.forward
+
+    apply_compile(model(), CompilePlan("windlass_noting", options={"level": 3}))(torch.randn(2, 3))
+    assert seen == [{"level": 3}]
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "message"),
+    [
+        (
+            {"max_autotun": True},
+            None,
+            "compile.options.max_autotun=True: inductor has no such option; did you mean",
+        ),
+        ({"max_autotune": "yes"}, None, "Unexpected type of attr max_autotune, got str should be bool"),
+        (
+            {"max_autotune": True},
+            "max-autotune",
+            "torch takes a mode or options, and the mode is 'max-autotune'",
+        ),
+    ],
+)
+def test_options_of_inductor_are_checked(options: dict[str, Any], mode: str | None, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_compile(model(), CompilePlan(mode=mode, options=options))
     assert message in str(caught.value)

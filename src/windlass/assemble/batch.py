@@ -22,21 +22,21 @@ def update_size(
     """
     size, note = _asked_size(args, world, saved)
     limits = [size.micro] if fits is None else [size.micro, fits]
-    if saved is not None and args.auto_find_batch_size and _continues(args, saved):
+    if saved is not None and args.auto_find_batch_size and _continues(args, world, saved):
         limits.append(saved.micro)
     return size.within(min(limits)), note
 
 
-def _continues(args: Any, saved: UpdateSize) -> bool:
+def _continues(args: Any, world: int, saved: UpdateSize) -> bool:
     """Return True if the arguments are those of the run that is resumed."""
-    asked = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    asked = args.train_batch_size_of(world), args.gradient_accumulation_steps
     return (saved.asked_micro or saved.micro, saved.asked) == asked
 
 
 def _asked_size(args: Any, world: int, saved: UpdateSize | None) -> tuple[UpdateSize, str | None]:
-    micro, asked = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    micro, asked = args.train_batch_size_of(world), args.gradient_accumulation_steps
     plain = UpdateSize(micro, asked, world, asked)
-    continued = saved if saved is not None and _continues(args, saved) else plain
+    continued = saved if saved is not None and _continues(args, world, saved) else plain
     samples = args.global_batch_size or continued.samples
     if samples == plain.samples:
         return plain, None
@@ -57,7 +57,7 @@ def _asked_size(args: Any, world: int, saved: UpdateSize | None) -> tuple[Update
 
 def objections(args: Any, world: int) -> list[Problem]:
     """Problems with `global_batch_size` in a job of `world` processes."""
-    wanted, micro = args.global_batch_size, args.per_device_train_batch_size
+    wanted, micro = args.global_batch_size, args.train_batch_size_of(world)
     if wanted is None:
         return []
     if wanted < 1 or wanted % (micro * world):

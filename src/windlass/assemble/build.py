@@ -112,7 +112,7 @@ def _executor(
 ) -> Executor:
     scaler = build_scaler(plan.precision, device)
     if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
-        return executor_for(device)(strategy, optimizer, device, scaler)
+        return executor_for(device)(strategy, optimizer, device, scaler, reduce_each=plan.dist.reduce_each)
     name = type(optimizer).__name__
     if device.type == "xla":
         fix = "it updates in the backward, where PyTorch/XLA frees no memory: use adamw_torch or adafactor"
@@ -123,6 +123,11 @@ def _executor(
             "it as optimizers=(optimizer, None)"
         )
         raise ConfigError(Problem("optimizers", name, fix))
+    if plan.dist.reduce_each:
+        fix = f"{name} updates in the backward, once per update; leave it out"
+        raise ConfigError(
+            Problem("accelerator_config.gradient_accumulation_kwargs.sync_each_batch", True, fix)
+        )
     if plan.stability.max_grad_norm is None:
         _log.warning(
             "%s updates in the backward: gradients are not clipped. Set max_grad_norm to clip them, with two backwards "

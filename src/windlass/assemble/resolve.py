@@ -12,7 +12,6 @@ from windlass.assemble import batch
 from windlass.assemble.batch import update_size
 from windlass.assemble.engine_values import engine_clipping, with_engine
 from windlass.assemble.facts import Facts
-from windlass.config import accelerator_config
 from windlass.config.parallel import (
     Parallel,
     from_arguments,
@@ -107,12 +106,17 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
-        stability=StabilityPlan(_clipping(args, fused, parallel.dist.zero), args.nonfinite_policy),
+        stability=StabilityPlan(
+            _clipping(args, fused, parallel.dist.zero), args.nonfinite_policy, bool(args.debug)
+        ),
         data=resolve_data(args),
         logging=resolve_cadence(args.logging_strategy, args.logging_steps, duration.steps),
         evaluation=resolve_cadence(args.eval_strategy, args.eval_steps or args.logging_steps, duration.steps),
         save=_save(args, duration.steps),
-        dist=with_engine(args, facts, parallel, duration.steps),
+        dist=replace(
+            with_engine(args, facts, parallel, duration.steps),
+            reduce_each=args.accelerator_config.sync_each_batch,
+        ),
         reports=ReportPlan(
             tokens=_text(args.include_num_input_tokens_seen),  # type: ignore[arg-type]
             memory=not args.skip_memory_metrics,
@@ -209,6 +213,11 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
     ),
     (
+        "liger_kernel_config",
+        lambda args, facts: bool(args.liger_kernel_config) and not args.use_liger_kernel,
+        "has no effect without use_liger_kernel=True; set it, or leave this out",
+    ),
+    (
         "auto_find_batch_size",
         lambda args, facts: args.auto_find_batch_size and "get_train_dataloader" in facts.overridden,
         "a loader of your own makes its batches itself, so they cannot be made smaller: give a train_dataset",
@@ -231,7 +240,6 @@ def _problems(args: Any, facts: Facts) -> Iterator[Problem]:
             fix = f"Windlass runs its own loop and would never call it; {instead}"
             yield Problem(name, "overridden", fix)
     yield from batch.objections(args, facts.world.size)
-    yield from accelerator_config.objections_before_training(args.accelerator_config)
 
 
 # --- sections of the plan -------------------------------------------------------------------------------------------
@@ -243,7 +251,9 @@ def _problems(args: Any, facts: Facts) -> Iterator[Problem]:
 def resolve_batch(args: Any, world: World) -> BatchPlan:
     """The batches of a loader, by the arguments alone."""
     size, _ = update_size(args, world.size)
-    return BatchPlan(size.micro, size.accumulation, world.size, world.rank, args.per_device_eval_batch_size)
+    return BatchPlan(
+        size.micro, size.accumulation, world.size, world.rank, args.eval_batch_size_of(world.size)
+    )
 
 
 def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
@@ -334,6 +344,8 @@ def resolve_data(args: Any) -> DataPlan:
         multiprocessing_context=args.dataloader_multiprocessing_context,
         in_order=args.dataloader_in_order,
         start_timeout=args.dataloader_start_timeout,
+        dispatch=bool(args.accelerator_config.dispatch_batches),
+        restart_epoch=bool(args.ignore_data_skip),
         drop_last=args.dataloader_drop_last,
         order=_text(args.train_sampling_strategy),  # type: ignore[arg-type]
         length_column=args.length_column_name,
@@ -370,13 +382,7 @@ def resolve_preemption(args: Any) -> PreemptionPlan:
 
 
 def resolve_evaluation(args: Any) -> EvaluationPlan:
-    """The plan of an evaluation, also of one without training.
-
-    Raises:
-        ConfigError: a request about loaders that cannot be honoured.
-    """
-    if problems := list(accelerator_config.objections_before_training(args.accelerator_config)):
-        raise ConfigError(problems)
+    """The plan of an evaluation, also of one without training."""
     return EvaluationPlan(
         loss_only=bool(args.prediction_loss_only),
         batch_metrics=bool(args.batch_eval_metrics),
@@ -395,6 +401,7 @@ def _transforms(args: Any, parallel: Parallel) -> TransformPlan:
     if on and budget is not None and compiled is not None:
         compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
+        liger=dict(args.liger_kernel_config or {}) if args.use_liger_kernel else None,
         recompute=on,
         recompute_options=options,
         compile=compiled,

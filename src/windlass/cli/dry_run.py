@@ -130,7 +130,7 @@ def _small(folder: str) -> dict[str, Any]:
 def _evaluate(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> float | None:
     if parts.evaluation is None:
         return None
-    batch = args.per_device_eval_batch_size
+    batch = args.eval_batch_size
     few = [parts.evaluation[index] for index in range(min(len(parts.evaluation), EVAL_BATCHES * batch))]
     began = _now()
     trainer.evaluate(few)

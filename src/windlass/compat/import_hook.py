@@ -39,7 +39,7 @@ MODULES = {
         f"transformers.{name}": f"windlass.{name}"
         for name in (
             "trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization",
-            "trainer_seq2seq", "training_args_seq2seq",
+            "trainer_seq2seq", "training_args_seq2seq", "debug_utils",
         )
     },
     "transformers.hf_argparser": "windlass",

@@ -14,22 +14,17 @@ from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.plugins import GradientAccumulationPlugin
-from windlass.config.sections.setting import rules_of, setting
+from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json
 
 
 @dataclass
 class AcceleratorConfig:
-    """How batches are distributed. What Windlass always does is accepted; what it never does is refused."""
+    """How batches are distributed. What Windlass always does is accepted."""
 
-    split_batches: bool = setting_of(
-        rows.SPLIT_BATCHES,
-        refused="is not built: set per_device_train_batch_size to the whole batch divided by the processes",
-    )
-    dispatch_batches: bool | None = setting_of(
-        rows.DISPATCH_BATCHES, refused="is not built: every process reads its own share of the data"
-    )
+    split_batches: bool = setting_of(rows.SPLIT_BATCHES)
+    dispatch_batches: bool | None = setting_of(rows.DISPATCH_BATCHES)
     even_batches: bool = setting_of(
         rows.EVEN_BATCHES,
         mapped="is never done: the last batch is distributed as it is, and no sample is repeated",
@@ -67,6 +62,27 @@ class AcceleratorConfig:
     def num_steps(self) -> int | None:
         return (self.gradient_accumulation_kwargs or {}).get("num_steps")
 
+    @property
+    def sync_each_batch(self) -> bool:
+        """Gradients are reduced after each micro-batch, and not once per update."""
+        return bool((self.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
+
+    def batch_size(self, field: str, size: int, world: int) -> int:
+        """Samples of one process's batch.
+
+        Args:
+            field, size: the argument and its value: of each process, or of all `world` together if batches are split.
+
+        Raises:
+            ConfigError: the processes do not divide it.
+        """
+        if not self.split_batches:
+            return size
+        if size % world:
+            fix = f"with split_batches=True it is the batch of all processes, and {world} do not divide it"
+            raise ConfigError(Problem(field, size, fix))
+        return size // world
+
 
 def read(value: Any) -> AcceleratorConfig:
     """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them.
@@ -90,34 +106,9 @@ def read(value: Any) -> AcceleratorConfig:
     return AcceleratorConfig(**given)
 
 
-# Trainers of other libraries switch it off themselves for the data that it does not suit, after the arguments exist.
-_CHECKED_BEFORE_TRAINING = ("dispatch_batches",)
-
-
 def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem]:
-    """What of `config` cannot be honoured, or contradicts `gradient_accumulation_steps`."""
-    yield from (p for name, p in _refused(config) if name not in _CHECKED_BEFORE_TRAINING)
-    yield from _accumulation(config.gradient_accumulation_kwargs or {}, accumulation)
-
-
-def objections_before_training(config: AcceleratorConfig) -> Iterator[Problem]:
-    """What cannot be honoured of those fields that may still change when the arguments are checked."""
-    yield from (p for name, p in _refused(config) if name in _CHECKED_BEFORE_TRAINING)
-
-
-def _refused(config: AcceleratorConfig) -> Iterator[tuple[str, Problem]]:
-    for name, rules in rules_of(AcceleratorConfig).items():
-        if rules.refused and getattr(config, name):
-            yield name, Problem(f"accelerator_config.{name}", True, rules.refused)
-
-
-_REFUSED_ACCUMULATION = {
-    "sync_each_batch": (True, "is not built: gradients are reduced once per update"),
-    "sync_with_dataloader": (False, "is not built: an epoch always ends with an update"),
-}
-
-
-def _accumulation(options: dict[str, Any], accumulation: int) -> Iterator[Problem]:
+    """What of `config` is wrong, or contradicts `gradient_accumulation_steps`."""
+    options = config.gradient_accumulation_kwargs or {}
     where = "accelerator_config.gradient_accumulation_kwargs"
     unknown = list(_unknown(where, options, GradientAccumulationPlugin))
     yield from unknown
@@ -126,9 +117,6 @@ def _accumulation(options: dict[str, Any], accumulation: int) -> Iterator[Proble
     plugin = GradientAccumulationPlugin(**options)
     wrong = list(plugin.objections())
     yield from (Problem(f"{where}.{p.field.partition('.')[2]}", p.value, p.fix) for p in wrong)
-    for name, (value, reason) in _REFUSED_ACCUMULATION.items():
-        if getattr(plugin, name) is value:
-            yield Problem(f"{where}.{name}", value, reason)
     if plugin.num_steps not in (None, accumulation) and not wrong:
         fix = f"contradicts gradient_accumulation_steps={accumulation}; give one of the two"
         yield Problem(f"{where}.num_steps", plugin.num_steps, fix)

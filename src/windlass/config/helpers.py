@@ -36,6 +36,7 @@ class Helpers:
     if TYPE_CHECKING:
         per_device_train_batch_size: int
         per_device_eval_batch_size: int
+        accelerator_config: Any
         use_cpu: bool
         ddp_timeout: int
         ddp_backend: str | None
@@ -81,12 +82,22 @@ class Helpers:
     @property
     def train_batch_size(self) -> int:
         """Samples per process in one forward and backward."""
-        return self.per_device_train_batch_size
+        return self.train_batch_size_of(self._world.size)
+
+    def train_batch_size_of(self, world: int) -> int:
+        """The same in a job of `world` processes, among which `split_batches` divides a batch."""
+        size, field = self.per_device_train_batch_size, "per_device_train_batch_size"
+        return int(self.accelerator_config.batch_size(field, size, world))
 
     @property
     def eval_batch_size(self) -> int:
         """Samples per process in one evaluation batch."""
-        return self.per_device_eval_batch_size
+        return self.eval_batch_size_of(self._world.size)
+
+    def eval_batch_size_of(self, world: int) -> int:
+        """The same in a job of `world` processes."""
+        size, field = self.per_device_eval_batch_size, "per_device_eval_batch_size"
+        return int(self.accelerator_config.batch_size(field, size, world))
 
     @property
     def ddp_timeout_delta(self) -> timedelta:

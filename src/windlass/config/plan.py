@@ -143,21 +143,30 @@ class CompilePlan:
         blocks: compile the repeated blocks, one graph for all, and not the whole model.
         memory_budget: share of the activations that the compiler keeps for the backward, in [0, 1]; it recomputes the
             others. None keeps what is fastest.
+        fullgraph: what does not fit into one graph is an error.
+        dynamic: the first graph is for any size; otherwise the compiler decides when a second size comes.
+        options: of the backend, in place of a mode.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     blocks: bool = False
     memory_budget: float | None = None
+    fullgraph: bool = False
+    dynamic: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
     """Transforms of the model, in the order of `transforms/apply.py`.
 
-    `neftune_alpha` is the scale of noise on the input embeddings while the run lasts.
+    Attributes:
+        liger: parts of the model -> use Liger's kernel for them; None replaces none, {} those of its default.
+        neftune_alpha: the scale of noise on the input embeddings while the run lasts.
     """
 
+    liger: dict[str, bool] | None = None
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile: CompilePlan | None = None
@@ -166,8 +175,17 @@ class TransformPlan:
 
 @dataclass(frozen=True, slots=True)
 class StabilityPlan:
+    """What keeps a run stable.
+
+    Attributes:
+        max_grad_norm: the norm to which gradients are clipped; None does not clip.
+        nonfinite: what happens if a loss or a norm is not finite.
+        watch_forwards: stop in the forward of the module in which a value becomes non-finite.
+    """
+
     max_grad_norm: float | None = 1.0
     nonfinite: NonFinitePolicy = "raise"
+    watch_forwards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +197,8 @@ class DataPlan:
         worker_timeout: seconds without a batch after which a worker is an error; 0 waits without a limit.
         start_timeout: seconds after which a forked worker that has not started is replaced.
         purpose: what the data is for, in messages.
+        dispatch: the main process alone reads streams, and sends the other ranks their batches.
+        restart_epoch: a resumed run begins its epoch again, instead of continuing at its position.
     """
 
     workers: int = 0
@@ -191,6 +211,8 @@ class DataPlan:
     worker_timeout: float = 0
     start_timeout: float = 30.0
     purpose: str = "training"
+    dispatch: bool = False
+    restart_epoch: bool = False
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"
@@ -355,6 +377,7 @@ class DistPlan:
     Attributes:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
+        reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
     """
 
     timeout_seconds: int = 1800
@@ -368,6 +391,7 @@ class DistPlan:
     comm_hook: Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "no"
     comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
     comm_options: dict[str, Any] = field(default_factory=dict)
+    reduce_each: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _LAYERWISE = "optimizers that update layer by layer are not built; adafactor kee
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
 _NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"
-_LIGER = "Liger kernels are not built yet; torch_compile=True fuses much of the same"
+_LIGER = "a run replaces parts of the model itself: set use_liger_kernel=True"
 _SIGNALS = "every run saves and leaves on the signals that preemption_signals names"
 _LOADERS = "one class reads prepared data, whatever it comes from; prepare the loader with Accelerator"
 _TESTS = "it is for the tests of that library itself; pytest.mark.skipif does the same"

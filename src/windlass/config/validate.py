@@ -16,7 +16,7 @@ from typing import Any
 
 from windlass.config import accelerator_config
 from windlass.config.canonical import normalise
-from windlass.config.enums import METRIC_DRIVEN
+from windlass.config.enums import METRIC_DRIVEN, DebugOption
 from windlass.config.json_document import read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
@@ -248,6 +248,13 @@ def _unbuilt_words(args: Any) -> Iterator[Problem]:
         yield Problem("optim", str(args.optim), f"{xla.NEEDED}; elsewhere use adamw_torch")
     for tracker, why in unbuilt_trackers(args.report_to):
         yield Problem("report_to", tracker, why)
+
+
+@_rule("debug")
+def _debugging_aids(args: Any) -> Iterator[Problem]:
+    if DebugOption.TPU_METRICS_DEBUG in args.debug:
+        fix = "print torch_xla.debug.metrics.metrics_report() in a callback's on_evaluate, and leave it out"
+        yield Problem("debug", str(DebugOption.TPU_METRICS_DEBUG), fix)
 
 
 @_rule("optim", "optim_target_modules")

@@ -97,8 +97,8 @@ def check_dispatched(marks: list[int], read_again: Callable[[], list[int]], gang
 _UNREPEATABLE = (
     "the ranks read different data from {}, and beginning it again returns other samples: it draws from a generator "
     "that is seeded differently on each rank, or it can be iterated only once. Seed it the same on every rank and in "
-    "every pass, and its samples are dealt to the ranks; or let the main process read for all (dispatch_batches=True, "
-    "in a loop of your own); or, to train on whatever each rank reads, hand in a loader of your own: override "
+    "every pass, and its samples are dealt to the ranks; or let the main process read for all "
+    "(dispatch_batches=True); or, to train on whatever each rank reads, hand in a loader of your own: override "
     "get_train_dataloader, or do not prepare it."
 )
 _SPLITS_ITSELF = (

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
 from windlass.data.agreed_stream import AgreedStream
-from windlass.data.batch_reader import DealtBatch, PassRequest
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.bookmark import belongs
+from windlass.data.dispatch import Dispatched
 from windlass.data.loader import Loader
 from windlass.data.same_stream import splits_itself
 from windlass.data.stream import SharedStream
@@ -23,7 +25,8 @@ class StreamLoader(Loader):
     """Reads a stream from any position, by its own state if that leads back to the same samples, else from its start.
 
     A stream that splits itself by rank (`agree` detects it) is not dealt again: every rank reads its own part, and
-    positions count that part's samples. `len(dataset)`, if there is one, is then the length of the part.
+    positions count that part's samples. `len(dataset)`, if there is one, is then the length of the part. If the plan
+    dispatches, the main process alone reads, and the ranks get its batches in turn.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class StreamLoader(Loader):
         super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike)
         self._gang, self._sizes = Gang(), [_size(dataset)]
         self._stream = self._opened(batch.world > 1 and splits_itself(dataset))
+        self._dispatched: Dispatched | None = None  # once the ranks have met
 
     def agree(self, gang: Gang, position: State | None = None) -> None:
         """Find out if the ranks read the same stream, or a part each. Collective; done once.
@@ -42,10 +46,14 @@ class StreamLoader(Loader):
 
         Raises:
             DataError: on all ranks: they read different samples that cannot be read again.
+            ConfigError: the main process is to read a stream for all that was split by node.
         """
         if gang.size == 1 or self._gang.size > 1:
             return
         self._gang = gang
+        if self.plan.dispatch:
+            self._dispatched = self._new_dispatched()
+            return
         self._stream = self._opened(self.own_parts or bool(position and position.get("parts", 1) > 1))
         if not position:
             place = self._place
@@ -66,6 +74,14 @@ class StreamLoader(Loader):
             stream.take_own_parts()
         stream.reseed(self.seed)
         return stream
+
+    def _new_dispatched(self) -> Dispatched:
+        if splits_itself(self.dataset):
+            fix = "the dataset was split by node, so the main process has only a part of it; pass the whole dataset"
+            raise ConfigError(Problem("accelerator_config.dispatch_batches", True, fix))
+        alone = self._shared(1, 0, may_be_empty=self.passes_alike)
+        alone.reseed(self.seed)
+        return Dispatched(alone, self._gang, split=False, drop_last=self.drop_last, stream=self._shared(1, 0))
 
     def _shared(self, world: int, rank: int, may_be_empty: bool = False) -> SharedStream:
         row = self.batch.micro * world
@@ -100,6 +116,8 @@ class StreamLoader(Loader):
         agreed = self._stream.agreed
         self._stream = self._opened(self.own_parts)
         self._stream.agreed = agreed
+        if self._dispatched is not None:
+            self._dispatched = self._new_dispatched()
 
     def state_dict(self) -> State:
         return super().state_dict() | self._parts() | {"bookmark": self._bookmark()}
@@ -125,8 +143,12 @@ class StreamLoader(Loader):
     def _parts(self) -> State:
         return {"parts": self.batch.world} if self.own_parts else {}
 
-    def _reader(self, update: int) -> AgreedStream:
-        return self._stream
+    @property
+    def must_go_in_step(self) -> bool:
+        return self._dispatched is not None
+
+    def _reader(self, update: int) -> BatchReader:
+        return self._dispatched or self._stream
 
     def _read(self, epoch: int, start: int, update: int, private: bool) -> Iterator[DealtBatch]:
         rows = super()._read(epoch, start, update, private)
@@ -158,6 +180,8 @@ class StreamLoader(Loader):
 
     def _reseed(self, seed: int) -> None:
         self._stream.reseed(seed)
+        if self._dispatched is not None:
+            self._dispatched.reseed(seed)
 
 
 def _size(dataset: Any) -> int | None:

@@ -106,11 +106,17 @@ class LoopHooks(Protocol):
 
 @dataclass(slots=True)
 class LoopOptions:
-    """`guard`: wait for each update's norm and refuse the update if it is not finite, instead of stopping the run."""
+    """Options of the loop.
+
+    Attributes:
+        guard: wait for each update's norm and refuse the update if it is not finite, instead of stopping the run.
+        restart_epoch: a resumed run reads the epoch from its first sample again.
+    """
 
     epochs: int
     max_grad_norm: float | None
     guard: bool
+    restart_epoch: bool = False
 
 
 class Loop:
@@ -339,6 +345,14 @@ class Loop:
 
     # --- state ------------------------------------------------------------------------------------------------------
 
+    def _restart_epoch(self) -> None:
+        if self._updates_in_epoch:
+            logger.warning(
+                "epoch %d begins again, as ignore_data_skip asks: the samples of its first %d update(s) come twice",
+                self._epoch, self._updates_in_epoch,
+            )  # fmt: skip
+        self._position, self._updates_in_epoch = {}, 0
+
     def state_dict(self) -> State:
         return {
             "epoch": self._epoch,
@@ -357,6 +371,8 @@ class Loop:
         own, self._own_position = self._own_position, None
         self._position, self._extra_epochs = state["position"] if own is None else own, state["extra_epochs"]
         self._hooks.control.should_epoch_stop = state["epoch_stopped"]
+        if self._options.restart_epoch and not self._data_spent:
+            self._restart_epoch()
         self._feed.restore(self._position)
         if (
             self._feed.groups_per_epoch != state["updates_per_epoch"]

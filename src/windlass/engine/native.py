@@ -31,6 +31,7 @@ class NativeExecutor:
         scaler: the fp16 loss scaler; by default one that does nothing.
         parameters: the parameters that are clipped and cleared; by default every parameter of the model that gets
             gradients, and all others of the optimizer.
+        reduce_each: reduce gradients over ranks after each micro-batch, and not once per update.
     """
 
     updates_in_backward = False
@@ -42,8 +43,9 @@ class NativeExecutor:
         device: torch.device,
         scaler: Scaler | None = None,
         parameters: list[nn.Parameter] | None = None,
+        reduce_each: bool = False,
     ) -> None:
-        self.strategy = strategy
+        self.strategy, self._reduce_each = strategy, reduce_each
         self.optimizer = optimizer
         self._scaler = scaler or UnitScaler(device)
         self._parameters = (
@@ -66,7 +68,7 @@ class NativeExecutor:
     # --- primitives -------------------------------------------------------------------------------------------------
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        return self.strategy.micro(last)
+        return self.strategy.micro(last or self._reduce_each)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""

@@ -19,6 +19,28 @@ from windlass.core.redact import redact_text
 _PASSING = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 
 
+PATIENCE = 60.0
+"""Seconds without a byte in either direction after which a request has failed."""
+
+
+def _limit_waits() -> None:
+    """Let requests of the package fail that the Hub never answers; by itself the package waits without a limit.
+
+    The limit holds for the whole process. A script that makes the package's HTTP client itself decides about it.
+    """
+    http: Any = require("huggingface_hub.utils._http", "publish on the Hub")
+    original = getattr(http, "default_client_factory", None)
+    if original is None or getattr(http, "_GLOBAL_CLIENT_FACTORY", None) is not original:
+        return
+
+    def factory() -> Any:
+        client = original()
+        client.timeout = PATIENCE
+        return client
+
+    http.set_client_factory(factory)
+
+
 def _reason(error: BaseException) -> str:
     """The kind of an error, and the last line of its text, in which the client puts the Hub's own words."""
     lines = str(error).strip().rstrip(".").splitlines()
@@ -52,6 +74,7 @@ class HubClient:
 
     def __init__(self, repository: str, token: str | None = None, revision: str | None = None) -> None:
         self._library: Any = require("huggingface_hub", "publish on the Hub")
+        _limit_waits()
         self._api: Any = self._library.HfApi(token=token)
         self._token, self._revision = token, revision
         self.repository = repository

@@ -211,7 +211,8 @@ def _problem(settings: HubSettings, error: HubError, field: str, value: str) -> 
     ways = {401: "Log in with `hf auth login`, or set HF_TOKEN", 403: "Give a token that may write there"}
     if error.status in ways:
         return Problem("hub_token", HIDDEN if settings.token else None, f"{error}. {ways[error.status]}")
-    if error.status is None and error.passing:
-        fix = f"{error}. Without a network set push_to_hub=False, and upload later with `windlass checkpoint push`"
+    if error.passing:
+        where = "Without a network" if error.status is None else "If the Hub stays in trouble"
+        fix = f"{error}. {where} set push_to_hub=False, and upload later with `windlass checkpoint push`"
         return Problem("push_to_hub", True, fix)
     return Problem(field, value, str(error))

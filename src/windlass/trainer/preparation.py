@@ -146,7 +146,8 @@ def _plan_run(
         facts: all but what depends on the loader and the checkpoint.
         fits: samples of the largest micro-batch that fits in memory, if an earlier attempt measured it.
     """
-    source = group_source(args, facts.world, gang, loader, saved_position(checkpoint))
+    position = None if args.ignore_data_skip else saved_position(checkpoint)
+    source = group_source(args, facts.world, gang, loader, position)
     saved_size = None if checkpoint is None else saved_update_size(checkpoint)
     size, note = update_size(args, gang.size, saved_size, fits)
     if size.asked_micro is not None and isinstance(source, Loader):

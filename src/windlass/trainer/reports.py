@@ -45,7 +45,8 @@ def evaluation_speed(
 ) -> dict[str, float]:
     """Runtime and throughput of an evaluation, and the memory of its stage unless `skip_memory_metrics`."""
     samples = output.num_samples
-    batches = math.ceil(samples / (args.per_device_eval_batch_size * session.world.size))
+    world = session.world.size
+    batches = math.ceil(samples / (args.eval_batch_size_of(world) * world))
     speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
     return speed if args.skip_memory_metrics else {**speed, **session.memory.report(stage, prefix)}
 

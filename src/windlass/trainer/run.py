@@ -49,6 +49,7 @@ from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart
 from windlass.trainer.services import Services
 from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.neftune import noisy_embeddings
+from windlass.transforms.overflow_watch import watching
 
 logger = get_logger(__name__)
 job_logger = get_job_logger(__name__)
@@ -125,11 +126,13 @@ class Run:
     def _new_loop(self, source: GroupSource, pad_token: int | None) -> Loop:
         plan, strategy = self._plan, self.executor.strategy
         accumulation = self._fitter.size.accumulation
-        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, strategy.sharded)
+        in_step = strategy.sharded or plan.dist.reduce_each
+        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, in_step)
         options = LoopOptions(
             epochs=plan.duration.epochs,
             max_grad_norm=plan.stability.max_grad_norm,
             guard=plan.stability.nonfinite != "raise",
+            restart_epoch=plan.data.restart_epoch,
         )
         watch = FiniteWatch(self._session.device)
         return Loop(
@@ -209,6 +212,7 @@ class Run:
                 telling_where(self._session.world, lambda: state.global_step),
                 self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
+                watching(self._files.model, self._plan.stability.watch_forwards),
             ):
                 started = Moment()
                 self._train(started)

@@ -278,7 +278,7 @@ class TrainerNames:
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
-            return len(dataloader) * self.args.per_device_train_batch_size * self._session.world.size
+            return len(dataloader) * self.args.train_batch_size * self._session.world.size
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Samples of one update: micro-batch, times accumulation, times ranks."""

@@ -1,5 +1,5 @@
-"""The transforms of a model in order: float8 converts layers, recomputation marks blocks, compilation traces through
-them.
+"""The transforms of a model in order: kernels replace parts, layers multiply in float8, blocks are recomputed,
+compilation traces through them.
 
 Wrappers for data parallelism follow, from the executor that owns them.
 """
@@ -11,6 +11,7 @@ from torch import nn
 from windlass.config.plan import Float8Plan, TransformPlan
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.float8 import apply_float8
+from windlass.transforms.liger import apply_liger
 from windlass.transforms.recompute import apply_recompute
 
 
@@ -23,6 +24,8 @@ def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan |
     Raises:
         ConfigError: a transform cannot be applied to this model.
     """
+    if plan.liger is not None:
+        apply_liger(model, plan.liger)
     if float8 is not None:
         apply_float8(model, float8)
     if plan.recompute:

@@ -40,11 +40,16 @@ def apply_compile(model: nn.Module, plan: CompilePlan) -> nn.Module:
 
 
 def _compile(module: nn.Module, plan: CompilePlan) -> None:
-    if type(module).__module__.startswith("torch.nn"):
-        # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.
-        compiled = torch.compile(_whole(module._call_impl), backend=plan.backend, mode=plan.mode)
-    else:
-        compiled = torch.compile(module._call_impl, backend=plan.backend, mode=plan.mode)
+    # Dynamo skips frames of torch's own modules: a bare `Sequential` would silently run uncompiled.
+    is_torchs = type(module).__module__.startswith("torch.nn")
+    compiled = torch.compile(
+        _whole(module._call_impl) if is_torchs else module._call_impl,
+        backend=plan.backend,
+        mode=plan.mode,
+        fullgraph=plan.fullgraph,
+        dynamic=plan.dynamic or None,  # False would compile for each size anew, until torch gives up
+        options=plan.options or None,
+    )
     module._compiled_call_impl = (
         compiled if plan.memory_budget is None else _budgeted(compiled, plan.memory_budget)
     )
@@ -80,6 +85,8 @@ def _check(plan: CompilePlan) -> None:
         hint = f"did you mean {near[0]!r}? " if near else ""
         fix = f"{hint}known backends: {', '.join(sorted(backends))}"
         raise ConfigError(Problem("torch_compile_backend", plan.backend, fix))
+    if plan.options:
+        _check_options(plan)
     if plan.mode is None:
         return
     if plan.backend != _INDUCTOR:
@@ -88,3 +95,22 @@ def _check(plan: CompilePlan) -> None:
     modes = list(torch._inductor.list_mode_options())
     if plan.mode not in modes:
         raise ConfigError(Problem("torch_compile_mode", plan.mode, f"known modes: {', '.join(modes)}"))
+
+
+def _check_options(plan: CompilePlan) -> None:
+    """Check the options of inductor. Other backends check their own when the first graph is compiled."""
+    if plan.mode is not None:
+        fix = f"torch takes a mode or options, and the mode is {plan.mode!r}; drop one of the two"
+        raise ConfigError(Problem("compile.options", plan.options, fix))
+    if plan.backend != _INDUCTOR:
+        return
+    known = set(torch._inductor.list_options())
+    for name, value in plan.options.items():
+        near = difflib.get_close_matches(name, known, n=1)
+        if name.replace("-", "_") not in known:
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(Problem(f"compile.options.{name}", value, f"inductor has no such option{hint}"))
+    try:
+        torch.compile(len, backend=plan.backend, options=plan.options)  # compiles nothing before it is called
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(Problem("compile.options", plan.options, str(error))) from error

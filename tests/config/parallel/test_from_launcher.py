@@ -63,10 +63,10 @@ def test_flags_of_the_real_accelerate_arrive() -> None:
         "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block,Head",
         "--fsdp_state_dict_type", "SHARDED_STATE_DICT", "--fsdp_forward_prefetch", "true",
         "--fsdp_backward_prefetch", "BACKWARD_PRE", "--fsdp_activation_checkpointing", "true",
-        "--dynamo_backend", "aot_eager",
+        "--dynamo_backend", "aot_eager", "--dynamo_use_fullgraph", "--dynamo_use_dynamic",
     )  # fmt: skip
     plan = planned(environ)
-    assert plan.compile == CompilePlan("aot_eager")
+    assert plan.compile == CompilePlan("aot_eager", fullgraph=True, dynamic=True)
     assert plan.dist.shard == ShardPlan(
         reshard=False, wrap="transformer", layers=("Block", "Head"), cpu_offload=True, param_dtype="bf16",
         reduce_dtype="fp32", forward_prefetch=1, recompute=True, state="sharded",
@@ -94,7 +94,6 @@ def test_variables_without_their_switch_are_not_read() -> None:
     ({"ACCELERATE_USE_SAGEMAKER": "true"}, "SageMaker"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "Transformer Engine"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_OPT_LEVEL": "O1"}, "MS-AMP"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"}, "USE_FULLGRAPH"),
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism"),
     ({"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "CHECKPOINTING_OFFLOAD"),
     ({"ACCELERATE_USE_CPU": "perhaps"}, "ACCELERATE_USE_CPU"),

@@ -78,6 +78,16 @@ def test_the_other_plugins() -> None:
     assert shard.replicas == 2
 
 
+def test_how_models_are_compiled() -> None:
+    plugin = TorchDynamoPlugin(
+        backend="eager", fullgraph=True, dynamic=True, options={"level": 3}, use_regional_compilation=True
+    )  # type: ignore[arg-type]
+    compiled = plan_parallel(from_plugins({"dynamo_plugin": plugin}), World()).compile
+    assert compiled == CompilePlan("eager", blocks=True, fullgraph=True, dynamic=True, options={"level": 3})
+    plugin.disable = True
+    assert plan_parallel(from_plugins({"dynamo_plugin": plugin}), World()).compile is None
+
+
 @pytest.mark.parametrize("name", ["deepspeed_plugins", "megatron_lm_plugin"])
 def test_engines_that_are_not_built_are_refused_by_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*not built"):
@@ -91,8 +101,8 @@ def test_engines_that_are_not_built_are_refused_by_argument(name: str) -> None:
         ("ddp_kwargs", DistributedDataParallelKwargs(bucket_cap_mb=0), "bucket_cap_mb"),
         ("ddp_kwargs", DistributedDataParallelKwargs(static_graph="perhaps"), "static_graph"),
         ("dynamo_plugin", TorchDynamoPlugin(mode="fast"), "mode"),
-        ("dynamo_plugin", TorchDynamoPlugin(fullgraph="yes"), "fullgraph"),
-        ("dynamo_plugin", TorchDynamoPlugin(dynamic=True), "dynamic"),
+        ("dynamo_plugin", TorchDynamoPlugin(fullgraph="perhaps"), "fullgraph"),
+        ("dynamo_plugin", TorchDynamoPlugin(options=3), "options"),
     ],
 )  # fmt: skip
 def test_settings_of_plugins_are_checked_by_the_table_and_reported_once(

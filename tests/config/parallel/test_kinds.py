@@ -35,6 +35,7 @@ class _ByValue(StrEnum):
         (kinds.words, ["A"], ("A",)),
         (kinds.options, "a=1,b=x", {"a": "1", "b": "x"}),
         (kinds.options, ["CUDA=0,1", "b=2"], {"CUDA": "0,1", "b": "2"}),
+        (kinds.plain_options, "a=1,b=true,c=max", {"a": 1, "b": True, "c": "max"}),
         (kinds.choice("full_shard"), _ByName.FULL_SHARD, "full_shard"),
         (kinds.choice("full_shard"), _ByValue.ANYTHING, "full_shard"),
         (kinds.choice("Full"), "fULL", "Full"),

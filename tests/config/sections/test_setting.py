@@ -23,7 +23,7 @@ class Mine(TrainingArguments):
 def test_rules_hold_for_a_field_that_a_subclass_declares_again() -> None:
     assert rules_of(Mine) == rules_of(TrainingArguments)
     assert rules_of(Mine)["save_steps"].bounds is STRIDE
-    for wrong in ({"save_steps": -1}, {"ignore_data_skip": True}):
+    for wrong in ({"save_steps": -1}, {"trackio_static_space_id": "a/b"}):
         with pytest.raises(ConfigError) as error:
             Mine("out", **wrong)
         assert [problem.field for problem in error.value.problems] == list(wrong)

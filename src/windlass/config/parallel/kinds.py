@@ -7,6 +7,7 @@ the setting unset, and accepts its own results.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
@@ -100,6 +101,18 @@ def options(raw: Any) -> dict[str, Any]:
             raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is not a pair")
         found[key.strip()] = value.strip()
     return found
+
+
+def plain_options(raw: Any) -> dict[str, Any]:
+    """As `options`, and text is read as JSON if it is: numbers and truth values keep their types."""
+    return {key: _plain(value) if isinstance(value, str) else value for key, value in options(raw).items()}
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _spellings(raw: Any) -> tuple[Any, ...]:

@@ -240,9 +240,16 @@ def _precision(settings: Settings) -> PrecisionPlan:
 
 def _compiled(settings: Settings) -> CompilePlan | None:
     backend, mode = settings.value(rows.COMPILE_BACKEND), settings.value(rows.COMPILE_MODE)
-    if backend == "no":
+    if backend == "no" or settings.value(rows.COMPILE_DISABLED):
         return None
-    return CompilePlan(backend, None if mode == "default" else mode, settings.value(rows.COMPILE_BLOCKS))
+    return CompilePlan(
+        backend,
+        None if mode == "default" else mode,
+        settings.value(rows.COMPILE_BLOCKS),
+        fullgraph=settings.value(rows.COMPILE_FULLGRAPH),
+        dynamic=settings.value(rows.COMPILE_DYNAMIC),
+        options=settings.value(rows.COMPILE_OPTIONS),
+    )
 
 
 def _dist(settings: Settings, world: World) -> DistPlan:

@@ -46,7 +46,10 @@ ADJUST_SCHEDULER = _loop(
 )
 SYNC_AT_END = _loop("sync_with_dataloader", kinds.flag, True, "The end of a loader completes an update.")
 SYNC_EACH_BATCH = _loop(
-    "sync_each_batch", kinds.flag, False, "Reduce gradients after each micro-batch: less memory, more time."
+    "sync_each_batch",
+    kinds.flag,
+    False,
+    "Reduce gradients after each micro-batch: less memory under FSDP, more time. Under DeepSpeed its stage decides it.",
 )
 LOOP = (
     SPLIT_BATCHES, DISPATCH_BATCHES, EVEN_BATCHES, SEEDABLE_SAMPLER, DATA_SEED, NON_BLOCKING, STATEFUL,

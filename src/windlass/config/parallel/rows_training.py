@@ -340,18 +340,17 @@ COMPILE_BLOCKS = _compile(
     "blocks", kinds.flag, False, "Compile the repeated blocks, one graph for all, and not the whole model.",
     "use_regional_compilation", fields=("torch_compile_blocks",), written=False,
 )  # fmt: skip
-_NOT_COMPILED = "is not built yet; dynamo_backend compiles with graph breaks allowed"
+COMPILE_FULLGRAPH = _compile(
+    "fullgraph", kinds.flag, False, "An operation that the compiler cannot put into one graph is an error.",
+    "use_fullgraph", "fullgraph", written=False,
+)  # fmt: skip
+COMPILE_DYNAMIC = _compile(
+    "dynamic", kinds.flag, False, "Compile for any size from the first graph on. Otherwise from a second size on.",
+    "use_dynamic", "dynamic", written=False,
+)  # fmt: skip
+COMPILE_OPTIONS = _compile("options", kinds.plain_options, {}, "Options of the backend, in place of a mode.")
+COMPILE_DISABLED = _compile("disable", kinds.flag, False, "Do not compile.", written=False)
 COMPILE = (
-    COMPILE_BACKEND,
-    COMPILE_MODE,
-    COMPILE_BLOCKS,
-    *(
-        _compile(words[0], read, None, what, *words, written="False", refused=_NOT_COMPILED)
-        for words, read, what in (
-            (("use_fullgraph", "fullgraph"), kinds.flag, "Refuse graph breaks."),
-            (("use_dynamic", "dynamic"), kinds.flag, "Compile for dynamic shapes."),
-            (("options",), kinds.anything, "Options of the backend."),
-            (("disable",), kinds.flag, "Disable compilation."),
-        )
-    ),
-)
+    COMPILE_BACKEND, COMPILE_MODE, COMPILE_BLOCKS, COMPILE_FULLGRAPH, COMPILE_DYNAMIC, COMPILE_OPTIONS,
+    COMPILE_DISABLED,
+)  # fmt: skip

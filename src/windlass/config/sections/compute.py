@@ -50,12 +50,10 @@ class ComputeSection:
 
     # --- kernels ---
     use_liger_kernel: bool = setting(
-        False,
-        "Replace parts of the model by Liger kernels.",
-        refused="is not built yet; torch_compile=True fuses many of the same operations",
+        False, "On GPUs replace parts of the model by Liger's kernels (package liger_kernel)."
     )
     liger_kernel_config: dict[str, bool] | None = setting(
-        None, "Which Liger kernels.", document=True, refused="needs use_liger_kernel, which is not built yet"
+        None, "Which of Liger's kernels; by default those that it chooses for the model.", document=True
     )
 
     # --- memory ---

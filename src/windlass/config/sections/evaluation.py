@@ -27,7 +27,8 @@ class EvaluationSection:
     eval_use_gather_object: bool = setting(
         False,
         "Gather nested Python objects from all processes.",
-        refused="is not built yet; tensors in nested tuples, lists and dicts are gathered",
+        mapped="is always so: tensors, arrays and numbers in nested tuples, lists and dicts are gathered; "
+        "with eval_do_concat_batches=False batches stay apart",
     )
     eval_accumulation_steps: int | None = setting(
         None, "Batches after which predictions are moved to host memory.", bounds=at_least(1)

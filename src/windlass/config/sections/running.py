@@ -80,9 +80,8 @@ class RunningSection:
     # --- debugging ---
     debug: str | list[DebugOption] = setting(
         "",
-        "Debugging aids: underflow_overflow.",
+        "underflow_overflow: stop in the first forward of a module whose weights or output are not finite. Slow.",
         per_rank=OWN_OUTPUT,
-        refused="is not built yet; nonfinite_policy reports the step and the samples of a non-finite loss",
     )
     skip_memory_metrics: bool = setting(True, "Do not report memory use in the metrics.")
 

@@ -63,7 +63,6 @@ class SavingSection:
     # --- resuming ---
     ignore_data_skip: bool = setting(
         False,
-        "Restart the data after a resume, instead of continuing where the checkpoint was.",
-        refused="is not built yet; a resumed run continues at its position in the data, or logs what it reads again",
+        "A resumed run begins its epoch again, instead of continuing in it where the checkpoint was.",
     )
     restore_callback_states_from_checkpoint: bool = setting(False, "Also restore the settings of callbacks.")
