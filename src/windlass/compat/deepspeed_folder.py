@@ -61,12 +61,13 @@ class DeepSpeedWeights(TensorSource):
         model_files = self._model_files()
         self._models = [self._content(file) for file in model_files]
         self._tensors: dict[str, tuple[Shaped, Sequence[_Run]]] = {}
+        self._same_memory: dict[str, str] = {}  # a name -> the first with the same stored tensor
         states = self._optimizer_states()
         if len(model_files) == 1 and not _is_divided(states):
             self._add_whole(model_files[0], states)
         else:
             self._add_divided(model_files, states)
-        shared = self._map(self._models[0].get("shared_params") or {}, "shared_params")
+        shared = {**self._same_memory, **self._map(self._models[0].get("shared_params") or {}, "shared_params")}
         self.aliases = {
             name: kept for name, kept in shared.items() if name != kept and kept in self._tensors
         }
@@ -150,9 +151,12 @@ class DeepSpeedWeights(TensorSource):
 
     def _add_whole(self, file: TorchFile, states: Sequence[tuple[TorchFile, Mapping[str, Any]]]) -> None:
         """Up to stage 2: the values of the forwards, and in their place the fp32 ones of the groups."""
+        first: dict[StoredTensor, str] = {}
         for name, tensor in self._map(self._models[0].get("module"), "module").items():
             if isinstance(tensor, StoredTensor):
                 self._add_stored(name, tensor, file)
+                if tensor.nbytes:
+                    self._same_memory[name] = first.setdefault(tensor, name)
         if not states:
             return
         groups = [self._flat(file, state, "single_partition_of_fp32_groups") for file, state in states]
