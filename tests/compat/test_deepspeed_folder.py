@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,9 +76,9 @@ def test_a_model_is_loaded_and_a_file_exported(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def damaged(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+def damaged(folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     shutil.copytree(folder / f"stage{request.param}", tmp_path / "half")
-    yield tmp_path / "half"
+    return tmp_path / "half"
 
 
 def flip_storages(path: Path) -> None:
@@ -102,7 +101,7 @@ def test_half_folders_are_refused_by_name(damaged: Path) -> None:
     with pytest.raises(CheckpointError, match="2 ranks wrote it, and there are optimizer states of 1"):
         read(damaged)
     second.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match="zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+    with pytest.raises(CheckpointError, match="zero_pp_rank_1_mp_rank_00_optim_states"):
         read(damaged)
     second.write_bytes(content)
     flip_storages(second)

@@ -75,15 +75,16 @@ def plan(seed: int, name: str) -> Plan:
 
     `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random; `kill-N-2` is the same cut short after what
     befalls its first two attempts. `operation-T-R-N` kills rank R of case T at its N-th file operation,
-    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N. Before each there may be the name
-    of a set of cases: `zero_kill-N`.
+    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N. Each may begin with the name of
+    a set of cases: `zero_kill-N`.
     """
     group, *numbers = name.split("-")
     own, _, group = group.rpartition("_")
     trials = SETS[own or "standard"]
     if group in _GROUPS:
         whole = _random_plan(seed, f"{group}-{numbers[0]}", int(numbers[0]), group, trials)
-        return replace(whole, name=name).cut(int(numbers[1])) if numbers[1:] else whole
+        named = replace(whole, name=name)
+        return named.cut(int(numbers[1])) if numbers[1:] else named
     chosen, rank, number = trials[int(numbers[0])], int(numbers[1]), int(numbers[2])
     kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
     world = max(chosen.worlds)

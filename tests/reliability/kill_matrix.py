@@ -84,7 +84,9 @@ class Matrix:
             self.make([f"{self._prefix}kill-{n}" for n in wave], say)
 
     def kills(self) -> int:
-        return sum(len(told["struck"]) for told in self.results if told["name"].startswith(f"{self._prefix}kill-"))
+        return sum(
+            len(told["struck"]) for told in self.results if told["name"].startswith(f"{self._prefix}kill-")
+        )
 
     def every(self, case: str) -> None:
         """Strike a case at every update and every file operation."""
@@ -119,7 +121,7 @@ def make_history(place: Path, seed: int, name: str) -> dict[str, Any]:
 
 
 def load_operations() -> None:
-    """Load what DeepSpeed compiles for CPUs, so that ranks need not: a kill within leaves a lock that others wait for."""
+    """Load what DeepSpeed compiles for CPUs, so that ranks need not: one killed there leaves a lock behind."""
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
     ShareMemCommBuilder().load(verbose=False)

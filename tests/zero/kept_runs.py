@@ -1,5 +1,5 @@
-"""Run by `windlass launch`: runs under ZeRO and without DeepSpeed that keep the best model, stop early, roll back, or save
-in the background; what they came to, as JSON.
+"""Run by `windlass launch`: runs under ZeRO and without DeepSpeed that keep the best model, stop early, roll back, or
+save in the background; what they came to, as JSON.
 
 Args: folder, then words KIND:STAGE, with a stage of -1 for none.
 """
@@ -28,16 +28,20 @@ def build(kind: str, folder: Path, stage: int) -> Trainer:
     }  # fmt: skip
     data, callbacks = rows(50), []
     if kind == "best":  # by a metric that gets worse from the first evaluation on
-        settings |= {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"}
+        settings |= {
+            "load_best_model_at_end": True,
+            "greater_is_better": True,
+            "metric_for_best_model": "loss",
+        }
         settings |= {"save_total_limit": 2}
         callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
     elif kind == "rollback":
-        settings |= {"nonfinite_policy": "rollback", "seed": 1}
+        settings |= {"nonfinite_policy": "rollback", "save_steps": 1}
         data[17]["x"] = data[17]["x"] * float("nan")
     else:
         settings |= {"eval_strategy": "no", "save_steps": 3}
-    made = Noting(Net(), arguments(folder, **settings), train_dataset=data, eval_dataset=rows(11, seed=1), callbacks=callbacks)  # fmt: skip
-    return made
+    args = arguments(folder, **settings)
+    return Noting(Net(), args, train_dataset=data, eval_dataset=rows(11, seed=1), callbacks=callbacks)
 
 
 def run(kind: str, folder: Path, stage: int) -> dict[str, Any]:

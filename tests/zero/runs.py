@@ -76,7 +76,9 @@ def twice(folder: Path, stage: int) -> dict[str, Any]:
     first = told(made)["loss"]
     evaluation = made.evaluate()["eval_loss"]
     assert made.optimizer is not None
-    assert {id(p) for group in made.optimizer.param_groups for p in group["params"]} <= set(map(id, made.model.parameters()))
+    assert {id(p) for group in made.optimizer.param_groups for p in group["params"]} <= set(
+        map(id, made.model.parameters())
+    )
     made.optimizer.state_dict()
     made.train()
     return {**told(made), "first": first, "between": evaluation, "evaluation": made.evaluate()["eval_loss"]}

@@ -50,7 +50,9 @@ def compared(kind: str, divided: tuple[Path, int], alone: Path) -> dict[str, Any
     for key in ("step", "kept"):
         assert found[key] == expected[key], key
     assert [row[:2] for row in found["log"]] == [row[:2] for row in expected["log"]]
-    assert [row[2] for row in found["log"]] == pytest.approx([row[2] for row in expected["log"]], abs=TOLERANCE)
+    assert [row[2] for row in found["log"]] == pytest.approx(
+        [row[2] for row in expected["log"]], abs=TOLERANCE
+    )
     assert found["best"][0] == pytest.approx(expected["best"][0], abs=TOLERANCE)
     assert found["best"][1:] == expected["best"][1:]
     ours, theirs = (

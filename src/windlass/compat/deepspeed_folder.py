@@ -34,7 +34,9 @@ LATEST = "latest"
 WHOLE, OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
-_OTHER_LAYOUT = re.compile(r"mp_rank_(?!00)\d+_.*|.*_mp_rank_(?!00)\d+_.*|layer_.*\.pt|.*expert.*\.pt|expp_.*\.pt")
+_OTHER_LAYOUT = re.compile(
+    r"mp_rank_(?!00)\d+_.*|.*_mp_rank_(?!00)\d+_.*|layer_.*\.pt|.*expert.*\.pt|expp_.*\.pt"
+)
 _TAG = re.compile(r"[^/\\\0]{1,200}")
 
 
@@ -67,10 +69,11 @@ class DeepSpeedWeights(TensorSource):
             self._add_whole(model_files[0], states)
         else:
             self._add_divided(model_files, states)
-        shared = {**self._same_memory, **self._map(self._models[0].get("shared_params") or {}, "shared_params")}
-        self.aliases = {
-            name: kept for name, kept in shared.items() if name != kept and kept in self._tensors
+        shared = {
+            **self._same_memory,
+            **self._map(self._models[0].get("shared_params") or {}, "shared_params"),
         }
+        self.aliases = {name: kept for name, kept in shared.items() if name != kept and kept in self._tensors}
         for name in self.aliases:
             self._tensors.pop(name, None)
         super().__init__({name: shaped for name, (shaped, _) in self._tensors.items()})
@@ -169,7 +172,10 @@ class DeepSpeedWeights(TensorSource):
             self._add_group(group, paddings[number], runs)
 
     def _add_group(
-        self, group: Mapping[str, tuple[int, ...]], paddings: Any, runs: Sequence[tuple[TorchFile, StoredTensor]]
+        self,
+        group: Mapping[str, tuple[int, ...]],
+        paddings: Any,
+        runs: Sequence[tuple[TorchFile, StoredTensor]],
     ) -> None:
         """Parameters one behind another, in the flat tensors of all ranks one behind another."""
         if not isinstance(paddings, list) or len(paddings) != len(group):
@@ -200,7 +206,10 @@ class DeepSpeedWeights(TensorSource):
                 self._add_stored(name, module[name], model_files[0])
         frozen = self._map(self._models[0].get("frozen_param_shapes") or {}, "frozen_param_shapes")
         for name, shape in frozen.items():
-            parts = [self._map(state.get("frozen_param_fragments"), "fragments").get(name) for state in self._models]
+            parts = [
+                self._map(state.get("frozen_param_fragments"), "fragments").get(name)
+                for state in self._models
+            ]
             self._add_pieces(name, self._shape(shape, name), [
                 (file, [(part, 0, math.prod(part.shape))])
                 for file, part in zip(model_files, parts, strict=True) if isinstance(part, StoredTensor)
@@ -210,11 +219,16 @@ class DeepSpeedWeights(TensorSource):
         for group in self._shapes():
             for name, shape in group.items():
                 length = -(-math.prod(shape) // len(states))
-                self._add_pieces(name, shape, [(file, _between(tensors, begin, length)) for file, tensors in flat])
+                self._add_pieces(
+                    name, shape, [(file, _between(tensors, begin, length)) for file, tensors in flat]
+                )
                 begin += length
 
     def _add_pieces(
-        self, name: str, shape: tuple[int, ...], ranks: Sequence[tuple[TorchFile, Sequence[tuple[StoredTensor, int, int]]]]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        ranks: Sequence[tuple[TorchFile, Sequence[tuple[StoredTensor, int, int]]]],
     ) -> None:
         """Add a tensor of which each rank has pieces (tensor, start, count), one behind another, with padding."""
         left, found = math.prod(shape), list[_Run]()
@@ -236,9 +250,7 @@ class DeepSpeedWeights(TensorSource):
 
     def _flat(self, file: TorchFile, state: Mapping[str, Any], key: str) -> list[StoredTensor]:
         found = state.get(key)
-        if not isinstance(found, list) or not all(
-            isinstance(tensor, StoredTensor) for tensor in found
-        ):
+        if not isinstance(found, list) or not all(isinstance(tensor, StoredTensor) for tensor in found):
             raise self._error(f"the optimizer states of a rank hold no {key}")
         return found
 
@@ -253,7 +265,9 @@ class DeepSpeedWeights(TensorSource):
         ]
 
     def _shape(self, shape: Any, name: str) -> tuple[int, ...]:
-        if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        if not isinstance(shape, tuple) or not all(
+            type(size) is int and 0 <= size < 1 << 62 for size in shape
+        ):
             raise self._error(f"the shape of {name[:100]!r} is malformed")
         return shape
 

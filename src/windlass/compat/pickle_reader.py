@@ -3,7 +3,7 @@
 An interpreter of opcodes that builds plain containers, numbers, text and descriptions of tensors, and nothing else. No
 name in the file is imported: those that `torch.save` writes for tensors, storages and ordered maps are mapped to
 functions of this module. Any other name, and any opcode that creates an object, is an error; or, where a reader needs
-only some values beside objects of another program, such an object is an `Unread`, which has neither a class nor content.
+only some values beside objects of another program, such an object is an `Unread`, without class or content.
 The allow-list consists of `_CALLS`, `_STORAGES`, `_DTYPES` and `_OPCODES`.
 
 Bytes, opcodes, depth and the size of whole numbers are bounded, and so is the size of the result as a tree: a small
@@ -382,7 +382,9 @@ def _parameter(machine: _Machine, data: Any, requires_grad: Any, hooks: Any) -> 
     return data
 
 
-def _with_attributes(machine: _Machine, function: Any, kind: Any, described: Any, attributes: Any) -> StoredTensor:
+def _with_attributes(
+    machine: _Machine, function: Any, kind: Any, described: Any, attributes: Any
+) -> StoredTensor:
     """A tensor that had attributes, which are not read. Its class is an object, so it is read where those may be."""
     if function != _Name("torch._utils", "_rebuild_tensor_v2") or not isinstance(kind, Unread):
         raise machine.error("a tensor is rebuilt by a function that is not known")

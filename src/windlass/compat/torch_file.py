@@ -31,7 +31,9 @@ from windlass.dist.sharded import Part
 
 _MAX_READ = 1 << 24  # of the container's directory: some 200,000 storages
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch before 1.6, pickled
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field come last
+_LOCAL_HEADER = struct.Struct(
+    "<26xHH"
+)  # of a member: the lengths of its name and of its extra field come last
 _BROKEN = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -63,7 +65,9 @@ class TorchFile:
             raise self._error(f"its zip container is damaged ({error})") from None
         self._entries = self._checked_entries(size)
         self._last: tuple[str, bytearray] | None = None
-        self._checked: dict[str, int] = {}  # storages whose checksums were compared -> where their bytes begin
+        self._checked: dict[
+            str, int
+        ] = {}  # storages whose checksums were compared -> where their bytes begin
         self.tree = self._read_tree()
 
     def _error(self, why: str) -> CheckpointError:
