@@ -1,4 +1,5 @@
-"""What training in two processes costs: a step by hand, by Windlass and by accelerate, replicated and sharded.
+"""What training in two processes costs: a step by hand, by Windlass and by accelerate, replicated, sharded, and under
+DeepSpeed, whose loop by hand calls its engine.
 
 Every contender is a pair of gloo processes, each on one thread and, where there are as many, on a core of its own. All
 train the same small language model on the same data with fused AdamW and clipping to norm 1.0, and read the loss every
@@ -22,10 +23,15 @@ from typing import Any
 from common import caption, facts, percentile, report, table
 
 HERE = Path(__file__).resolve().parent
-STRATEGIES = {"ddp": "replicated (DDP)", "fsdp": "sharded (FSDP2)"}
+STRATEGIES = {
+    "ddp": "replicated (DDP)",
+    "fsdp": "sharded (FSDP2)",
+    "zero1": "DeepSpeed (ZeRO-1)",
+    "zero3": "DeepSpeed (ZeRO-3)",
+}
 CONTENDERS = ("raw", "accelerator", "trainer", "accelerate")
 LABELS = {
-    "raw": "PyTorch, written by hand",
+    "raw": "written by hand",
     "accelerator": "windlass, `Accelerator`",
     "trainer": "windlass, `Trainer`",
     "accelerate": "accelerate",

@@ -1,4 +1,4 @@
-"""The contenders of `distributed.py`: one small language model, one dataset, four loops, two strategies.
+"""The contenders of `distributed.py`: one small language model, one dataset, four loops, four strategies.
 
 Started by it, once for each rank, as `distributed_contenders.py STRATEGY NAME STEPS`; answers each line on stdin with
 the stamps of one round (ns) on stdout.
@@ -93,8 +93,52 @@ def _spread(model: Model, strategy: str) -> nn.Module:
     return fully_shard(model)
 
 
+def _stage(strategy: str) -> int | None:
+    """The stage of ZeRO; None without DeepSpeed."""
+    return int(strategy.removeprefix("zero")) if strategy.startswith("zero") else None
+
+
+def _engine_config(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}, "gradient_clipping": CLIP}
+
+
+def _engine_loop(stage: int, model: Model, samples: Samples, steps: int) -> None:
+    """As DeepSpeed's documentation has it: its engine clips, and divides what PyTorch's optimizer updates."""
+    import deepspeed
+
+    config = {
+        **_engine_config(stage), "train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 1 << 62,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_optimizer(model), config=config, dist_init_required=False
+    )
+    sampler = DistributedSampler(samples)
+    loader, total, step, epoch = _loader(samples, sampler=sampler), torch.zeros(()), 0, 0
+    engine.train()
+    while step < steps:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for batch in loader:
+            loss = engine(**batch)["loss"]
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+            step += 1
+            if step % LOG_EVERY == 0:
+                print({"step": step, "loss": total.item() / LOG_EVERY})
+                total.zero_()
+            if step == steps:
+                break
+    engine.destroy()
+
+
 def raw(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     """The loop that a person would write, with clipping and a loss that is read when it is logged."""
+    stage = _stage(strategy)
+    if stage is not None:
+        _engine_loop(stage, model, samples, steps)
+        return
     spread = _spread(model, strategy)
     optimizer, sampler = _optimizer(spread), DistributedSampler(samples)
     loader, total, step, epoch = _loader(samples, sampler=sampler), torch.zeros(()), 0, 0
@@ -145,11 +189,24 @@ PLUGIN = {
 }  # fmt: skip
 
 
+def _accelerate_config(stage: int) -> dict[str, Any]:
+    return {
+        **_engine_config(stage), "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+
+
 def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> None:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
+    stage = _stage(strategy)
+    if stage is not None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of the round before
+        plugin = DeepSpeedPlugin(hf_ds_config=_accelerate_config(stage))
+        _user_loop(Accelerator(cpu=True, deepspeed_plugin=plugin), model, samples, steps)
+        return
     accelerator = Accelerator(cpu=True)
     if strategy == "fsdp":
         # On processors it leaves the plugin aside without a word and replicates; its state has to be told.
@@ -162,10 +219,16 @@ def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> Non
 
 def accelerator(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     from windlass import Accelerator
-    from windlass.config.plugins import FullyShardedDataParallelPlugin
+    from windlass.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(**PLUGIN) if strategy == "fsdp" else None
-    _user_loop(Accelerator(cpu=True, fsdp_plugin=plugin), model, samples, steps)
+    stage = _stage(strategy)
+    made = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(**PLUGIN) if strategy == "fsdp" else None,
+        deepspeed_plugin=None if stage is None else DeepSpeedPlugin(hf_ds_config=_engine_config(stage)),
+    )
+    _user_loop(made, model, samples, steps)
+    made.free_memory()
 
 
 def trainer(strategy: str, model: Model, samples: Samples, steps: int) -> None:
@@ -176,6 +239,9 @@ def trainer(strategy: str, model: Model, samples: Samples, steps: int) -> None:
         sharding = {
             "fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}
         }  # fmt: skip
+    stage = _stage(strategy)
+    if stage is not None:
+        sharding = {"deepspeed": _engine_config(stage)}
     with tempfile.TemporaryDirectory() as folder:
         arguments = windlass.TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE,
@@ -202,7 +268,9 @@ def _round(strategy: str, name: str, samples: Samples, steps: int) -> Stamps:
 
 def main() -> None:
     strategy, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+    needed = [PACKAGES[name]] if name in PACKAGES else []
+    needed += ["deepspeed"] if _stage(strategy) is not None else []
+    if any(importlib.util.find_spec(package) is None for package in needed):
         print(json.dumps("missing"), flush=True)
         return
     rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))

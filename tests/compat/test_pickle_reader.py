@@ -200,3 +200,19 @@ def _value_or_error(body: Callable[[], Any]) -> None:
     """Any other error than this one would end the test."""
     with contextlib.suppress(CheckpointError):
         body()
+
+
+def test_objects_are_left_unread_where_a_reader_allows_them() -> None:
+    """Neither their classes nor their functions are looked up, and values beside them are read."""
+    content = {
+        "plain": [1, 2],
+        "object": Plain(),
+        "called": Calls(os.putenv, WITNESS, "1"),
+        "kind": collections.deque,
+    }
+    got = read_pickle(pickle.dumps(content, protocol=2), "file.pt", {}, objects=True)
+    assert got["plain"] == [1, 2]
+    assert {key: got[key].name.rpartition(".")[2] for key in ("object", "called", "kind")} == {
+        "object": "Plain", "called": "putenv", "kind": "deque"
+    }  # fmt: skip
+    assert WITNESS not in os.environ

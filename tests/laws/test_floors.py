@@ -38,6 +38,7 @@ LOADED_BY_NAME = {
     ("windlass.checkpoint.foreign", "windlass.compat.accelerate_state"),
     ("windlass.config.helpers", "windlass.compat.state"),
     ("windlass.checkpoint.foreign", "windlass.compat.transformers_checkpoint"),
+    ("windlass.checkpoint.stored", "windlass.compat.deepspeed_folder"),
     ("windlass.checkpoint.stored", "windlass.compat.torch_file"),
 }
 

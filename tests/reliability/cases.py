@@ -29,7 +29,7 @@ class Trial:
     Attributes:
         worlds: numbers of ranks that an attempt may have; more than one where the run changes it on its way.
         exact: whether a killed run ends with the bits of an uninterrupted one; otherwise with the same samples in the
-            same order and losses within 1e-6.
+            same order and losses within `tolerance`.
         remote: whether the output folder is a URL, and every attempt is made on a machine that has nothing yet.
         own_disks: whether each rank has a disk of its own.
         unfit: kinds of kill or fault that cannot meet the expectation here, and need not.
@@ -39,6 +39,7 @@ class Trial:
     case: Case
     worlds: tuple[int, ...] = (1,)
     exact: bool = True
+    tolerance: float = 1e-6
     remote: bool = False
     own_disks: bool = False
     unfit: frozenset[str] = field(default_factory=frozenset)
@@ -120,6 +121,20 @@ class Plain(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.seen += index.tolist()
         logits = self.head(torch.relu(self.body(x.double())))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+class Single(Plain):
+    """In fp32, as DeepSpeed's engine computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen += index.tolist()
+        logits = self.head(torch.relu(self.body(x)))
         return nn.functional.cross_entropy(logits, labels), logits
 
 
@@ -270,5 +285,48 @@ TRIALS = [
 ]  # fmt: skip
 
 
+def zero(stage: int, **changes: Any) -> dict[str, Any]:
+    return of_ranks(deepspeed={"zero_optimization": {"stage": stage}}, **changes)
+
+
+# These need DeepSpeed.
+ZERO_TRIALS = [
+    Trial("two ranks, ZeRO-1", Case(zero(1, **BY_EPOCHS), callbacks=own_callbacks), (2,)),
+    Trial("two ranks, ZeRO-3", Case(zero(3, **BY_EPOCHS), callbacks=own_callbacks), (2,)),
+    Trial(
+        "two ranks, ZeRO-1, the best",
+        Case(zero(1, **BEST, **BY_STEPS, save_steps=4, save_total_limit=1)),
+        (2,),
+        unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
+        "three ranks, ZeRO-3, the best",
+        Case(zero(3, **BEST, **BY_STEPS, save_total_limit=1), callbacks=own_callbacks),
+        (3,),
+        unfit=_NO_LOSS | {"damage"},
+    ),
+    Trial(
+        "two ranks, ZeRO-3, rolled back",
+        Case(zero(3, nonfinite_policy="rollback", save_steps=2, logging_steps=1), dataset=Poisoned),
+        (2,),
+        unfit=_OTHER_CHECKPOINTS,
+    ),
+    Trial(
+        "two ranks, ZeRO-2, saved while training waits", Case(zero(2, save_in_background=False, **BY_STEPS)), (2,)
+    ),
+    *(
+        Trial(
+            f"one, two and three ranks in turn, ZeRO-{stage}",
+            Case({**_ELASTIC, "deepspeed": {"zero_optimization": {"stage": stage}}}, model=Single),
+            (1, 2, 3),
+            exact=False,
+            tolerance=5e-6,
+        )
+        for stage in (1, 3)
+    ),
+]  # fmt: skip
+SETS = {"standard": TRIALS, "zero": ZERO_TRIALS}
+
+
 def trial(name: str) -> Trial:
-    return next(trial for trial in TRIALS if trial.name == name)
+    return next(trial for trials in SETS.values() for trial in trials if trial.name == name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.reliability.attempts import Ended, Strike, attempt
-from tests.reliability.cases import TRIALS, Trial, trial
+from tests.reliability.cases import SETS, Trial, trial
 from tests.reliability.dooms import (
     FAULTS,
     INTERRUPTS,
@@ -75,21 +75,25 @@ def plan(seed: int, name: str) -> Plan:
 
     `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random; `kill-N-2` is the same cut short after what
     befalls its first two attempts. `operation-T-R-N` kills rank R of case T at its N-th file operation,
-    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N.
+    `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N. Each may begin with the name of
+    a set of cases: `zero_kill-N`.
     """
     group, *numbers = name.split("-")
+    own, _, group = group.rpartition("_")
+    trials = SETS[own or "standard"]
     if group in _GROUPS:
-        whole = _random_plan(seed, f"{group}-{numbers[0]}", int(numbers[0]), group)
-        return replace(whole, name=name).cut(int(numbers[1])) if numbers[1:] else whole
-    chosen, rank, number = TRIALS[int(numbers[0])], int(numbers[1]), int(numbers[2])
+        whole = _random_plan(seed, f"{group}-{numbers[0]}", int(numbers[0]), group, trials)
+        named = replace(whole, name=name)
+        return named.cut(int(numbers[1])) if numbers[1:] else named
+    chosen, rank, number = trials[int(numbers[0])], int(numbers[1]), int(numbers[2])
     kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
     world = max(chosen.worlds)
     return Plan(name, chosen, (Doom(kind, 0.0, rank, number % 2 == 0, at=number),), (world, world))
 
 
-def _random_plan(seed: int, name: str, number: int, group: str) -> Plan:
+def _random_plan(seed: int, name: str, number: int, group: str, trials: Sequence[Trial]) -> Plan:
     chance = random.Random(f"{seed} {name}")
-    fit = [one for one in TRIALS if not _unfit(one).issuperset(_GROUPS[group])]
+    fit = [one for one in trials if not _unfit(one).issuperset(_GROUPS[group])]
     chosen = fit[number % len(fit)]
     unfit = _unfit(chosen)
     kinds = [kind for kind in _GROUPS[group] if kind not in unfit]
@@ -121,16 +125,21 @@ def _unfit(trial: Trial) -> frozenset[str]:
     return trial.unfit | {kind for kind, there in none_there.items() if not there}
 
 
-def exhaustive(number: int, clean: Path) -> list[str]:
-    """Names of histories that together strike case `number` of TRIALS at every update and every file operation."""
-    case, names = TRIALS[number], list[str]()
+def exhaustive(number: int, clean: Path, own: str = "standard") -> list[str]:
+    """Names of histories that together strike case `number` of a set at every update and every file operation."""
+    case, names = SETS[own][number], list[str]()
     for rank, end in enumerate(_ends(clean)):
         operations = range(1, end["counts"]["any"] + 1)
         names += [f"step-{number}-{rank}-{step}" for step in range(1, end["step"] + 1)]
         names += [f"operation-{number}-{rank}-{n}" for n in operations]
         if "failing disk" not in case.unfit:
             names += [f"refused-{number}-{rank}-{n}" for n in operations]
-    return names
+    return [f"{prefix_of(own)}{name}" for name in names]
+
+
+def prefix_of(own: str) -> str:
+    """What names of histories of a set of cases begin with."""
+    return "" if own == "standard" else f"{own}_"
 
 
 def clean_run(name: str, place: Path) -> None:
@@ -285,9 +294,9 @@ class History:
         assert _samples_by_step(self._place) == _samples_by_step(self._clean), "other samples"
         ours, theirs = ([row for row in self._rows(at) if "loss" in row] for at in (self._place, self._clean))
         assert [row["step"] for row in ours] == [row["step"] for row in theirs], "other steps were logged"
-        assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in theirs], abs=1e-6), (
-            "losses"
-        )
+        assert [row["loss"] for row in ours] == pytest.approx(
+            [row["loss"] for row in theirs], abs=self._plan.trial.tolerance
+        ), "losses"
 
 
 def _announced(place: Path, disks: int) -> int:

@@ -26,12 +26,21 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 from tests.reliability.attempts import preload
-from tests.reliability.cases import TRIALS, trial
-from tests.reliability.histories import CLEAN, KILLS_OF_A_HISTORY, History, clean_run, exhaustive, plan
+from tests.reliability.cases import SETS, trial
+from tests.reliability.histories import (
+    CLEAN,
+    KILLS_OF_A_HISTORY,
+    History,
+    clean_run,
+    exhaustive,
+    plan,
+    prefix_of,
+)
 from tests.reliability.table import write
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("one process", "an adapter")  # what they import between them is nearly all that the others do
+# Of each set, cases that import between them nearly all that the others do.
+PRELOADED = {"standard": ("one process", "an adapter"), "zero": ("one process", "two ranks, ZeRO-3")}
 
 
 class Matrix:
@@ -39,13 +48,16 @@ class Matrix:
 
     Args:
         jobs: how many histories go on at the same time.
+        own: the set of cases.
     """
 
-    def __init__(self, place: Path, seed: int, jobs: int) -> None:
-        self.place, self.seed = place, seed
+    def __init__(self, place: Path, seed: int, jobs: int, own: str = "standard") -> None:
+        self.place, self.seed, self._own, self._prefix = place, seed, own, prefix_of(own)
         self._results = place / "results.jsonl"
         place.mkdir(parents=True, exist_ok=True)
-        preload([trial(name) for name in PRELOADED], place)
+        preload([trial(name) for name in PRELOADED[own]], place)
+        if own == "zero":
+            load_operations()
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
         self.results: list[dict[str, Any]] = []
@@ -69,16 +81,18 @@ class Matrix:
         while (missing := kills - self.kills()) > 0:
             wave = range(number, number + max(2, -(-missing // (KILLS_OF_A_HISTORY - 1))))
             number = wave.stop
-            self.make([f"kill-{n}" for n in wave], say)
+            self.make([f"{self._prefix}kill-{n}" for n in wave], say)
 
     def kills(self) -> int:
-        return sum(len(told["struck"]) for told in self.results if told["name"].startswith("kill-"))
+        return sum(
+            len(told["struck"]) for told in self.results if told["name"].startswith(f"{self._prefix}kill-")
+        )
 
     def every(self, case: str) -> None:
         """Strike a case at every update and every file operation."""
         self.prepare([case])
-        number = [one.name for one in TRIALS].index(case)
-        self.make(exhaustive(number, self._clean(case)))
+        number = [one.name for one in SETS[self._own]].index(case)
+        self.make(exhaustive(number, self._clean(case), self._own))
 
     def make(self, names: Iterable[str], say: Any = print) -> None:
         """Make histories, given by their names; those that are done are not made again."""
@@ -106,6 +120,13 @@ def make_history(place: Path, seed: int, name: str) -> dict[str, Any]:
     return History(chosen, place / name, place / "clean" / chosen.trial.name.replace(" ", "-")).run()
 
 
+def load_operations() -> None:
+    """Load what DeepSpeed compiles for CPUs, so that ranks need not: one killed there leaves a lock behind."""
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    ShareMemCommBuilder().load(verbose=False)
+
+
 def code_hash() -> str:
     """Of everything that results depend on, so that those of other code are not mixed in."""
     digest = hashlib.sha256()
@@ -121,8 +142,8 @@ def memory() -> str | None:
 
 
 @contextlib.contextmanager
-def matrix_in(folder: Path, seed: int, jobs: int) -> Iterator[Matrix]:
-    matrix = Matrix(folder, seed, jobs)
+def matrix_in(folder: Path, seed: int, jobs: int, own: str = "standard") -> Iterator[Matrix]:
+    matrix = Matrix(folder, seed, jobs, own)
     try:
         yield matrix
     finally:
@@ -141,12 +162,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="page whose section 'kill matrix' gets the table")
     parser.add_argument("--only", help="one history, by its name")
-    parser.add_argument("--every", choices=[one.name for one in TRIALS], metavar="CASE")
+    parser.add_argument("--cases", choices=SETS, default="standard", help="zero: those of DeepSpeed")
+    parser.add_argument("--every", metavar="CASE", help="the name of a case")
     parser.add_argument("--folder", type=Path, help="where the runs lie")
     given = parser.parse_args(arguments)
     base = given.folder or Path(memory() or tempfile.gettempdir())
-    place = base / f"windlass-kill-matrix-{given.seed}-{code_hash()}"
-    with matrix_in(place, given.seed, given.jobs) as matrix:
+    if given.every and given.every not in {one.name for one in SETS[given.cases]}:
+        parser.error(f"--every: {given.every!r} is not a case of {given.cases}")
+    place = base / f"windlass-kill-matrix-{given.cases}-{given.seed}-{code_hash()}"
+    with matrix_in(place, given.seed, given.jobs, given.cases) as matrix:
         if given.only:
             return repeat(matrix, given.only)
         return everything(matrix, given)
@@ -167,18 +191,19 @@ def everything(matrix: Matrix, given: argparse.Namespace) -> int:
     if given.every:
         matrix.every(given.every)
     else:
-        matrix.prepare([one.name for one in TRIALS])
+        matrix.prepare([one.name for one in SETS[given.cases]])
+        before = prefix_of(given.cases)
         faults = given.kills // 5 if given.faults is None else given.faults
         interrupts = given.kills // 10 if given.interrupts is None else given.interrupts
         leaves = given.kills // 10 if given.leaves is None else given.leaves
-        matrix.make([f"fault-{number}" for number in range(faults)])
-        matrix.make([f"interrupt-{number}" for number in range(interrupts)])
-        matrix.make([f"leave-{number}" for number in range(leaves)])
+        matrix.make([f"{before}fault-{number}" for number in range(faults)])
+        matrix.make([f"{before}interrupt-{number}" for number in range(interrupts)])
+        matrix.make([f"{before}leave-{number}" for number in range(leaves)])
         matrix.until(given.kills)
     chosen = f'--every "{given.every}"' if given.every else f"--kills {given.kills}"
-    write(
-        matrix.results, f"python -m tests.reliability.kill_matrix {chosen} --seed {given.seed}", given.write
-    )
+    chosen += "" if given.cases == "standard" else f" --cases {given.cases}"
+    command = f"python -m tests.reliability.kill_matrix {chosen} --seed {given.seed}"
+    write(matrix.results, command, given.write, given.cases)
     failed = [told for told in matrix.results if told["problems"]]
     print(f"{len(matrix.results)} histories, {len(failed)} with problems, {time.monotonic() - started:.0f} s")
     if failed:

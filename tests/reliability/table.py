@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import caption, facts, rewrite, table
-from tests.reliability.cases import TRIALS
+from tests.reliability.cases import SETS, Trial
 from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES
 
-SECTION = "kill matrix"
+SECTIONS = {"standard": "kill matrix", "zero": "kill matrix of ZeRO"}
 _Results = Iterable[dict[str, Any]]
 
 
-def write(results: _Results, command: str, page: Path | None) -> None:
-    """Print the tables, and put them into the page's section where one is given."""
+def write(results: _Results, command: str, page: Path | None, own: str = "standard") -> None:
+    """Print the tables of a set of cases, and put them into the page's section where one is given."""
     told = list(results)
-    text = "\n\n".join([by_case(told), by_kind(told), caption(facts(), command)])
+    text = "\n\n".join([by_case(told, SETS[own]), by_kind(told), caption(facts(), command)])
     print(text)
     if page is not None:
-        rewrite(page, SECTION, text)
+        rewrite(page, SECTIONS[own], text)
 
 
-def by_case(results: _Results) -> str:
+def by_case(results: _Results, trials: Sequence[Trial]) -> str:
     """For each case: kills, leaves, faults, ends reached, checkpoints lost, ends that differ, other problems."""
     told = list(results)
-    rows = [_row(trial.name, [one for one in told if one["trial"] == trial.name]) for trial in TRIALS]
+    rows = [_row(trial.name, [one for one in told if one["trial"] == trial.name]) for trial in trials]
     return table(_HEAD, [*rows, _row("**all**", told)])
 
 

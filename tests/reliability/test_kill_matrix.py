@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from tests.reliability.cases import TRIALS, StepsAndScores, Trial
+from tests.reliability.cases import TRIALS, ZERO_TRIALS, StepsAndScores, Trial
 from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES, Doom
 from tests.reliability.histories import History, Plan, make_clean
 from tests.reliability.kill_matrix import Matrix, matrix_in, memory
@@ -17,6 +17,7 @@ from tests.trainer.resume_cases import Case
 
 from windlass import Trainer
 from windlass.checkpoint.store import Store
+from windlass.core.optional import is_available
 
 SEED = 0
 _KINDS = {"kill": KILLS, "interrupt": INTERRUPTS, "leave": LEAVES, "fault": FAULTS}
@@ -53,10 +54,31 @@ def test_every_case_ends_as_if_nothing_had_happened(matrix: Matrix, group: str) 
     check(matrix, group, _LONG[group])
 
 
-def check(matrix: Matrix, group: str, histories: list[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(
+    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+)
+def test_runs_under_deepspeed_end_as_if_nothing_had_happened() -> None:
+    """Each case is killed once or twice, or meets with a fault."""
+    with (
+        tempfile.TemporaryDirectory(dir=memory(), prefix="windlass-matrix-") as name,
+        matrix_in(Path(name), SEED, 2, "zero") as made,
+    ):
+        cases = range(len(ZERO_TRIALS))
+        make(made, [f"zero_kill-{number}-2" for number in cases])
+        make(made, [f"zero_fault-{number}" for number in cases[1::2]])
+        assert sum(len(told["struck"]) for told in made.results) >= len(ZERO_TRIALS)
+
+
+def make(matrix: Matrix, histories: list[str]) -> None:
     problems: list[str] = []
     matrix.make(histories, problems.append)
     assert not problems, "\n".join(problems)
+
+
+def check(matrix: Matrix, group: str, histories: list[str]) -> None:
+    make(matrix, histories)
     struck = {kind for told in matrix.results if told["name"] in histories for kind in told["struck"]}
     missing = set(_KINDS[group]) - struck
     assert len(missing) <= 1, f"{missing} did not strike"

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from windlass import Trainer, TrainerCallback, TrainingArguments
+from windlass.core.module_state import state_of
+from windlass.dist.flat import FlatParts
 
 SAMPLES = 36  # in updates of 8: five an epoch, the last one of 4
 
@@ -190,17 +192,20 @@ def killed_at_steps(folder: Path, case: Case, steps: Iterable[int]) -> Trainer:
 def bits(trainer: Trainer) -> str:
     """One hash over weights, buffers and the optimizer's state, as far as this rank holds them."""
     digest = hashlib.sha256()
-    for name, tensor in trainer.model.state_dict().items():
-        digest.update(name.encode() + local(tensor).numpy().tobytes())
+    for name, tensor in state_of(trainer.model).items():
+        digest.update(name.encode() + local(tensor).detach().numpy().tobytes())
     assert trainer.optimizer is not None
     for state in trainer.optimizer.state_dict()["state"].values():
         for name, value in sorted(state.items()):
-            digest.update(name.encode() + local(torch.as_tensor(value)).numpy().tobytes())
+            value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            digest.update(name.encode() + local(value).numpy().tobytes())
     return digest.hexdigest()
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
+    if isinstance(tensor, FlatParts):
+        return tensor.mine
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

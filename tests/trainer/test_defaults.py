@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.dist.launch import launch
+from tests.trainer.small import arguments
+
+from windlass import Trainer
+from windlass.core.errors import ConfigError
 
 
 @pytest.mark.dist
@@ -15,3 +20,24 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path
     assert said[0] == said[1]
     assert "output_dir=" in said[0]
     assert "can't be written" in said[0]
+
+
+def test_objects_beside_the_same_section_of_deepspeeds_configuration_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    config = {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    }
+    args = arguments(tmp_path, deepspeed=config)
+    with pytest.raises(ConfigError) as refused:
+        Trainer(model, args, optimizers=(optimizer, schedule))
+    text = str(refused.value)
+    assert "deepspeed.optimizer.type='AdamW': contradicts optimizers[0]=SGD of the Trainer" in text
+    assert "deepspeed.scheduler.type='WarmupLR': contradicts optimizers[1]=ConstantLR of the Trainer" in text
+    with pytest.raises(ConfigError, match=r"contradicts optimizer_cls_and_kwargs=SGD of the Trainer"):
+        Trainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
+    del config["optimizer"], config["scheduler"]
+    Trainer(model, arguments(tmp_path, deepspeed=config), optimizers=(optimizer, schedule))

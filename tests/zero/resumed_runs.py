@@ -20,6 +20,7 @@ def main() -> None:
         make = language_trainer if stage.endswith("b") else trainer
         made = make(folder / name, int(stage.rstrip("b")), int(steps), **saving)
         made.train(resume_from_checkpoint=bool(resume))
+        made.save_model()
 
 
 if __name__ == "__main__":

@@ -69,12 +69,32 @@ def told(made: Trainer) -> dict[str, Any]:
     return {key: [row[key] for row in rows] for key in ("loss", "grad_norm", "learning_rate")}
 
 
+def twice(folder: Path, stage: int) -> dict[str, Any]:
+    """A trainer that trains two times, which continues with the optimizer's state."""
+    made = trainer(folder, stage, steps=4)
+    made.train()
+    first = told(made)["loss"]
+    evaluation = made.evaluate()["eval_loss"]
+    assert made.optimizer is not None
+    assert {id(p) for group in made.optimizer.param_groups for p in group["params"]} <= set(
+        map(id, made.model.parameters())
+    )
+    made.optimizer.state_dict()
+    made.train()
+    return {**told(made), "first": first, "between": evaluation, "evaluation": made.evaluate()["eval_loss"]}
+
+
 def main() -> None:
-    folder, stages = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
-    for stage in stages:
-        made = trainer(folder / f"stage{stage}", stage)
-        made.train()
-        found = {**told(made), "evaluation": made.evaluate()["eval_loss"]}
+    """Words are stages; of a run that trains twice, with "twice" after the number."""
+    folder = Path(sys.argv[1])
+    for stage in sys.argv[2:]:
+        place = folder / f"stage{stage}"
+        if stage.endswith("twice"):
+            found = twice(place, int(stage.removesuffix("twice")))
+        else:
+            made = trainer(place, int(stage))
+            made.train()
+            found = {**told(made), "evaluation": made.evaluate()["eval_loss"]}
         if RANK == 0:
             (folder / f"stage{stage}.json").write_text(json.dumps(found))
 

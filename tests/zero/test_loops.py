@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.dist.launch import launch, run_script
 from tests.zero import loop_ranks
 
+from windlass import Accelerator
+from windlass.core.errors import ConfigError
 from windlass.core.optional import is_available
+from windlass.utils import DeepSpeedPlugin
 
 SCRIPT = Path(loop_ranks.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -41,3 +45,13 @@ def test_a_loop_equals_one_process(kind: str, alone: dict[str, Any], tmp_path: P
     assert found["weights"].keys() == alone["weights"].keys()
     for name, values in found["weights"].items():
         assert values == pytest.approx(alone["weights"][name], abs=TOLERANCE), name
+
+
+def test_a_schedule_beside_that_of_the_configuration_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=loop_ranks.FILE))
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=r"scheduler.type='WarmupLR': contradicts ConstantLR of the script"):
+        accelerator.prepare(schedule)
+    with pytest.raises(ConfigError, match=r"optimizer.type='AdamW': contradicts SGD of the script"):
+        accelerator.prepare(optimizer)

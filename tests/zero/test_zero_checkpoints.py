@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.dist.launch import launch, run_script
 from tests.zero import resumed_runs, runs
 
 from windlass.checkpoint.sharded import load_parts, open_parts
+from windlass.checkpoint.stored import load_folder, open_folder
+from windlass.cli.main import main
+from windlass.core.errors import CheckpointError
 from windlass.core.optional import is_available
 
 SCRIPT = Path(resumed_runs.__file__)
@@ -90,6 +94,39 @@ def test_a_checkpoint_of_another_strategy_is_continued(folder: tuple[Path, int])
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def test_an_export_equals_the_saved_model(folder: tuple[Path, int]) -> None:
+    """To the bit: both are the fp32 values."""
+    made, stage = folder
+    checkpoint, saved = made / "clean" / "checkpoint-8", load_file(made / "clean" / "model.safetensors")
+    target = made / "exported.safetensors"
+    assert main(["checkpoint", "export", str(checkpoint), str(target)]) == 0
+    assert main(["checkpoint", "export", str(checkpoint), str(made / f"exported{stage}")]) == 0
+    for exported in (load_file(target), load_file(made / f"exported{stage}" / "model.safetensors")):
+        assert exported.keys() == saved.keys()
+        assert all(torch.equal(exported[name], value) for name, value in saved.items())
+    moments = made / "moments.safetensors"
+    assert main(["checkpoint", "export", str(checkpoint), str(moments), "--tensors", "optimizer"]) == 0
+    assert load_file(moments)["inner.weight/exp_avg"].shape == saved["inner.weight"].shape
+
+
+def test_the_commands_know_such_folders(folder: tuple[Path, int], capsys: pytest.CaptureFixture[str]) -> None:
+    made, _ = folder
+    checkpoint = made / "clean" / "checkpoint-8"
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
+    assert main(["checkpoint", "ls", str(made / "clean")]) == 0
+    assert "checkpoint-8" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(checkpoint), str(checkpoint)]) == 0
+    assert main(["checkpoint", "diff", str(checkpoint), str(made / "clean" / "checkpoint-4")]) == 1
+    shutil.copytree(checkpoint, made / "harmed")
+    part = made / "harmed" / "model-rank-00001.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    assert main(["checkpoint", "verify", str(made / "harmed")]) != 0
+    with pytest.raises(CheckpointError, match="model-rank-00001"):
+        load_folder(made / "harmed", runs.Net(), files=open_folder(made / "harmed").files)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

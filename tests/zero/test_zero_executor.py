@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist.launch import launch
+from tests.dist.launch import launch, run_script
 from tests.zero import runs
 
 from windlass.core.optional import is_available
@@ -37,7 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def check(folder: Path, stage: int, alone: dict[str, Any]) -> None:
+def check(folder: Path, stage: object, alone: dict[str, Any]) -> None:
     found = json.loads((folder / f"stage{stage}.json").read_text())
     for key, values in found.items():
         assert values == pytest.approx(alone[key], abs=TOLERANCE), key
@@ -64,3 +64,12 @@ def test_the_other_stages_equal_one_process(stage: int, alone: dict[str, Any], t
 def test_a_job_of_one_process(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
     launch(1, SCRIPT, tmp_path, stage)
     check(tmp_path, stage, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_second_train_of_a_trainer_equals_that_of_one_process(stage: int, tmp_path: Path) -> None:
+    run_script(SCRIPT, tmp_path, "-1twice")
+    found = json.loads((tmp_path / "stage-1twice.json").read_text())
+    launch(2, SCRIPT, tmp_path, f"{stage}twice")
+    check(tmp_path, f"{stage}twice", {**found, "weights": weights(tmp_path / "stage-1twice")})

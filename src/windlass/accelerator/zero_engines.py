@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.dummies import DummyOptim, DummyScheduler
 from windlass.accelerator.setup import Setup
@@ -55,12 +56,20 @@ class ZeroEngines:
                 fix = "represents the optimizer of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyOptim", None, fix))
             if isinstance(item, torch.optim.Optimizer) and "optimizer" in config:
-                fix = f"{plan.origin if plan else ''} has an optimizer too; pass a DummyOptim, or remove it there"
-                raise ConfigError(Problem("optimizer", type(item).__name__, fix))
+                raise ConfigError(self._both("optimizer", item, "DummyOptim"))
+            if isinstance(item, LRScheduler) and "scheduler" in config:
+                raise ConfigError(self._both("scheduler", item, "DummyScheduler"))
             needs = isinstance(item, DummyScheduler) and item.lr_scheduler_callable is None
             if needs and "scheduler" not in config:
                 fix = "represents the schedule of a DeepSpeed configuration, which has none; pass a real one"
                 raise ConfigError(Problem("DummyScheduler", None, fix))
+
+    def _both(self, section: str, item: Any, placeholder: str) -> Problem:
+        """The configuration has what the script passes too."""
+        assert self.plan is not None, "the caller looked"
+        kind = self.plan.config[section].get("type")
+        fix = f"contradicts {type(item).__name__} of the script: pass a {placeholder}, or remove it there"
+        return Problem(f"{self.plan.origin}.{section}.type", kind, fix)
 
     def _optimizer(self, item: DummyOptim) -> torch.optim.Optimizer:
         section = self._section("optimizer", {

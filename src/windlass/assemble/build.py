@@ -61,7 +61,6 @@ def build(
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms, plan.precision.float8)
     if plan.dist.zero is not None:
-        _check_undivided(early, model)
         return _build_engine(model, create, plan, device, gang)
     names = names_of(model)
     strategy = spread(model, plan.dist, gang, device, plan.optimizer.in_backward)
@@ -93,18 +92,6 @@ def _build_engine(
     assert plan.dist.zero is not None, "the caller looked"
     optimizer, schedule = _created(create, plan, model)
     return Built(ZeroExecutor(model, optimizer, plan.dist.zero, device, gang), schedule)
-
-
-def _check_undivided(early: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Check that an optimizer that was made before has parameters of the model, and not the tensors of an engine."""
-    own = {id(parameter) for parameter in model.parameters()}
-    groups = [] if early is None else early.param_groups
-    if early is not None and not any(id(p) in own for group in groups for p in group["params"]):
-        fix = (
-            "its parameters were divided in an earlier train() of this Trainer, or are of another model: make a new "
-            "Trainer, for a second train() is not built yet under DeepSpeed"
-        )
-        raise ConfigError(Problem("optimizers", type(early).__name__, fix))
 
 
 def _executor(

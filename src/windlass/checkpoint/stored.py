@@ -28,10 +28,14 @@ OPTIMIZER = "optimizer"
 # The file that holds the weights of a folder, or their index, in order of precedence.
 _WEIGHTS = (
     index_name("model"), WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS, "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    "pytorch_model.bin.index.json", "latest", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
 )  # fmt: skip
-# Modules that read weights in another format (`open_weights(path, files)`), by the suffix of the file.
-_READERS = {".bin": "windlass.compat.torch_file"}
+# Modules that read weights in another format (`open_weights(path, files)`), by the suffix or the name of the file.
+_READERS = {
+    ".bin": "windlass.compat.torch_file",
+    "latest": "windlass.compat.deepspeed_folder",
+    ".pt": "windlass.compat.deepspeed_folder",
+}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
@@ -156,9 +160,9 @@ def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: 
 
 
 def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> None:
-    """Add a file of safetensors or, by its ending, of another format."""
+    """Add a file of safetensors or, by its name, of another format."""
     path = folder.path / name
-    if reader := _READERS.get(path.suffix):
+    if reader := _READERS.get(path.suffix or path.name):
         weights = opened.enter_context(importlib.import_module(reader).open_weights(path, folder.files))
         aliases = weights.aliases
     else:

@@ -2,8 +2,9 @@
 
 An interpreter of opcodes that builds plain containers, numbers, text and descriptions of tensors, and nothing else. No
 name in the file is imported: those that `torch.save` writes for tensors, storages and ordered maps are mapped to
-functions of this module. Any other name, and any opcode that creates an object, is an error. The allow-list consists of
-`_CALLS`, `_STORAGES`, `_DTYPES` and `_OPCODES`.
+functions of this module. Any other name, and any opcode that creates an object, is an error; or, where a reader needs
+only some values beside objects of another program, such an object is an `Unread`, without class or content.
+The allow-list consists of `_CALLS`, `_STORAGES`, `_DTYPES` and `_OPCODES`.
 
 Bytes, opcodes, depth and the size of whole numbers are bounded, and so is the size of the result as a tree: a small
 file can refer to one tuple many times, on every level. Opcodes: CPython's `Lib/pickletools.py`.
@@ -69,18 +70,36 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Its elements are adjacent in row-major order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return False
+            expected *= size
+        return True
 
-def read_pickle(data: bytes, what: str, storages: Mapping[str, int]) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """In place of an object, or of a class or function: its name in the file. Nothing of that name is looked up."""
+
+    name: str
+
+
+def read_pickle(data: bytes, what: str, storages: Mapping[str, int], *, objects: bool = False) -> Any:
     """The value in `data`: plain containers (an ordered map is a dict), numbers, text, bytes, dtypes, `StoredTensor`s.
 
     Args:
         what: the name of the file, for errors.
         storages: the storages of the file, and the size of each in bytes.
+        objects: it may have objects, in whose place there is an `Unread`.
 
     Raises:
         CheckpointError: it has another content, is damaged, or exceeds a bound.
     """
-    machine = _Machine(data, what, storages)
+    machine = _Machine(data, what, storages, objects)
     value = machine.run()
     _check_tree(value, machine)
     return value
@@ -122,14 +141,14 @@ class _Mark:
 
 
 _MARK = _Mark()
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, StoredTensor)
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, StoredTensor, Unread)
 
 
 class _Machine:
     """The stack, the memo, the position in the data, and the bytes that described tensors claim."""
 
-    def __init__(self, data: bytes, what: str, storages: Mapping[str, int]) -> None:
-        self._data, self._what, self._storages = data, what, storages
+    def __init__(self, data: bytes, what: str, storages: Mapping[str, int], objects: bool) -> None:
+        self._data, self._what, self._storages, self._objects = data, what, storages, objects
         self._at, self._opcode_at = 0, 0
         self.stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -230,13 +249,17 @@ class _Machine:
         self.stack.append(self._memo[index])
 
     def extend(self, items: list[Any]) -> None:
-        self.top(list).extend(items)
+        target = self.top((list, Unread))
+        if isinstance(target, list):
+            target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         """Put keys and values, one after the other, into the map on top."""
-        target = self.top(dict)
+        target = self.top((dict, Unread))
         if len(items) % 2:
             raise self.error("a map has a key without a value")
+        if isinstance(target, Unread):
+            return
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Not tuples: hashing one that refers to another many times takes forever.
             if not isinstance(key, (str, int, float, bytes, type(None))):
@@ -255,6 +278,8 @@ class _Machine:
             self.stack.append(_DTYPES[name])
         elif (module, name) in _CALLS:
             self.stack.append(_Name(module, name))
+        elif self._objects:
+            self.stack.append(Unread(f"{module}.{name}"[:_MAX_NAME]))
         else:
             raise self.error(
                 f"it names {f'{module}.{name}'[:_MAX_NAME]!r}, which torch.load could be made to import and run. "
@@ -264,7 +289,10 @@ class _Machine:
     def call(self) -> None:
         """REDUCE: call a function of this module."""
         arguments = self.pop(tuple)
-        named = self.pop(_Name)
+        named = self.pop((_Name, Unread))
+        if isinstance(named, Unread):
+            self.stack.append(named)
+            return
         try:
             self.stack.append(_CALLS[named.module, named.name](self, *arguments))
         except (TypeError, ValueError) as error:
@@ -274,9 +302,17 @@ class _Machine:
                 f"{named.module}.{named.name} has other arguments than torch.save gives it"
             ) from None
 
+    def new_object(self) -> None:
+        """NEWOBJ: an object of a class that is not looked up."""
+        self.pop(tuple)
+        if not isinstance(self.top(), Unread):
+            raise self.error("there is opcode NEWOBJ, which plain data does not need")
+
     def build(self) -> None:
         """BUILD: ignore attributes of an ordered map (`_metadata` of a state dict); check the order of a numpy type."""
         state, target = self.pop(), self.top()
+        if isinstance(target, Unread):
+            return
         if isinstance(target, _NumpyType):
             if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", "|"):
                 raise self.error("a number of numpy is not in little-endian order")
@@ -346,6 +382,15 @@ def _parameter(machine: _Machine, data: Any, requires_grad: Any, hooks: Any) -> 
     return data
 
 
+def _with_attributes(
+    machine: _Machine, function: Any, kind: Any, described: Any, attributes: Any
+) -> StoredTensor:
+    """A tensor that had attributes, which are not read. Its class is an object, so it is read where those may be."""
+    if function != _Name("torch._utils", "_rebuild_tensor_v2") or not isinstance(kind, Unread):
+        raise machine.error("a tensor is rebuilt by a function that is not known")
+    return _tensor_v2(machine, *described)
+
+
 def _map(machine: _Machine, content: Any = ()) -> dict[Any, Any]:
     if isinstance(content, dict):
         return dict(content)
@@ -393,6 +438,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     ("torch", "Size"): _size,
     ("torch", "device"): _device,
     ("collections", "OrderedDict"): _map,
@@ -471,13 +517,14 @@ _OPCODES: dict[int, Callable[[_Machine], Any]] = {
     ord("j"): lambda m: m.get(m.number("I")),
     ord("c"): lambda m: m.name(m.line(), m.line()),
     0x93: lambda m: m.name(*m.pops(2)),
+    0x81: lambda m: m.new_object(),
     ord("Q"): lambda m: m.storage(),
     ord("R"): lambda m: m.call(),
     ord("b"): lambda m: m.build(),
 }
 # Named in errors: opcodes that create objects.
 _FORBIDDEN = {
-    ord("i"): "INST", ord("o"): "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4",
+    ord("i"): "INST", ord("o"): "OBJ", 0x92: "NEWOBJ_EX", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4",
     ord("P"): "PERSID",
 }  # fmt: skip
 

@@ -31,6 +31,9 @@ from windlass.dist.sharded import Part
 
 _MAX_READ = 1 << 24  # of the container's directory: some 200,000 storages
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch before 1.6, pickled
+_LOCAL_HEADER = struct.Struct(
+    "<26xHH"
+)  # of a member: the lengths of its name and of its extra field come last
 _BROKEN = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -47,10 +50,13 @@ class TorchFile:
 
     Attributes:
         tree: its content, with a `StoredTensor` for each tensor.
+
+    Args:
+        objects: its content may have objects that are not read (see `read_pickle`).
     """
 
-    def __init__(self, path: Path, file: FileIO) -> None:
-        self._path = path
+    def __init__(self, path: Path, file: FileIO, objects: bool = False) -> None:
+        self._path, self._file, self._objects = path, file, objects
         size = os.fstat(file.fileno()).st_size
         self._check_format(file)
         try:
@@ -59,6 +65,9 @@ class TorchFile:
             raise self._error(f"its zip container is damaged ({error})") from None
         self._entries = self._checked_entries(size)
         self._last: tuple[str, bytearray] | None = None
+        self._checked: dict[
+            str, int
+        ] = {}  # storages whose checksums were compared -> where their bytes begin
         self.tree = self._read_tree()
 
     def _error(self, why: str) -> CheckpointError:
@@ -102,7 +111,8 @@ class TorchFile:
             for name, info in self._entries.items()
             if name.startswith("data/")
         }
-        return read_pickle(self._member("data.pkl", MAX_BYTES), str(self._path), storages)
+        pickled = self._member("data.pkl", MAX_BYTES)
+        return read_pickle(pickled, str(self._path), storages, objects=self._objects)
 
     def _member(self, name: str, limit: int) -> bytes:
         info = self._entries[name]
@@ -129,6 +139,35 @@ class TorchFile:
         flat = torch.frombuffer(storage, dtype=tensor.dtype, count=len(storage) // tensor.dtype.itemsize)
         view = flat.as_strided(tensor.shape, tensor.stride, tensor.offset)
         return view.clone(memory_format=torch.contiguous_format)
+
+    def read_run(self, tensor: StoredTensor, start: int, count: int) -> Tensor:
+        """Elements of the flattened tensor, read without the others. Their storage is read once, for its checksum."""
+        if not tensor.is_contiguous:
+            return self.read(tensor).reshape(-1)[start : start + count]
+        run = torch.empty(count, dtype=tensor.dtype)
+        if count:
+            self._file.seek(self._begin_of(tensor.key) + (tensor.offset + start) * tensor.dtype.itemsize)
+            filled, into = 0, memoryview(run.view(torch.uint8).numpy())
+            while filled < len(into) and (got := self._file.readinto(into[filled:])):
+                filled += got
+            if filled != len(into):
+                raise self._error(f"data/{tensor.key} in it ends too early")
+        return run
+
+    def _begin_of(self, key: str) -> int:
+        """Where the bytes of a storage begin in the file."""
+        if key not in self._checked:
+            name = f"data/{key}"
+            with self._opened(name) as member:
+                while member.read(_MAX_READ):  # compares the checksum at its end
+                    pass
+            self._file.seek(self._entries[name].header_offset)
+            header = self._file.read(_LOCAL_HEADER.size)
+            if len(header) != _LOCAL_HEADER.size:
+                raise self._error(f"{name} in it is damaged")
+            lengths = sum(_LOCAL_HEADER.unpack(header))
+            self._checked[key] = self._entries[name].header_offset + _LOCAL_HEADER.size + lengths
+        return self._checked[key]
 
     def _storage(self, key: str) -> bytearray:
         """The bytes of a storage. The last one is kept, because tensors that share one are adjacent."""
@@ -182,14 +221,17 @@ class TorchWeights(TensorSource):
 
 
 @contextmanager
-def open_torch_file(path: Path, files: Files) -> Iterator[TorchFile]:
+def open_torch_file(path: Path, files: Files, *, objects: bool = False) -> Iterator[TorchFile]:
     """Open a file of `torch.save`. Nothing in it is ever executed.
+
+    Args:
+        objects: its content may have objects beside plain values; they are not read (see `read_pickle`).
 
     Raises:
         CheckpointError: it is missing, damaged, of the legacy format, or has more than tensors and plain values.
     """
     with files.reading(path) as file:
-        yield TorchFile(path, file)
+        yield TorchFile(path, file, objects)
 
 
 @contextmanager

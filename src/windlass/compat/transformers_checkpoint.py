@@ -39,7 +39,7 @@ _NOT_READ = {
     "pytorch_model_fsdp_0": "FSDP's sharded state dict, whose index is a pickle",
     "optimizer_0": "FSDP's sharded state dict, whose index is a pickle",
     "optimizer.bin": "FSDP's full state dict of the optimizer",
-    "latest": "DeepSpeed's own layout",
+    "latest": "DeepSpeed's own layout, of which only weights are read",
 }
 
 

@@ -39,10 +39,22 @@ class ElsewhereState(Protocol):
         """Called after `values` were loaded: update the parameters. Collective."""
         ...
 
+    def end(self) -> None:
+        """Called before another engine takes the module: remove what the engine added to it."""
+        ...
+
 
 def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
     """Declare that an engine keeps the values of parameters of `module`; None: it has them itself again."""
     setattr(bare(module), _ELSEWHERE, state)
+
+
+def end_elsewhere(module: nn.Module) -> None:
+    """Let go of the module an engine that still keeps values of its parameters, before another one takes it."""
+    state = _elsewhere(module)
+    if state is not None:
+        state.end()
+        keep_elsewhere(module, None)
 
 
 def _elsewhere(module: nn.Module) -> ElsewhereState | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.assemble.resolve import resolve_engine
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.printer import PrinterCallback
@@ -73,6 +74,7 @@ def check_given(
 ) -> None:
     """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer."""
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
+    problems += _engine_problems(args, optimizers, cls_and_kwargs)
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
     if model_init is not None and (given or optimizers[1] is not None):
@@ -80,6 +82,29 @@ def check_given(
         problems.append(Problem("optimizers", "given", fix))
     if problems:
         raise ConfigError(problems)
+
+
+def _engine_problems(
+    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any
+) -> list[Problem]:
+    """Objects of the script beside sections of a DeepSpeed configuration that represent the same."""
+    optimizer, schedule = optimizers
+    given = [
+        ("optimizer", "optimizers[0]", optimizer and type(optimizer).__name__),
+        ("optimizer", "optimizer_cls_and_kwargs", cls_and_kwargs and cls_and_kwargs[0].__name__),
+        ("scheduler", "optimizers[1]", schedule and type(schedule).__name__),
+    ]
+    given = [entry for entry in given if entry[2]]
+    zero = resolve_engine(args) if given else None
+    return [
+        Problem(
+            f"{zero.origin}.{section}.type",
+            zero.config[section].get("type"),
+            f"contradicts {source}={name} of the Trainer: leave out one of the two",
+        )
+        for section, source, name in given
+        if zero is not None and section in zero.config
+    ]
 
 
 def _remote_problems(output_dir: str) -> list[Problem]:

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from windlass.checkpoint.deferred import Deferred, read_run
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.optimizer_state import IMPLEMENTATION, check_shapes, match_groups, part_mark
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.types import State
+from windlass.dist.flat import FlatParts
 from windlass.zero.library import Place
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """The user's optimizer, over the flat tensors of the engine. Implements `KeepsOwnState`.
 
-    Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates.
+    Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates. After
+    `release` it has the parameters again, with this rank's parts of their state, which another engine takes over.
 
     Attributes:
         skips: the next step changes nothing.
@@ -28,8 +30,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # The base class's constructor is not called: it would create groups and a state of its own.
         self.optimizer = optimizer
-        self.skips = False
-        self._members: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self.skips = self._released = False
+        self._given: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._members = self._given
+        self._earlier = dict(optimizer.state)
+        optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
 
     @property
@@ -42,7 +47,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
+        return {} if self._released else self.optimizer.state  # of which the engine may look at its own alone
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -58,7 +63,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def use_places(self, places: Mapping[nn.Parameter, Place]) -> None:
         """Called once the engine has divided the parameters."""
         self._places = places
-        self._members = [kept for group in self._members if (kept := [p for p in group if p in places])]
+        self._members = [kept for group in self._given if (kept := [p for p in group if p in places])]
+        for parameter, entry in self._earlier.items():
+            if parameter in places:
+                self._take_entry("a parameter", places[parameter], entry)
+        self._earlier.clear()
+
+    def release(self) -> None:
+        """Return the parameters to the optimizer, with their state, of which this rank has parts."""
+        entries = {parameter: self._entry(place) for parameter, place in self._places.items()}
+        self.state.clear()
+        self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
+        for group, members in zip(self.param_groups, self._given, strict=True):
+            group["params"] = list(members)
+        self._released = True
+
+    def _entry(self, place: Place) -> dict[str, Any]:
+        """The state of one parameter."""
+        found = (self.state.get(place.buffer) or {}).items()
+        return {key: place.parts_of(value) if _is_flat(value, place) else value for key, value in found}
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
@@ -68,14 +91,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         entries: dict[str, Any] = {}
         for parameter, place in self._places.items():
             name = names[parameter]
-            for key, value in (self.state.get(place.buffer) or {}).items():
+            for key, value in self._entry(place).items():
                 entry = entries.setdefault(name, {})
-                if isinstance(value, Tensor) and value.shape == place.buffer.shape:
+                if isinstance(value, FlatParts):
                     path = f"{name}/{key}"
-                    parts[path] = place.parts_of(value)
-                    entry[key] = part_mark(path)
-                else:
-                    entry[key] = value
+                    parts[path], value = value, part_mark(path)
+                entry[key] = value
         groups = [
             {
                 "names": [names[parameter] for parameter in members],
@@ -139,9 +160,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 def _run(value: Tensor | Deferred, place: Place) -> Tensor:
     """This rank's elements of a state of the parameter's shape."""
+    if isinstance(value, FlatParts):
+        if value.pieces != tuple(place.pieces):
+            fix = "keep the stage, or make a new Trainer, whose optimizer has no state yet"
+            raise ConfigError(Problem("deepspeed", "another division of the parameters than before", fix))
+        return value.mine
     if isinstance(value, Deferred):
         return read_run(value.source, value.name, place.start, place.length)
     return value.reshape(-1)[place.start :][: place.length]
+
+
+def _is_flat(value: Any, place: Place) -> bool:
+    return isinstance(value, Tensor) and value.shape == place.buffer.shape
 
 
 def _equal(one: Any, other: Any) -> bool:

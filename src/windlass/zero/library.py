@@ -171,9 +171,13 @@ class ZeroEngine:
         return context
 
     def release(self) -> None:
-        """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards."""
+        """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards until `end`."""
         if self.stage < 3:
-            self._engine.destroy()
+            self.end()
+
+    def end(self) -> None:
+        """Remove all hooks. A model of stage 3 cannot be called until another engine takes it."""
+        self._engine.destroy()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:

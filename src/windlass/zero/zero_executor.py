@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import bare, customizes_state
+from windlass.core.module_state import bare, customizes_state, end_elsewhere
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
@@ -56,6 +56,7 @@ class ZeroExecutor:
     ) -> None:
         _check_optimizer(optimizer, plan)
         _check_model(module)
+        end_elsewhere(module)
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())
@@ -63,7 +64,7 @@ class ZeroExecutor:
         self._own, self._device = own, device
         self.strategy: Strategy = ZeroModel(module, self._engine, gang)
         self._usual_norm = self._max_norm = plan.max_norm
-        self._factor = 1.0
+        self._factor, self._released = 1.0, False
         self._norm = torch.zeros((), device=device)
         self._beacon, self._waiting = beacon(), thread_waiting()
 
@@ -173,7 +174,10 @@ class ZeroExecutor:
         self.strategy.warm_up(backward)
 
     def release(self) -> None:
-        self.strategy.release()
+        if not self._released:
+            self._released = True
+            self.strategy.release()
+            self._own.release()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
