@@ -22,6 +22,7 @@ from windlass.accelerator.prepared import Prepared, parameters_of
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.zero_engines import ZeroEngines
+from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
@@ -36,6 +37,7 @@ from windlass.transforms.ddp import Replicated
 from windlass.transforms.placing import to_device
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
+from windlass.zero.library import is_divided
 
 _log = get_logger(__name__)
 
@@ -116,7 +118,8 @@ class Preparer:
 
         Args:
             device_placement: True to move it to this process's device; None: the accelerator's setting.
-            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced.
+            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced; unless
+                DeepSpeed has divided it while it was built.
 
         Raises:
             ConfigError, ModelError: the model does not support the settings.
@@ -169,9 +172,12 @@ class Preparer:
         if self._settings.compile is not None:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
+        device = self._setup.device if place else device_of(model)
+        if plan.zero is not None and stage_of(plan.zero.config) == 3:
+            if is_divided(model) if evaluation_mode else not trained:
+                return self._zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
-        device = self._setup.device if place else device_of(model)
         if plan.zero is not None:
             return self._divide(model, device)
         strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))

@@ -16,6 +16,7 @@ from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.zero.library import make_schedule
 from windlass.zero.zero_executor import ZeroExecutor
+from windlass.zero.zero_model import ZeroModel, frozen_model
 
 _OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
@@ -136,6 +137,12 @@ class ZeroEngines:
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
         )
         return ZeroExecutor(model, optimizer, plan, device, self._setup.gang)
+
+    def frozen(self, model: nn.Module, device: torch.device) -> ZeroModel:
+        """Divide the parameters of a model that is not trained. Collective."""
+        assert self.plan is not None, "the caller looked"
+        compute = self._setup.settings.precision.compute
+        return frozen_model(model, self.plan, compute, device, self._setup.gang)
 
 
 def _is_auto(config: dict[str, Any], path: str) -> bool:

@@ -234,3 +234,27 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": kept.get("steps_per_print") or 1 << 62,
     }
+
+
+def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
+    """The configuration of the engine of a model that is not trained, whose parameters stage 3 divides.
+
+    Args:
+        config: as it was given.
+        compute: "fp32", "bf16" or "fp16".
+    """
+    kept = _without_auto(config)
+    zero = {name: value for name, value in kept["zero_optimization"].items() if name != "offload_optimizer"}
+    own = for_engine({**kept, "zero_optimization": zero}, micro=1)
+    own.pop("activation_checkpointing", None)
+    for dtype in ("bf16", "fp16"):
+        own[dtype] = {**own.get(dtype, {}), "enabled": compute == dtype}
+    return own
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_auto(value) if isinstance(value, Mapping) else value
+        for name, value in section.items()
+        if value != AUTO
+    }

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.enums import ParallelMode
-from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
 from windlass.config.turns import main_process_first
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Named only, since it is of a higher floor: scripts reach it through the arguments, and nothing here uses it.
 _STATE = "windlass.compat.state"
+# Also of a higher floor: imported once arguments ask for a stage of DeepSpeed that divides models.
+_BUILDING = "windlass.zero.building"
 
 
 class Helpers:
@@ -46,6 +48,7 @@ class Helpers:
         fp16: bool
         warmup_steps: float
         output_dir: str | None
+        deepspeed: dict[str, Any] | str | None
 
     # A run reads `deepspeed` itself. Scripts look if there is one.
     deepspeed_plugin: ClassVar[None] = None
@@ -139,6 +142,15 @@ class Helpers:
         state = importlib.import_module(_STATE)
         options = {"timeout": self.ddp_timeout_delta, "backend": self.ddp_backend}
         return state.PartialState(cpu=self.use_cpu, **options)
+
+    def _divide_new_models(self) -> Any:
+        """Let models of transformers be divided while they are built, for as long as the returned object lives; None
+        if nothing asks for it.
+        """
+        launched = "deepspeed" in os.environ.get(OWN_VARIABLE, "")
+        if not (self.deepspeed or launched or "ACCELERATE_USE_DEEPSPEED" in os.environ):
+            return None
+        return importlib.import_module(_BUILDING).of_arguments(self)
 
     @property
     def place_model_on_device(self) -> bool | None:

@@ -98,6 +98,11 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     """
     if customizes_state(module):
         return dict(bare(module).state_dict())  # an override may take no arguments
+    return values_of(module)
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own state dict, not detached, with what an engine keeps in place of parameters."""
     state, elsewhere = dict(module.state_dict(keep_vars=True)), _elsewhere(module)
     if elsewhere is None:
         return state

@@ -187,6 +187,9 @@ def _remarks(settings: Settings, world: World) -> Iterator[str]:
     if uses_deepspeed(settings):
         zero = _zero(settings)
         yield from without_effect(zero.config, zero.origin)
+        if settings.value(deepspeed.INIT) and stage_of(zero.config) != 3:
+            where = settings[deepspeed.INIT.name].origin
+            yield f"{where} has no effect at stage {stage_of(zero.config)}, which divides no parameters"
     if _asks_for_deepspeed(settings) and not uses_deepspeed(settings):
         yield "stage 0 of ZeRO divides nothing: replicated data parallelism (DDP) trains the model, without DeepSpeed"
     if not is_sharded(settings):
@@ -237,7 +240,12 @@ def _zero(settings: Settings) -> ZeroPlan:
     config = _zero_config(settings)
     whole = settings.get(deepspeed.CONFIG.name)
     allowed = config.get("zero_allow_untested_optimizer") is True
-    return ZeroPlan(config, "deepspeed" if whole is None else whole.origin, any_optimizer=allowed)
+    return ZeroPlan(
+        config,
+        "deepspeed" if whole is None else whole.origin,
+        divides_new=stage_of(config) == 3 and settings.value(deepspeed.INIT) is not False,
+        any_optimizer=allowed,
+    )
 
 
 def _shard(settings: Settings, world: World) -> ShardPlan:

@@ -40,10 +40,9 @@ CLIPPING = _row(
     exported=("ACCELERATE_GRADIENT_CLIPPING",),
 )  # fmt: skip
 INIT = _row(
-    "zero3_init_flag", kinds.flag, False, "Divide a model of stage 3 while it is built.",
+    "zero3_init_flag", kinds.flag, None,
+    "Divide models of transformers while they are built; by default at stage 3.",
     exported=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
-    idle="has no effect yet: a model is divided once it is built; transformers.integrations.HfDeepSpeedConfig divides "
-    "earlier",
 )  # fmt: skip
 SAVE_16BIT = _row(
     "zero3_save_16bit_model", kinds.flag, False, "Save whole weights in stage 3.",
