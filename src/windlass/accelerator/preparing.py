@@ -53,6 +53,10 @@ class Preparer:
         self._unit_was_logged = False
         self._zero = ZeroEngines(setup)
 
+    def divide_new_models(self) -> None:
+        """See `ZeroEngines.divide_new_models`."""
+        self._zero.divide_new_models()
+
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the objects to use instead of `args`, in the same order. Collective.
 
@@ -173,12 +177,13 @@ class Preparer:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
         device = self._setup.device if place else device_of(model)
-        if plan.zero is not None and stage_of(plan.zero.config) == 3:
+        zero = self._zero.plan
+        if zero is not None and stage_of(zero.config) == 3:
             if is_divided(model) if evaluation_mode else not trained:
                 return self._zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
-        if plan.zero is not None:
+        if zero is not None:
             return self._divide(model, device)
         strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
         if isinstance(strategy.model, Replicated):
@@ -252,7 +257,8 @@ class Preparer:
             raise ModelError(
                 "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
             )
-        check_weights(optimizer)
+        if self._zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
+            check_weights(optimizer)
         warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)

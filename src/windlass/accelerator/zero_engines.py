@@ -11,9 +11,10 @@ from torch import nn
 
 from windlass.accelerator.dummies import DummyOptim, DummyScheduler
 from windlass.accelerator.setup import Setup
-from windlass.config.deepspeed import RunValues, completed, for_engine
+from windlass.config.deepspeed import RunValues, completed, for_engine, in_precision
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.zero.building import of_plan
 from windlass.zero.library import make_schedule
 from windlass.zero.zero_executor import ZeroExecutor
 from windlass.zero.zero_model import ZeroModel, frozen_model
@@ -33,7 +34,7 @@ class ZeroEngines:
 
     @property
     def plan(self) -> ZeroPlan | None:
-        return self._setup.dist.zero
+        return self._setup.engines.plan
 
     # --- optimizers and schedules of the configuration ----------------------------------------------------------------
 
@@ -131,12 +132,21 @@ class ZeroEngines:
         config, problems = completed(config, self.plan.origin, RunValues(values, width))
         if problems:
             raise ConfigError(problems)
-        if settings.precision.compute == "bf16":
-            config["bf16"] = {**config.get("bf16", {}), "enabled": True}
+        config = in_precision(config, settings.precision.compute)
         plan = dataclasses.replace(
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
         )
         return ZeroExecutor(model, optimizer, plan, device, self._setup.gang)
+
+    def divide_new_models(self) -> None:
+        """Let models of transformers be divided while they are built, if the selected configuration says so."""
+        setup = self._setup
+
+        def divide(plan: ZeroPlan | None) -> Any:
+            return of_plan(setup.settings.precision, plan, lambda: (setup.device, setup.gang))
+
+        if self.plan is not None:
+            setup.engines.divide_new_models(divide)
 
     def frozen(self, model: nn.Module, device: torch.device) -> ZeroModel:
         """Divide the parameters of a model that is not trained. Collective."""

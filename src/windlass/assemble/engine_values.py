@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts
-from windlass.config.deepspeed import RunValues, completed, for_engine
+from windlass.config.deepspeed import SIZES, RunValues, completed, for_engine, in_precision
 from windlass.config.parallel import Parallel
 from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.config.sections.setting import default_of
@@ -37,11 +37,13 @@ def with_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> Dist
         **_of_optimizer(args),
         **_of_schedule(args, steps),
     }
-    config, problems = completed(zero.config, zero.origin, RunValues(values, facts.hidden_size))
-    if problems := [*problems, *_unfit(args, zero, parallel)]:
+    # Which sizes fit into memory is found as the run goes on.
+    left_out = SIZES if args.auto_find_batch_size else ()
+    given = {name: value for name, value in zero.config.items() if name not in left_out}
+    config, problems = completed(given, zero.origin, RunValues(values, facts.hidden_size))
+    if problems := [*problems, *_unfit(args, zero)]:
         raise ConfigError(problems)
-    if parallel.precision.compute == "bf16":
-        config["bf16"] = {**config.get("bf16", {}), "enabled": True}
+    config = in_precision(config, parallel.precision.compute)
     return replace(parallel.dist, zero=replace(zero, config=for_engine(config, size.micro)))
 
 
@@ -83,15 +85,10 @@ def _of_schedule(args: Any, steps: int) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _unfit(args: Any, zero: ZeroPlan, parallel: Parallel) -> list[Problem]:
+def _unfit(args: Any, zero: ZeroPlan) -> list[Problem]:
     found = []
     name = str(getattr(args.optim, "value", args.optim))
     if "optimizer" in zero.config and name not in _ADAMW:
         fix = f"contradicts optim={name!r}; choose one of the two"
         found.append(Problem(f"{zero.origin}.optimizer.type", zero.config["optimizer"].get("type"), fix))
-    if parallel.precision.compute == "fp16":
-        found.append(Problem("fp16", True, "is not built yet under DeepSpeed; use bf16"))
-    if args.auto_find_batch_size:
-        fix = "DeepSpeed's engine cannot take back an update that ran out of memory: leave it out"
-        found.append(Problem("auto_find_batch_size", True, fix))
     return found

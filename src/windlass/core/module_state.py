@@ -39,10 +39,22 @@ class ElsewhereState(Protocol):
         """Called after `values` were loaded: update the parameters. Collective."""
         ...
 
+    def let_go(self) -> None:
+        """Called before another engine takes the module. Collective."""
+        ...
+
 
 def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
     """Declare that an engine keeps the values of parameters of `module`; None: it has them itself again."""
     setattr(bare(module), _ELSEWHERE, state)
+
+
+def let_go(module: nn.Module) -> None:
+    """Let the engine that keeps values of `module`, if any, remove what it put there. Collective."""
+    elsewhere = _elsewhere(module)
+    if elsewhere is not None:
+        elsewhere.let_go()
+        keep_elsewhere(module, None)
 
 
 def _elsewhere(module: nn.Module) -> ElsewhereState | None:

@@ -11,7 +11,7 @@ import torch
 from windlass.config.deepspeed import for_frozen
 from windlass.config.parallel import from_arguments, from_environment, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
-from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plan import PrecisionPlan, ZeroPlan
 from windlass.core.optional import is_available, require
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
@@ -71,14 +71,13 @@ def of_arguments(args: Any) -> DividedBuilding | None:
         return device, join(world, device, args.ddp_timeout, args.ddp_backend)
 
     precision, dist = dtype_plans(settings)
-    return of_plans(precision, dist, place)
+    return of_plan(precision, dist.zero, place)
 
 
-def of_plans(
-    precision: PrecisionPlan, dist: DistPlan, place: Callable[[], tuple[torch.device, Gang]]
+def of_plan(
+    precision: PrecisionPlan, zero: ZeroPlan | None, place: Callable[[], tuple[torch.device, Gang]]
 ) -> DividedBuilding | None:
     """As `of_arguments`, of a loop's plans."""
-    zero = dist.zero
     if zero is None or not zero.divides_new or not is_available("transformers"):
         return None
     return DividedBuilding(for_frozen(zero.config, precision.compute), place)

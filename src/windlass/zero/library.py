@@ -78,6 +78,7 @@ class ZeroEngine:
         library = ready_library(device, gang)
         _check_fp16(library, config)
         self.stage: int = config["zero_optimization"]["stage"]
+        self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
@@ -135,7 +136,7 @@ class ZeroEngine:
 
     def places(self) -> dict[nn.Parameter, Place]:
         """Where each trained parameter lies on this rank."""
-        if not any(p.requires_grad for p in self._module.parameters()):
+        if not self._trains:
             return {}
         return self._places_of_whole() if self.stage < 3 else self._places_of_parts()
 
@@ -165,7 +166,8 @@ class ZeroEngine:
 
     def frozen(self) -> dict[nn.Parameter, FlatParts]:
         """The parameters that are divided and not trained."""
-        parameters = [p for p in self._module.parameters() if hasattr(p, "ds_tensor") and not p.requires_grad]
+        divided_here = [p for p in self._module.parameters() if hasattr(p, "ds_tensor")]
+        parameters = [p for p in divided_here if not (self._trains and p.requires_grad)]
         found = {}
         for parameter in parameters:
             kept: Any = parameter.ds_tensor
@@ -201,6 +203,10 @@ class ZeroEngine:
         """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards."""
         if self.stage < 3:
             self._engine.destroy()
+
+    def let_go(self) -> None:
+        """Remove all hooks, so that another engine can take the module."""
+        self._engine.destroy()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:

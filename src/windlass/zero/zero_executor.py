@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import bare, customizes_state
+from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
@@ -43,7 +43,7 @@ class ZeroExecutor:
         ConfigError: the optimizer or the model cannot be used under ZeRO.
     """
 
-    updates_in_backward = False
+    updates_in_backward = can_undo = False
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class ZeroExecutor:
     ) -> None:
         _check_optimizer(optimizer, plan)
         _check_model(module)
+        let_go(module)
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())

@@ -33,6 +33,9 @@ class _Values:
     def loaded(self) -> None:
         self._engine.use_places(self._places)
 
+    def let_go(self) -> None:
+        self._engine.let_go()
+
 
 class ZeroModel(Alone):
     """Implements `Strategy`: a model whose optimizer state (stage 1), gradients (2) and parameters (3) are divided.

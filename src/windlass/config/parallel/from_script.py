@@ -158,7 +158,7 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
     Args:
         given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
             "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" (the handler of
-            DDP's options), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin". Plugins as objects, or
+            DDP's options), "deepspeed_plugin" and "megatron_lm_plugin". Plugins as objects, or
             as mappings of what was set. None sets nothing.
         where: whose arguments they are, for messages.
     """
