@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
+from windlass.config.parallel.parallel_plan import with_precision_of_engine
 from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
 from windlass.config.plugins import (
     AutocastKwargs,
@@ -192,7 +193,8 @@ def _plan(given: Any, handlers: Handlers, world: World, engine: DeepSpeedPlugin 
         "deepspeed_plugin": engine,
         "megatron_lm_plugin": given.megatron_lm_plugin,
     }
-    return plan_parallel(merge(from_plugins(sources), from_environment(os.environ)), world)
+    settings = merge(from_plugins(sources), from_environment(os.environ))
+    return plan_parallel(with_precision_of_engine(settings), world)
 
 
 def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:

@@ -19,7 +19,8 @@ from windlass.zero.library import make_schedule
 from windlass.zero.zero_executor import ZeroExecutor
 from windlass.zero.zero_model import ZeroModel, frozen_model
 
-_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+# Which of DeepSpeed's own kernels to use: PyTorch's are.
+_KERNELS = ("torch_adam", "adam_w_mode")
 
 
 class ZeroEngines:
@@ -71,14 +72,9 @@ class ZeroEngines:
             "optimizer.params.betas": (item.kwargs.get("betas", (0.9, 0.999)), "DummyOptim(betas=)"),
             "optimizer.params.eps": (item.kwargs.get("eps", 1e-8), "DummyOptim(eps=)"),
         })  # fmt: skip
-        options = {
-            "lr": item.lr,
-            "weight_decay": item.weight_decay,
-            **item.kwargs,
-            **section.get("params", {}),
-        }
-        made: torch.optim.Optimizer = _OPTIMIZERS[str(section["type"]).lower()](item.params, **options)
-        return made
+        read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
+        options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
+        return torch.optim.AdamW(item.params, **options)
 
     def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
         optimizer = made.get(id(item.optimizer), item.optimizer)

@@ -57,7 +57,7 @@ _ZERO_REASONS: dict[str, tuple[str, ...]] = {
     "is for Muon, which needs whole matrices: train it with fsdp=True": ("save_muon_momentum_buffer_in_memory",),
 }  # fmt: skip
 # Key -> why it is refused; empty for those that are honoured.
-_TOP = {
+KEYS = {
     **dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
          "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "communication_data_type", "steps_per_print",
@@ -67,7 +67,7 @@ _TOP = {
          "activation_checkpointing", "aio", "timers"), ""),
     **reverse(_REASONS),
 }  # fmt: skip
-_ZERO = {
+SECTION_KEYS = {
     **dict.fromkeys(
         ("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
          "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param",
@@ -86,6 +86,9 @@ _ZERO = {
 }  # fmt: skip
 NO_NVME = "keeps tensors in files of DeepSpeed's own, of which no checkpoint can be made while it trains; use cpu"
 _ADAMW = "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
+_NOT_COUPLED = "adds weight decay to gradients, which AdamW does not; leave it out"
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
+_NO_OPTION = "is not read: lr, betas, eps and weight_decay are; set others by TrainingArguments(optim_args=...)"
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gradients and optimizer state'
 
@@ -119,12 +122,12 @@ def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """What of a configuration is unknown, malformed or not built."""
-    yield from _known(config, _TOP, origin)
+    yield from _known(config, KEYS, origin)
     section = config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
         yield Problem(f"{origin}.zero_optimization", section, _NO_STAGE)
         return
-    yield from _known(section, _ZERO, f"{origin}.zero_optimization")
+    yield from _known(section, SECTION_KEYS, f"{origin}.zero_optimization")
     if section.get("stage", 0) not in (0, 1, 2, 3):
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
     for name in ("offload_optimizer", "offload_param"):
@@ -169,6 +172,12 @@ def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Proble
     kind = section.get("type")
     if section and str(kind).lower() not in ("adamw", "adam"):
         yield Problem(f"{origin}.optimizer.type", kind, _ADAMW)
+        return
+    for name, value in _section(section, "params").items():
+        if name not in _OPTIONS:
+            yield Problem(f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}")
+        elif name == "adam_w_mode" and not value:
+            yield Problem(f"{origin}.optimizer.params.{name}", value, _NOT_COUPLED)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -191,7 +200,8 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
         elif wanted is not None and not _same(value, wanted[0]):
             fix = f'contradicts {wanted[1]}={wanted[0]!r}; set "auto" here, or the same value in both'
             problems.append(Problem(f"{origin}.{path}", value, fix))
-    for path, size in _bucket_sizes(run.hidden_size).items():
+    # Whole weights are saved without it: DeepSpeed's default remains.
+    for path, size in {**_bucket_sizes(run.hidden_size), _SAVES_WHOLE: None}.items():
         if _get(filled, path) == AUTO:
             _put(filled, path, size)
     for path, value in _leaves(filled):
@@ -199,6 +209,9 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
             fix = 'has no value for "auto" in this run; write the value, or leave the key out'
             problems.append(Problem(f"{origin}.{path}", AUTO, fix))
     return filled, problems
+
+
+_SAVES_WHOLE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def _bucket_sizes(width: int | None) -> dict[str, int | None]:
@@ -257,6 +270,11 @@ _OWN = (
 
 # What becomes of a group of samples; a run decides it.
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """ "bf16" or "fp16" if the configuration enables it by itself."""
+    return next((name for name in ("bf16", "fp16") if value_at(config, f"{name}.enabled") is True), None)
 
 
 def in_precision(config: Mapping[str, Any], compute: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.deepspeed import stage_of, unfit, without_effect
+from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
@@ -76,6 +76,15 @@ def parallel_problems(settings: Settings, world: World) -> list[Problem]:
 def uses_deepspeed(settings: Settings) -> bool:
     """Return True if the strategy is DeepSpeed and its stage divides anything."""
     return _asks_for_deepspeed(settings) and stage_of(_zero_config(settings)) > 0
+
+
+def with_precision_of_engine(settings: Settings) -> Settings:
+    """`settings`, in the precision that a configuration of DeepSpeed enables, if nothing else sets one."""
+    found = precision_of(_zero_config(settings)) if uses_deepspeed(settings) else None
+    if found is not None and not settings.explicit(rows.PRECISION):
+        origin = settings[deepspeed.CONFIG.name].origin
+        settings.add(Setting(rows.PRECISION.name, found, f"{origin}.{found}.enabled", "script", implicit=False))
+    return settings
 
 
 def _asks_for_deepspeed(settings: Settings) -> bool:
