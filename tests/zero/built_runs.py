@@ -35,7 +35,7 @@ def main() -> None:
     folder, name, source, stage, way = sys.argv[1:]
     args = arguments(
         Path(folder) / name, per_device_train_batch_size=2, gradient_accumulation_steps=4 // WORLD, max_steps=4,
-        logging_steps=1, weight_decay=0.1, **config(int(stage)),
+        logging_steps=1, weight_decay=0.1, learning_rate=0.005, **config(int(stage)),
     )  # fmt: skip
     data = {"train_dataset": text_rows(40), "eval_dataset": text_rows(5)}
     if way == "model_init":

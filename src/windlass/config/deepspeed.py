@@ -188,6 +188,31 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 # --- the values of a run ----------------------------------------------------------------------------------------------
 
 
+# Path -> the argument of a run that its "auto" represents.
+ARGUMENTS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x processes",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "(adam_beta1, adam_beta2)",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "the updates of the run",
+}
+
+
+def explained(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Path, value and source of each value; the source is empty for a value that the configuration itself has."""
+    for path, value in _leaves(config):
+        source = ARGUMENTS.get(path) or ("the hidden_size of the model" if path in _bucket_sizes(None) else "its default")
+        yield path, value, source if value == AUTO else ""
+
+
 def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
     """The configuration with a value in place of each "auto", and what contradicts the run's arguments."""
     filled, problems = copy.deepcopy(dict(config)), list[Problem]()
