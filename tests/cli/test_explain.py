@@ -72,3 +72,18 @@ def test_the_dtypes_of_a_run_are_stated(capsys: pytest.CaptureFixture[str]) -> N
     assert line.endswith(
         "master weights as the model is loaded, computation bfloat16, reduction of gradients float32"
     )
+
+
+def test_each_value_of_a_configuration_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        '{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto", '
+        '"train_batch_size": "auto"}'
+    )
+    assert main(["explain", "deepspeed.config", "--use_deepspeed", "--deepspeed_config_file", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "from      --deepspeed_config_file" in said
+    assert "  value     zero_optimization.stage = 3\n" in said
+    assert 'zero_optimization.reduce_bucket_size = "auto"  # the hidden_size of the model' in said
+    assert 'gradient_clipping = "auto"  # max_grad_norm' in said
+    assert "per_device_train_batch_size x gradient_accumulation_steps x processes" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from windlass.cli.print_config import render_config
@@ -51,3 +53,30 @@ def test_all_that_is_wrong_is_told_with_its_place() -> None:
     }  # fmt: skip
     assert "windlass launch" in problems["parallel.launch.processes"]
     assert "contradicts training.bf16=False" in problems["parallel.precision"]
+
+
+@pytest.mark.parametrize(
+    ("words", "section"),
+    [
+        ([], {"stage": 2}),
+        (["parallel.deepspeed.zero_stage=3"], {"stage": 3}),
+        (["parallel.deepspeed.config.zero_optimization.stage=1"], {"stage": 1}),
+        (
+            ["parallel.deepspeed.offload_optimizer_device=cpu", "parallel.deepspeed.zero_stage=1"],
+            {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        ),
+    ],
+)
+def test_deepspeed_with_a_stage(words: list[str], section: dict[str, Any]) -> None:
+    recipe = load_recipe(None, ["parallel.strategy=deepspeed", "parallel.precision=bf16", *words])
+    args = training_arguments(recipe.training, recipe.task)
+    plan = plan_parallel(from_arguments(args), World(0, 2, 0, 2))
+    assert plan.dist.zero is not None
+    assert plan.dist.zero.config["zero_optimization"] == section
+    assert plan.dist.strategy == "deepspeed"
+
+
+def test_a_whole_configuration_and_a_field_contradict() -> None:
+    words = ["parallel.deepspeed.config.zero_optimization.stage=1", "parallel.deepspeed.zero_stage=3"]
+    with pytest.raises(ConfigError, match=r"parallel.deepspeed.zero_stage.*contradicts parallel.deepspeed.config"):
+        load_recipe(None, ["parallel.strategy=deepspeed", *words])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from windlass.core.optional import is_available
+
 pytest.importorskip("trl", reason="trl is not installed")
 SCRIPT = Path(__file__).parent / "trl_trainers.py"
 
@@ -47,3 +49,13 @@ def test_every_trainer_trains_and_saves() -> None:
 def test_they_train_in_two_processes() -> None:
     names = ("sft", "dpo", "grpo")
     check(results("launch", "--compat", "--use_cpu", "--num_processes", "2", str(SCRIPT), *names), names, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'")
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_reference_model_under_deepspeed(stage: str) -> None:
+    """trl makes an engine of its own for the reference model, of the configuration that the accelerator shows."""
+    flags = ("--use_cpu", "--num_processes", "2", "--use_deepspeed", "--zero_stage", stage)
+    check(results("launch", "--compat", *flags, str(SCRIPT), "dpo"), ("dpo",), 2)

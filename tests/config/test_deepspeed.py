@@ -9,7 +9,7 @@ from tests.trainer.small import arguments
 
 from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve
-from windlass.config.deepspeed import RunValues, completed
+from windlass.config.deepspeed import KEYS, SECTION_KEYS, RunValues, completed
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
@@ -49,6 +49,59 @@ DOCUMENTED: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+_SCALING = DOCUMENTED["fp16"]
+_ZERO_2 = {
+    "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True,
+    "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True,
+}  # fmt: skip
+# Further configurations of the documentation of transformers and of accelerate, and the arguments that go with them.
+EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "transformers, stage 1": ({"zero_optimization": {"stage": 1}}, {}),
+    "transformers, stage 2": (
+        {"zero_optimization": {**_ZERO_2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}, {},
+    ),
+    "transformers, precision": (
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "communication_data_type": "fp32"},
+        {"bf16": True},
+    ),
+    "transformers, loss scale": ({"zero_optimization": {"stage": 2}, "fp16": _SCALING}, {"fp16": True}),
+    "transformers, optimizer": (
+        {
+            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "Adam", "params": {
+                "lr": 0.05, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "adam_w_mode": True,
+            }},
+        },
+        {"learning_rate": 0.05, "weight_decay": 0.01},
+    ),
+    "accelerate, stage 2": (
+        {
+            "fp16": {**_SCALING, "enabled": True},
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True,
+            }},
+            "scheduler": DOCUMENTED["scheduler"],
+            "zero_optimization": {**_ZERO_2, "allgather_bucket_size": 2e8, "reduce_bucket_size": "auto"},
+            "gradient_accumulation_steps": 1, "gradient_clipping": "auto", "steps_per_print": 2000,
+            "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+        },
+        {"fp16": True},
+    ),
+    "accelerate, stage 3": (
+        {
+            **DOCUMENTED,
+            "fp16": {**_SCALING, "enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {
+                **DOCUMENTED["zero_optimization"], "sub_group_size": 1e9, "stage3_gather_16bit_weights_on_model_save": "auto",
+            },
+        },
+        {"fp16": True},
+    ),
 }  # fmt: skip
 
 
@@ -118,10 +171,13 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "not built yet"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "keeps tensors in files"),
         ({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, "fp16"),
         ({"zero_optimization": {"stage": 1}, "elasticity": {"enabled": True}}, "elasticity"),
-        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}, "AdamW and Adam"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}, "must be AdamW or Adam"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "decay"),
+        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optim_args"),
+        ({"zero_optimization": {"stage": 1}, "tensorboard": {"enabled": True}}, "report_to"),
         ({"zero_optimization": {"stage": 1}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
         ({"zero_optimization": {"stage": 1}, "communication_data_type": "auto"}, 'no value for "auto"'),
     ],
@@ -134,12 +190,41 @@ def test_what_is_unknown_or_not_built_is_named(config: dict[str, Any], words: st
     ("changes", "words"),
     [
         ({"fsdp": True}, "contradicts"),
-        ({"fp16": True}, "bf16"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"learning_rate": 0.1, "optim": "sgd"}, "contradicts optim='sgd'"),
     ],
 )
 def test_arguments_that_do_not_go_with_it(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    assert words in refusal(tmp_path, {"zero_optimization": {"stage": 2}}, **changes)
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    assert words in refusal(tmp_path, config, **changes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_precision_of_the_arguments_is_the_engines(precision: str, tmp_path: Path) -> None:
+    zero = plan(tmp_path, {"zero_optimization": {"stage": 2}}, **{precision: True}).dist.zero
+    assert zero is not None
+    assert zero.config[precision] == {"enabled": True}
+
+
+def test_sizes_of_a_file_are_not_compared_while_they_are_found(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8}
+    assert "per_device_train_batch_size=4" in refusal(tmp_path, config)
+    zero = plan(tmp_path, config, auto_find_batch_size=True).dist.zero
+    assert zero is not None
+    assert zero.config["train_micro_batch_size_per_gpu"] == 4
+
+
+def test_every_refused_key_has_a_reason_and_a_way_out() -> None:
+    reasons = {**KEYS, **SECTION_KEYS}
+    assert not [name for name, why in reasons.items() if "built" in why]
+    assert all(";" in why or ":" in why for why in reasons.values() if why)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_the_examples_of_documentations_are_completed(name: str, tmp_path: Path) -> None:
+    config, changes = EXAMPLES[name]
+    zero = plan(tmp_path, config, width=16, **changes).dist.zero
+    assert zero is not None
+    assert "auto" not in json.dumps(zero.config)
 
 
 def test_stage_0_is_plain_data_parallelism(tmp_path: Path) -> None:

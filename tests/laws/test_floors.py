@@ -33,10 +33,11 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 SHARED_SIDEWAYS = {("data", "windlass.metrics.tokens"), ("transforms", "windlass.metrics.tokens")}
 
 # Registries may name a module of a higher floor, which is imported once something needs it, and the arguments one that
-# scripts reach through them. Nothing else may.
+# scripts reach through them and one that divides models that scripts build after them. Nothing else may.
 LOADED_BY_NAME = {
     ("windlass.checkpoint.foreign", "windlass.compat.accelerate_state"),
     ("windlass.config.helpers", "windlass.compat.state"),
+    ("windlass.config.helpers", "windlass.zero.building"),
     ("windlass.checkpoint.foreign", "windlass.compat.transformers_checkpoint"),
     ("windlass.checkpoint.stored", "windlass.compat.deepspeed_folder"),
     ("windlass.checkpoint.stored", "windlass.compat.torch_file"),

@@ -25,6 +25,7 @@ HOMES: dict[str, set[str]] = {
         "transforms",
         "text",
         "finetuning",
+        "zero",
     },
     "tokenizers": {"cli"},
     "datasets": {"text"},

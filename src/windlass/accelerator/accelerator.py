@@ -61,7 +61,9 @@ class Accelerator(Ranks):
         cpu: train on the CPU even if there is an accelerator.
         dataloader_config: options of prepared loaders.
         deepspeed_plugin: divide models among processes by DeepSpeed's ZeRO.
-        deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
+        deepspeed_plugins: several such plugins by name; `state.select_deepspeed_plugin(name)` chooses the one that the
+            next `prepare` uses, the first one being chosen. One of the models is trained.
+        megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
         fsdp_plugin: shard models over processes.
         rng_types: generators to make equal on all processes at the start of a pass ("generator", "torch", "cuda").
         log_with: experiment trackers, by name or as objects.
@@ -125,6 +127,7 @@ class Accelerator(Ranks):
         check_operations(settings.debug or operations_are_checked())
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
             self.gradient_state.at_begin = functools.partial(share_rng_states, shared, device)
+        self._preparer.divide_new_models()
         publish(self.state, self.gradient_state)
 
     @classmethod
@@ -188,8 +191,7 @@ class Accelerator(Ranks):
             self._setup.fsdp_plugin,
             settings.dynamo,
             settings.parallelism,
-            settings.deepspeed,
-            self._setup.dist.zero is not None,
+            self._setup.engines,
         )
 
     # The ignores below: mypy assumes that a method with free keywords may be called with `self=`.
@@ -218,7 +220,7 @@ class Accelerator(Ranks):
     deepspeed_engine_wrapped = deepspeed_config = constant(
         None, "None: the engine is inside the model that `prepare` returns."
     )
-    deepspeed_plugin = value_of("_setup.settings.deepspeed", "The plugin of the script, or None.")
+    deepspeed_plugin = value_of("_setup.engines.plugin", "The selected plugin, every field filled in, or None.")
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(
@@ -397,7 +399,8 @@ def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:
 
 def _scaler(settings: LoopSettings, device: torch.device) -> Scaler:
     options = settings.handlers.scaler
-    if settings.precision.compute != "fp16" or not options.enabled:
+    by_engine = settings.dist.zero is not None  # DeepSpeed's scales losses itself
+    if settings.precision.compute != "fp16" or not options.enabled or by_engine:
         return UnitScaler(device)
     return LossScaler(
         device, options.init_scale, options.growth_factor, options.backoff_factor, options.growth_interval

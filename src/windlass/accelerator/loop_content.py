@@ -70,7 +70,8 @@ class LoopContent:
     def _model(self, strategy: Strategy, disks: Disks, hooked: bool) -> ModelContent:
         known = self._adapters.setdefault(strategy, KnownAdapter(strategy.module))
         if not hooked and (adapter := known.find()) is not None:
-            state = adapter.gathered() if strategy.sharded else state_of(strategy.module)
+            in_parts = strategy.sharded or strategy.saves_parts
+            state = adapter.gathered() if in_parts else state_of(strategy.module)
             is_writer = self._gang.rank == disks.writer_rank
             fingerprint = known.fingerprint() if is_writer or strategy.sharded else {}
             return ModelContent(state, False, adapter, fingerprint)

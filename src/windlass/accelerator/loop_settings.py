@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
-from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan
+from windlass.config.parallel.parallel_plan import with_precision_of_engine
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
 from windlass.config.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -34,7 +35,6 @@ SchedulerUnit = Literal["loader_batch", "optimizer_step"]
 _TYPES: dict[str, type] = {
     "dataloader_config": DataLoaderConfiguration,
     "fsdp_plugin": FullyShardedDataParallelPlugin,
-    "deepspeed_plugin": DeepSpeedPlugin,
     "torch_tp_plugin": TorchTensorParallelPlugin,
     "project_config": ProjectConfiguration,
     "gradient_accumulation_plugin": GradientAccumulationPlugin,
@@ -80,6 +80,7 @@ class LoopSettings:
         compile: how models are compiled; None does not compile them.
         debug: compare shapes over processes before each collective.
         schedule_unit: the unit that prepared schedules count; None if each call of `step` advances them.
+        engines: the configurations of DeepSpeed that the script named; empty if it named none.
     """
 
     dist: DistPlan
@@ -96,7 +97,7 @@ class LoopSettings:
     dynamo: TorchDynamoPlugin | None = None
     parallelism: ParallelismConfig | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedPlugin | None = None
+    engines: dict[str, ZeroPlan] = field(default_factory=dict)
     rng_types: list[str] = field(default_factory=lambda: ["generator"])
 
 
@@ -112,18 +113,21 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     if given.project_dir is not None and project.project_dir is None:
         project.set_directories(str(given.project_dir))
     plugin = given.gradient_accumulation_plugin
-    engines = given.fsdp_plugin, given.deepspeed_plugin, given.torch_tp_plugin
-    parts = (loader, project, plugin, given.dynamo_plugin, *engines)
+    named, wrong = _named_plugins(given)
+    problems += wrong
+    parts = (loader, project, plugin, given.dynamo_plugin, given.fsdp_plugin, given.torch_tp_plugin, *named.values())
     problems += _problems(given, project)
     problems += [problem for part in parts if part is not None for problem in part.objections()]
     if handlers.float8 is not None and any(p.field == "AORecipeKwargs.config" for p in problems):
         raise ConfigError(problems)  # its settings cannot be read
     try:
-        parallel = _plan(given, handlers, world)
+        plans = {name: _plan(given, handlers, world, one) for name, one in named.items()}
+        parallel = next(iter(plans.values()), None) or _plan(given, handlers, world, None)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
+    engines = {name: plan.dist.zero for name, plan in plans.items() if name and plan.dist.zero is not None}
     return LoopSettings(
         dist=parallel.dist,
         precision=_with_objects(parallel.precision, handlers.float8),
@@ -141,7 +145,7 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         dynamo=given.dynamo_plugin,
         parallelism=given.parallelism_config,
         fsdp=given.fsdp_plugin,
-        deepspeed=given.deepspeed_plugin,
+        engines=engines,
         rng_types=[str(kind) for kind in given.rng_types or ("generator",)],
     )
 
@@ -166,8 +170,27 @@ def _wrong_types(given: Any) -> Iterator[Problem]:
             yield Problem(f"Accelerator({name}=)", value, fix)
 
 
-def _plan(given: Any, handlers: Handlers, world: World) -> Parallel:
-    """The plan that the arguments and the launcher's settings result in."""
+def _named_plugins(given: Any) -> tuple[dict[str, DeepSpeedPlugin], list[Problem]]:
+    """The plugins of DeepSpeed by name, that of a single one being ""; and what is wrong with them."""
+    several, one = given.deepspeed_plugins, given.deepspeed_plugin
+    if several is not None and one is not None:
+        fix = "deepspeed_plugin is given too; give one of the two"
+        return {}, [Problem("Accelerator(deepspeed_plugins=)", type(several).__name__, fix)]
+    found = one if several is None else several
+    if isinstance(found, DeepSpeedPlugin):
+        return {"": found}, []
+    if found is None:
+        return {}, []
+    origin = "Accelerator(deepspeed_plugin" + ("=)" if several is None else "s=)")
+    fit = isinstance(found, dict) and found and all(isinstance(item, DeepSpeedPlugin) for item in found.values())
+    if not fit:
+        fix = "must be a dict of names and DeepSpeedPlugin objects" + (", or one such object" if several is None else "")
+        return {}, [Problem(origin, type(found).__name__, fix)]
+    return {str(name): item for name, item in found.items()}, []
+
+
+def _plan(given: Any, handlers: Handlers, world: World, engine: DeepSpeedPlugin | None) -> Parallel:
+    """The plan that the arguments and the launcher's settings result in, with one plugin of DeepSpeed."""
     plugin = given.gradient_accumulation_plugin
     sources = {
         "mixed_precision": None if given.mixed_precision is None else str(given.mixed_precision),
@@ -181,11 +204,11 @@ def _plan(given: Any, handlers: Handlers, world: World) -> Parallel:
         "parallelism_config": given.parallelism_config,
         "ddp_kwargs": handlers.ddp,
         "float8_kwargs": None if handlers.float8 is None else handlers.float8.settings(),
-        "deepspeed_plugin": given.deepspeed_plugin,
-        "deepspeed_plugins": given.deepspeed_plugins,
+        "deepspeed_plugin": engine,
         "megatron_lm_plugin": given.megatron_lm_plugin,
     }
-    return plan_parallel(merge(from_plugins(sources), from_environment(os.environ)), world)
+    settings = merge(from_plugins(sources), from_environment(os.environ))
+    return plan_parallel(with_precision_of_engine(settings), world)
 
 
 def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:

@@ -22,6 +22,7 @@ from windlass.accelerator.prepared import Prepared, parameters_of
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.zero_engines import ZeroEngines
+from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
@@ -37,6 +38,7 @@ from windlass.transforms.float8 import apply_float8
 from windlass.transforms.placing import to_device
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
+from windlass.zero.library import is_divided
 
 _log = get_logger(__name__)
 
@@ -51,6 +53,10 @@ class Preparer:
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._unit_was_logged = False
         self._zero = ZeroEngines(setup)
+
+    def divide_new_models(self) -> None:
+        """See `ZeroEngines.divide_new_models`."""
+        self._zero.divide_new_models()
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the objects to use instead of `args`, in the same order. Collective.
@@ -117,7 +123,8 @@ class Preparer:
 
         Args:
             device_placement: True to move it to this process's device; None: the accelerator's setting.
-            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced.
+            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced; unless
+                DeepSpeed has divided it while it was built.
 
         Raises:
             ConfigError, ModelError: the model does not support the settings.
@@ -173,10 +180,14 @@ class Preparer:
         if self._settings.compile is not None:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
+        device = self._setup.device if place else device_of(model)
+        zero = self._zero.plan
+        if zero is not None and stage_of(zero.config) == 3:
+            if is_divided(model) if evaluation_mode else not trained:
+                return self._zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
-        device = self._setup.device if place else device_of(model)
-        if plan.zero is not None:
+        if zero is not None:
             return self._divide(model, device)
         strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
         if isinstance(strategy.model, Replicated):
@@ -250,7 +261,8 @@ class Preparer:
             raise ModelError(
                 "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
             )
-        check_weights(optimizer)
+        if self._zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
+            check_weights(optimizer)
         warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)
         bring_state_along(optimizer)

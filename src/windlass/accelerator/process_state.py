@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from windlass.accelerator.engine_choice import NO_ENGINES, EngineChoice
 from windlass.accelerator.ranks import Ranks
+from windlass.config.plugin_engines import DeepSpeedPlugin
 from windlass.config.plugin_words import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave
@@ -69,11 +71,12 @@ class LoopState(ProcessState):
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         fsdp_plugin: how models are sharded, or None.
         dynamo_plugin, parallelism_config: as given to the `Accelerator`, or None.
-        deepspeed_plugin: as given to the `Accelerator`, or None.
-        deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
+        deepspeed_plugin: how DeepSpeed divides the models that are prepared next, or None.
+        deepspeed_plugins: all plugins by name if the script named several, or None.
+        megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
     """
 
-    deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = None
+    megatron_lm_plugin = torch_tp_plugin = None
 
     def __init__(
         self,
@@ -85,19 +88,32 @@ class LoopState(ProcessState):
         fsdp_plugin: Any = None,
         dynamo_plugin: Any = None,
         parallelism_config: Any = None,
-        deepspeed_plugin: Any = None,
-        by_engine: bool = False,
+        engines: EngineChoice = NO_ENGINES,
     ) -> None:
         super().__init__(gang, device, debug, sharded)
-        if by_engine:
+        if engines.plan is not None:
             self.distributed_type = DistributedType.DEEPSPEED
-        self.mixed_precision = mixed_precision
-        self.fsdp_plugin, self.dynamo_plugin, self.deepspeed_plugin = (
-            fsdp_plugin,
-            dynamo_plugin,
-            deepspeed_plugin,
-        )
+        self.mixed_precision, self._engines = mixed_precision, engines
+        self.fsdp_plugin, self.dynamo_plugin = fsdp_plugin, dynamo_plugin
         self.parallelism_config = parallelism_config
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """How DeepSpeed divides the models that are prepared next, or None."""
+        return self._engines.plugin
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All plugins by name if the script named several, or None."""
+        return self._engines.plugins
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of this name."""
+        return self._engines.get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use the plugin of this name in the next `prepare`."""
+        self._engines.select(name)
 
     @property
     def is_fsdp2(self) -> bool:

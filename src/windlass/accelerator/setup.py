@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from windlass.accelerator.engine_choice import EngineChoice
 from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
-from windlass.config.plan import DistPlan
+from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.config.plugin_fsdp import fsdp_plugin_of
 from windlass.config.plugin_words import FP8BackendType
 from windlass.config.plugins import (
@@ -34,6 +35,9 @@ class Setup:
     Args:
         dist: returns how models are spread over processes.
         scaler: the loss scaler of the loop's updates.
+
+    Attributes:
+        engines: the configurations of DeepSpeed.
     """
 
     def __init__(
@@ -46,6 +50,11 @@ class Setup:
     ) -> None:
         self.settings, self.device, self.gang, self._dist = settings, device, gang, dist
         self._scaler = scaler
+        self.engines = EngineChoice(self._zero_plans, settings.precision.compute)
+
+    def _zero_plans(self) -> dict[str, ZeroPlan]:
+        only = self.dist.zero
+        return self.settings.engines or ({} if only is None else {"": only})
 
     @property
     def dist(self) -> DistPlan:

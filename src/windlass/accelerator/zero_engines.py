@@ -12,13 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.dummies import DummyOptim, DummyScheduler
 from windlass.accelerator.setup import Setup
-from windlass.config.deepspeed import RunValues, completed, for_engine
+from windlass.config.deepspeed import RunValues, completed, for_engine, in_precision
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.zero.building import of_plan
 from windlass.zero.library import make_schedule
 from windlass.zero.zero_executor import ZeroExecutor
+from windlass.zero.zero_model import ZeroModel, frozen_model
 
-_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+# Which of DeepSpeed's own kernels to use: PyTorch's are.
+_KERNELS = ("torch_adam", "adam_w_mode")
 
 
 class ZeroEngines:
@@ -33,7 +36,7 @@ class ZeroEngines:
 
     @property
     def plan(self) -> ZeroPlan | None:
-        return self._setup.dist.zero
+        return self._setup.engines.plan
 
     # --- optimizers and schedules of the configuration ----------------------------------------------------------------
 
@@ -78,14 +81,9 @@ class ZeroEngines:
             "optimizer.params.betas": (item.kwargs.get("betas", (0.9, 0.999)), "DummyOptim(betas=)"),
             "optimizer.params.eps": (item.kwargs.get("eps", 1e-8), "DummyOptim(eps=)"),
         })  # fmt: skip
-        options = {
-            "lr": item.lr,
-            "weight_decay": item.weight_decay,
-            **item.kwargs,
-            **section.get("params", {}),
-        }
-        made: torch.optim.Optimizer = _OPTIMIZERS[str(section["type"]).lower()](item.params, **options)
-        return made
+        read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
+        options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
+        return torch.optim.AdamW(item.params, **options)
 
     def _schedule(self, item: DummyScheduler, made: dict[int, torch.optim.Optimizer]) -> Any:
         optimizer = made.get(id(item.optimizer), item.optimizer)
@@ -139,12 +137,27 @@ class ZeroEngines:
         config, problems = completed(config, self.plan.origin, RunValues(values, width))
         if problems:
             raise ConfigError(problems)
-        if settings.precision.compute == "bf16":
-            config["bf16"] = {**config.get("bf16", {}), "enabled": True}
+        config = in_precision(config, settings.precision.compute)
         plan = dataclasses.replace(
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
         )
         return ZeroExecutor(model, optimizer, plan, device, self._setup.gang)
+
+    def divide_new_models(self) -> None:
+        """Let models of transformers be divided while they are built, if the selected configuration says so."""
+        setup = self._setup
+
+        def divide(plan: ZeroPlan | None) -> Any:
+            return of_plan(setup.settings.precision, plan, lambda: (setup.device, setup.gang))
+
+        if self.plan is not None:
+            setup.engines.divide_new_models(divide)
+
+    def frozen(self, model: nn.Module, device: torch.device) -> ZeroModel:
+        """Divide the parameters of a model that is not trained. Collective."""
+        assert self.plan is not None, "the caller looked"
+        compute = self._setup.settings.precision.compute
+        return frozen_model(model, self.plan, compute, device, self._setup.gang)
 
 
 def _is_auto(config: dict[str, Any], path: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.assemble.batch import update_size
 from windlass.assemble.facts import Facts
-from windlass.config.deepspeed import RunValues, completed, for_engine
+from windlass.config.deepspeed import ARGUMENTS, SIZES, RunValues, completed, for_engine, in_precision
 from windlass.config.parallel import Parallel
 from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.config.sections.setting import default_of
@@ -26,22 +26,23 @@ def with_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> Dist
     if zero is None:
         return parallel.dist
     size = facts.size or update_size(args, facts.world.size)[0]
-    samples = "per_device_train_batch_size x gradient_accumulation_steps x processes"
-    values = {
-        "train_micro_batch_size_per_gpu": (size.micro, "per_device_train_batch_size"),
-        "gradient_accumulation_steps": (size.accumulation, "gradient_accumulation_steps"),
-        "train_batch_size": (size.samples, samples),
-        "gradient_clipping": (engine_clipping(args, zero), "max_grad_norm"),
-        "bf16.enabled": (parallel.precision.compute == "bf16", "bf16"),
-        "fp16.enabled": (parallel.precision.compute == "fp16", "fp16"),
+    values = _with_arguments({
+        "train_micro_batch_size_per_gpu": size.micro,
+        "gradient_accumulation_steps": size.accumulation,
+        "train_batch_size": size.samples,
+        "gradient_clipping": engine_clipping(args, zero),
+        "bf16.enabled": parallel.precision.compute == "bf16",
+        "fp16.enabled": parallel.precision.compute == "fp16",
         **_of_optimizer(args),
         **_of_schedule(args, steps),
-    }
-    config, problems = completed(zero.config, zero.origin, RunValues(values, facts.hidden_size))
-    if problems := [*problems, *_unfit(args, zero, parallel)]:
+    })  # fmt: skip
+    # Which sizes fit into memory is found as the run goes on.
+    left_out = SIZES if args.auto_find_batch_size else ()
+    given = {name: value for name, value in zero.config.items() if name not in left_out}
+    config, problems = completed(given, zero.origin, RunValues(values, facts.hidden_size))
+    if problems := [*problems, *_unfit(args, zero)]:
         raise ConfigError(problems)
-    if parallel.precision.compute == "bf16":
-        config["bf16"] = {**config.get("bf16", {}), "enabled": True}
+    config = in_precision(config, parallel.precision.compute)
     return replace(parallel.dist, zero=replace(zero, config=for_engine(config, size.micro)))
 
 
@@ -58,7 +59,7 @@ def engine_schedule(args: Any, zero: ZeroPlan | None, steps: int) -> dict[str, A
     if zero is None or "scheduler" not in zero.config:
         return None
     config, problems = completed(
-        {"scheduler": zero.config["scheduler"]}, zero.origin, RunValues(_of_schedule(args, steps))
+        {"scheduler": zero.config["scheduler"]}, zero.origin, RunValues(_with_arguments(_of_schedule(args, steps)))
     )
     if problems:
         raise ConfigError(problems)
@@ -66,32 +67,31 @@ def engine_schedule(args: Any, zero: ZeroPlan | None, steps: int) -> dict[str, A
     return section
 
 
-def _of_optimizer(args: Any) -> dict[str, tuple[Any, str]]:
+def _with_arguments(values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    return {path: (value, ARGUMENTS[path]) for path, value in values.items()}
+
+
+def _of_optimizer(args: Any) -> dict[str, Any]:
     return {
-        "optimizer.params.lr": (args.learning_rate, "learning_rate"),
-        "optimizer.params.betas": ([args.adam_beta1, args.adam_beta2], "(adam_beta1, adam_beta2)"),
-        "optimizer.params.eps": (args.adam_epsilon, "adam_epsilon"),
-        "optimizer.params.weight_decay": (args.weight_decay, "weight_decay"),
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
     }
 
 
-def _of_schedule(args: Any, steps: int) -> dict[str, tuple[Any, str]]:
+def _of_schedule(args: Any, steps: int) -> dict[str, Any]:
     return {
-        "scheduler.params.warmup_max_lr": (args.learning_rate, "learning_rate"),
-        "scheduler.params.warmup_num_steps": (args.get_warmup_steps(steps), "warmup_steps"),
-        "scheduler.params.total_num_steps": (steps, "the updates of the run"),
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": args.get_warmup_steps(steps),
+        "scheduler.params.total_num_steps": steps,
     }
 
 
-def _unfit(args: Any, zero: ZeroPlan, parallel: Parallel) -> list[Problem]:
+def _unfit(args: Any, zero: ZeroPlan) -> list[Problem]:
     found = []
     name = str(getattr(args.optim, "value", args.optim))
     if "optimizer" in zero.config and name not in _ADAMW:
         fix = f"contradicts optim={name!r}; choose one of the two"
         found.append(Problem(f"{zero.origin}.optimizer.type", zero.config["optimizer"].get("type"), fix))
-    if parallel.precision.compute == "fp16":
-        found.append(Problem("fp16", True, "is not built yet under DeepSpeed; use bf16"))
-    if args.auto_find_batch_size:
-        fix = "DeepSpeed's engine cannot take back an update that ran out of memory: leave it out"
-        found.append(Problem("auto_find_batch_size", True, fix))
     return found

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.deferred import TensorSource, read_run
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names, counted
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
+from windlass.core.module_state import state_was_loaded, values_of
 from windlass.core.optional import require
 from windlass.core.tensors import address
 from windlass.core.types import State
+from windlass.dist.flat import FlatParts
 from windlass.dist.sharded import local, part, whole
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -76,8 +79,8 @@ class Adapter:
         """The adapter's tensors and the buffers by their names in the model, whole and on the host of every rank.
         Collective if they are sharded.
         """
-        state = self.model.state_dict(keep_vars=True)
-        return {name: whole(state[name].detach()).cpu() for name in (*self.names, *sorted(self.buffers))}
+        state = values_of(self.model)
+        return {name: whole(state[name]).detach().cpu() for name in (*self.names, *sorted(self.buffers))}
 
     def fingerprint(self) -> dict[str, list[Any]]:
         """Dtype, shape and checksum of every frozen weight, by canonical name. Collective if they are sharded; one at a
@@ -86,7 +89,7 @@ class Adapter:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         frozen = {
             name: tensor
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            for name, tensor in values_of(self.model).items()
             if name not in self.names and name in parameters
         }
         short = canonical_names(frozen)
@@ -155,8 +158,10 @@ class KnownAdapter:
         """See `Adapter.fingerprint`. All ranks must have changed the same weights since the last call."""
         assert self._adapter is not None
         # A change in place increases the version of a weight; another weight has another address.
+        values = values_of(self._model)
+        held = [values[name] for name, p in self._model.named_parameters() if not p.requires_grad]
         frozen = [
-            (id(p), address(local(p)), p._version) for p in self._model.parameters() if not p.requires_grad
+            (id(value), address(local(value)), getattr(value, "mine", value)._version) for value in held
         ]
         if self._frozen != frozen:
             self._frozen, self._fingerprint = frozen, self._adapter.fingerprint()
@@ -187,7 +192,7 @@ def checksum(tensor: Tensor) -> int:
     device. One host sync. Collective for a sharded tensor. A tensor that is made of others (few bits and their scales)
     has the sum of theirs.
     """
-    flat = whole(tensor.detach())
+    flat = whole(tensor).detach()
     if hasattr(flat, "__tensor_flatten__"):
         return sum(checksum(getattr(flat, name)) for name in flat.__tensor_flatten__()[0]) % (1 << 63)
     if flat.is_meta or flat.element_size() not in _BITS:
@@ -217,7 +222,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             f"{path} holds adapters alone, and this model does not train one: put the same adapter on the model with "
             "peft (get_peft_model) before it is loaded"
         )
-    state = model.state_dict(keep_vars=True)
+    state = values_of(model)
     with open_tensors(path, files or Files()) as file:
         wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
         if problems := misfits(file, wanted, {name: name for name in wanted}, "adapter"):
@@ -226,10 +231,18 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             _check_base(folder, base, adapter)
         with torch.no_grad():
             for name, stored in adapter.names.items():
-                local(state[name]).copy_(file.read(stored, part(state[name])))
+                local(state[name]).copy_(_part_of(state[name], file, stored))
+    state_was_loaded(model)
     with torch.no_grad():
         for name, value in (base or {"buffers": {}})["buffers"].items():
             state[name].copy_(value)
+
+
+def _part_of(tensor: Tensor, file: TensorSource, stored: str) -> Tensor:
+    """What this rank holds of a stored tensor, if it holds of it what it holds of `tensor`."""
+    if isinstance(tensor, FlatParts):
+        return read_run(file, stored, tensor.start, tensor.mine.numel())
+    return file.read(stored, part(tensor))
 
 
 def _check_base(folder: Path, base: State, adapter: Adapter) -> None:

@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.config.deepspeed import explained
 from windlass.config.launch import launch_settings
 from windlass.config.launch_flags import add_setting_flags
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import dtype_plans, from_arguments, merge
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_training import PRECISION
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.spelling import spellings
@@ -67,6 +69,9 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
     for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
         if remark:
             yield f"  {remark}"
+    if key is CONFIG and given is not None:
+        for path, value, source in explained(given.value):
+            yield f"  value     {path} = {_text(value)}{source and f'  # {source}'}"
     if key is PRECISION and not settings.problems:
         yield f"  dtypes    {dtypes_of(*dtype_plans(settings), 'as the model is loaded')}"
     for place, spelling in spellings(key):

@@ -11,6 +11,8 @@ from windlass.cli.recipe_draft import RecipeDraft
 from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import coerce
 from windlass.config.parallel import from_recipe
+from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
+from windlass.config.parallel.rows_training import STRATEGY
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
@@ -66,6 +68,15 @@ def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) 
     return []
 
 
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, section by section; values of `other` replace those of `one`."""
+    found = dict(one)
+    for name, value in other.items():
+        inner = found.get(name)
+        found[name] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
 def merge_parallel(
     training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
 ) -> tuple[dict[str, Any], list[Problem]]:
@@ -80,13 +91,19 @@ def merge_parallel(
         for found in settings.problems
     ]
     joined = dict(training)
-    for setting in settings.values():
+    if CONFIG.name in settings:
+        fix = "configures DeepSpeed as a whole: set these values there, or leave it out"
+        problems += [problem(found, f"contradicts parallel.{CONFIG.name}, which {fix}") for found in settings.explicit(*FIELDS)]
+    # The strategy first: what else is set of DeepSpeed replaces its defaults.
+    for setting in sorted(settings.values(), key=lambda found: found.key != STRATEGY.name):
+        if setting.key == STRATEGY.name and isinstance(joined.get("deepspeed"), str):
+            continue  # a file has it all
         arguments = to_arguments(KEYS[setting.key], setting.value)
         if not arguments:
             problems.append(problem(setting, _ONLY_AT_LAUNCH))
         for name, value in arguments.items():
             if isinstance(value, dict):
-                value = {**(joined.get(name) or {}), **value}
+                value = _merged(joined.get(name) or {}, value)
             elif joined.get(name, value) != value:
                 problems.append(
                     problem(setting, f"contradicts training.{name}={joined[name]!r}; set only one")

@@ -54,6 +54,7 @@ class TrainingArguments(
 
     def __post_init__(self) -> None:
         check(self)
+        self.__dict__["_dividing"] = self._divide_new_models()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OLD_NAMES and name not in self.__dataclass_fields__:

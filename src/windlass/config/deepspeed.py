@@ -10,29 +10,64 @@ from typing import Any
 
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import Problem
+from windlass.core.lazy import reverse
 
 AUTO = "auto"
 
-_NO_MONITOR = "is not built yet; report_to sends metrics to trackers"
-_NOT_BUILT = "is not built yet; leave it out"
-# Keys at the top level -> why they are refused; empty for those that are honoured.
-_TOP = {
+_MONITOR = "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all"
+_OTHER_MODEL = "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out"
+_OTHER_SPLIT = "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out"
+_OTHER_STEP = "updates weights later than their gradients, so the result is another; leave it out"
+_CUDA_ONLY = "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out"
+_IN_GROUPS = "divides among groups of ranks, and checkpoints are of parts of one group; leave it out"
+_PRECISION = "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out"
+_REASONS: dict[str, tuple[str, ...]] = {
+    _MONITOR: ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"),
+    _OTHER_MODEL: (
+        "sparse_attention", "compression_training", "data_efficiency", "curriculum_learning", "hybrid_engine",
+        "quantize_training", "progressive_layer_drop", "eigenvalue", "weight_quantization",
+    ),
+    _OTHER_SPLIT: (
+        "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "pipeline", "expert_parallel",
+        "use_data_before_expert_parallelism",
+    ),
+    _OTHER_STEP: ("zenflow", "superoffload"),
+    _PRECISION: ("torch_autocast", "data_types"),
+    "is NVIDIA's apex, which DeepSpeed does not combine with ZeRO; set bf16=True or fp16=True": ("amp",),
+    "is not needed: a run continues on any number of processes, and global_batch_size keeps its updates": (
+        "elasticity",
+    ),
+    "is a search that DeepSpeed's own launcher makes; leave it out": ("autotuning",),
+    "is not combined with ZeRO; set torch_compile=True": ("compile", "graph_harvesting"),
+    "is of gradients that ZeRO does not divide; leave it out": ("sparse_gradients",),
+    "is decided by the run, which accumulates itself; leave it out": ("managed_gradient_accumulation",),
+    "is a service of Azure, and a run writes its checkpoints itself; leave it out": ("nebula",),
+}  # fmt: skip
+_ZERO_REASONS: dict[str, tuple[str, ...]] = {
+    _CUDA_ONLY: (
+        "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+        "zeropp_loco_param",
+    ),
+    _IN_GROUPS: ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather"),
+    _OTHER_STEP: ("zenflow",),
+    "is gone from DeepSpeed; leave it out": ("legacy_stage1",),
+    "is needed: a run clips by the norm, and checks that it is finite; leave it out": ("compute_grad_norm",),
+    'is an old key; use "offload_param": {"device": "cpu"}': ("cpu_offload_params", "cpu_offload_use_pin_memory"),
+    "would move where the engine keeps parameters, which checkpoints read; leave it out": ("parameter_alignment",),
+    "is for Muon, which needs whole matrices: train it with fsdp=True": ("save_muon_momentum_buffer_in_memory",),
+}  # fmt: skip
+# Key -> why it is refused; empty for those that are honoured.
+KEYS = {
     **dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
          "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "communication_data_type", "steps_per_print",
          "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "memory_breakdown", "dump_state",
          "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "comms_logger", "flops_profiler",
-         "disable_allgather", "seed", "dataloader_drop_last", "use_node_local_storage", "checkpoint"), ""),
-    **dict.fromkeys(
-        ("amp", "elasticity", "sparse_attention", "autotuning", "compression_training", "data_efficiency",
-         "curriculum_learning", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "pipeline",
-         "hybrid_engine", "compile", "sparse_gradients", "quantize_training", "progressive_layer_drop", "eigenvalue",
-         "weight_quantization", "torch_autocast", "data_types", "activation_checkpointing", "aio",
-         "managed_gradient_accumulation", "expert_parallel", "nebula", "timers", "graph_harvesting",
-         "use_data_before_expert_parallelism", "zenflow", "superoffload"), _NOT_BUILT),
-    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"), _NO_MONITOR),
+         "disable_allgather", "seed", "dataloader_drop_last", "use_node_local_storage", "checkpoint",
+         "activation_checkpointing", "aio", "timers"), ""),
+    **reverse(_REASONS),
 }  # fmt: skip
-_ZERO = {
+SECTION_KEYS = {
     **dict.fromkeys(
         ("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
          "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param",
@@ -45,16 +80,15 @@ _ZERO = {
          "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "module_granularity_threshold",
          "stage3_module_granularity_threshold", "stage3_model_persistence_threshold",
          "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "allgather_sequential",
-         "use_multi_rank_bucket_allreduce", "pipeline_loading_checkpoint"), ""),
-    **dict.fromkeys(
-        ("legacy_stage1", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-         "zero_quantized_gradients", "mics_shard_size", "mics_hierarchical_params_gather", "zenflow",
-         "compute_grad_norm", "cpu_offload_params",
-         "cpu_offload_use_pin_memory", "zeropp_loco_param", "parameter_alignment",
-         "save_muon_momentum_buffer_in_memory", "enable_sanity_checks"), _NOT_BUILT),
+         "use_multi_rank_bucket_allreduce", "pipeline_loading_checkpoint", "enable_sanity_checks",
+         "leaf_module"), ""),
+    **reverse(_ZERO_REASONS),
 }  # fmt: skip
-_NO_NVME = "keeps tensors in files, which is not built yet; use cpu"
-_ADAMW = "only AdamW and Adam are built: choose another optimizer by TrainingArguments(optim=...), and leave this out"
+NO_NVME = "keeps tensors in files of DeepSpeed's own, of which no checkpoint can be made while it trains; use cpu"
+_ADAMW = "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
+_NOT_COUPLED = "adds weight decay to gradients, which AdamW does not; leave it out"
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
+_NO_OPTION = "is not read: lr, betas, eps and weight_decay are; set others by TrainingArguments(optim_args=...)"
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gradients and optimizer state'
 
@@ -78,20 +112,26 @@ def stage_of(config: Mapping[str, Any]) -> int:
     return int(section.get("stage", 0)) if isinstance(section, Mapping) else 0
 
 
+def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value at a path such as "zero_optimization.stage"."""
+    found: Any = config
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return default if found is None else found
+
+
 def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """What of a configuration is unknown, malformed or not built."""
-    yield from _known(config, _TOP, origin)
+    yield from _known(config, KEYS, origin)
     section = config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
         yield Problem(f"{origin}.zero_optimization", section, _NO_STAGE)
         return
-    yield from _known(section, _ZERO, f"{origin}.zero_optimization")
+    yield from _known(section, SECTION_KEYS, f"{origin}.zero_optimization")
     if section.get("stage", 0) not in (0, 1, 2, 3):
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
     for name in ("offload_optimizer", "offload_param"):
         yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")
-    if _section(config, "fp16").get("enabled") is True:
-        yield Problem(f"{origin}.fp16.enabled", True, "is not built yet under DeepSpeed; use bf16")
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
     kind = _section(config, "scheduler").get("type")
     if "scheduler" in config and kind not in _SCHEDULERS:
@@ -123,7 +163,7 @@ def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
         return
     device = given.get("device", "none") if isinstance(given, Mapping) else given
     if device == "nvme":
-        yield Problem(f"{origin}.device", device, _NO_NVME)
+        yield Problem(f"{origin}.device", device, NO_NVME)
     elif device not in ("none", "cpu", None):
         yield Problem(f"{origin}.device", device, "must be none or cpu")
 
@@ -132,6 +172,12 @@ def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Proble
     kind = section.get("type")
     if section and str(kind).lower() not in ("adamw", "adam"):
         yield Problem(f"{origin}.optimizer.type", kind, _ADAMW)
+        return
+    for name, value in _section(section, "params").items():
+        if name not in _OPTIONS:
+            yield Problem(f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}")
+        elif name == "adam_w_mode" and not value:
+            yield Problem(f"{origin}.optimizer.params.{name}", value, _NOT_COUPLED)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -140,6 +186,31 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 # --- the values of a run ----------------------------------------------------------------------------------------------
+
+
+# Path -> the argument of a run that its "auto" represents.
+ARGUMENTS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x processes",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "(adam_beta1, adam_beta2)",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "the updates of the run",
+}
+
+
+def explained(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Path, value and source of each value; the source is empty for a value that the configuration itself has."""
+    for path, value in _leaves(config):
+        source = ARGUMENTS.get(path) or ("the hidden_size of the model" if path in _bucket_sizes(None) else "its default")
+        yield path, value, source if value == AUTO else ""
 
 
 def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
@@ -154,7 +225,8 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
         elif wanted is not None and not _same(value, wanted[0]):
             fix = f'contradicts {wanted[1]}={wanted[0]!r}; set "auto" here, or the same value in both'
             problems.append(Problem(f"{origin}.{path}", value, fix))
-    for path, size in _bucket_sizes(run.hidden_size).items():
+    # Whole weights are saved without it: DeepSpeed's default remains.
+    for path, size in {**_bucket_sizes(run.hidden_size), _SAVES_WHOLE: None}.items():
         if _get(filled, path) == AUTO:
             _put(filled, path, size)
     for path, value in _leaves(filled):
@@ -162,6 +234,9 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
             fix = 'has no value for "auto" in this run; write the value, or leave the key out'
             problems.append(Problem(f"{origin}.{path}", AUTO, fix))
     return filled, problems
+
+
+_SAVES_WHOLE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
 def _bucket_sizes(width: int | None) -> dict[str, int | None]:
@@ -218,6 +293,22 @@ _OWN = (
 )
 
 
+# What becomes of a group of samples; a run decides it.
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """ "bf16" or "fp16" if the configuration enables it by itself."""
+    return next((name for name in ("bf16", "fp16") if value_at(config, f"{name}.enabled") is True), None)
+
+
+def in_precision(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
+    """The configuration with the section of "bf16" or "fp16" enabled, if the run computes in one of them."""
+    if compute not in ("bf16", "fp16"):
+        return dict(config)
+    return {**config, compute: {**config.get(compute, {}), "enabled": True}}
+
+
 def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     """The configuration of the engine: the run accumulates, clips and schedules itself."""
     kept = {name: value for name, value in config.items() if name not in _OWN and not _is_off(value)}
@@ -233,4 +324,27 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": kept.get("steps_per_print") or 1 << 62,
+    }
+
+
+def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
+    """The configuration of the engine of a model that is not trained, whose parameters stage 3 divides.
+
+    Args:
+        config: as it was given.
+        compute: "fp32", "bf16" or "fp16".
+    """
+    kept = _without_auto(config)
+    zero = {name: value for name, value in kept["zero_optimization"].items() if name != "offload_optimizer"}
+    own = for_engine({**kept, "zero_optimization": zero}, micro=1)
+    for dtype in ("bf16", "fp16"):
+        own[dtype] = {**own.get(dtype, {}), "enabled": False}
+    return in_precision(own, compute)
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_auto(value) if isinstance(value, Mapping) else value
+        for name, value in section.items()
+        if value != AUTO
     }

@@ -15,8 +15,11 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.enums import ParallelMode
-from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel import from_arguments, merge
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
+from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
+from windlass.config.plugin_engines import DeepSpeedPlugin, plugin_of
 from windlass.config.turns import main_process_first
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 # Named only, since it is of a higher floor: scripts reach it through the arguments, and nothing here uses it.
 _STATE = "windlass.compat.state"
+# Also of a higher floor: imported once arguments ask for a stage of DeepSpeed that divides models.
+_BUILDING = "windlass.zero.building"
 
 
 class Helpers:
@@ -49,9 +54,9 @@ class Helpers:
         fp8: bool
         warmup_steps: float
         output_dir: str | None
+        deepspeed: dict[str, Any] | str | None
 
     # A run reads `deepspeed` itself. Scripts look if there is one.
-    deepspeed_plugin: ClassVar[None] = None
     hf_deepspeed_config: ClassVar[None] = None
 
     @property
@@ -152,6 +157,28 @@ class Helpers:
         state = importlib.import_module(_STATE)
         options = {"timeout": self.ddp_timeout_delta, "backend": self.ddp_backend}
         return state.PartialState(cpu=self.use_cpu, **options)
+
+    @property
+    def _names_deepspeed(self) -> bool:
+        launched = "deepspeed" in os.environ.get(OWN_VARIABLE, "")
+        return bool(self.deepspeed or launched or "ACCELERATE_USE_DEEPSPEED" in os.environ)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """How DeepSpeed divides the model, for scripts that look; None if it does not."""
+        if not self._names_deepspeed:
+            return None
+        settings = merge(from_arguments(self), from_environment(os.environ))
+        precision, dist = dtype_plans(settings)
+        return None if settings.problems or dist.zero is None else plugin_of(dist.zero, precision.compute)
+
+    def _divide_new_models(self) -> Any:
+        """Let models of transformers be divided while they are built, for as long as the returned object lives; None
+        if nothing asks for it.
+        """
+        if not self._names_deepspeed:
+            return None
+        return importlib.import_module(_BUILDING).of_arguments(self)
 
     @property
     def place_model_on_device(self) -> bool | None:

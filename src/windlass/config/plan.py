@@ -362,10 +362,12 @@ class ZeroPlan:
         max_norm: the global norm to which a loop clips that does not do so itself; None does not clip.
         any_optimizer: an optimizer may be used of which it is not known if its update of an element depends on that
             element alone.
+        divides_new: models of transformers are divided while they are built.
     """
 
     config: dict[str, Any]
     origin: str = "deepspeed"
+    divides_new: bool = False
     max_norm: float | None = None
     any_optimizer: bool = False
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from windlass.config.deepspeed import AUTO, for_frozen, stage_of, value_at
+from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS, config_of
 from windlass.config.parallel.rows_float8 import MS_AMP, TRANSFORMER_ENGINE
+from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 
 
@@ -21,9 +24,11 @@ class DeepSpeedPlugin:
         zero_stage: 0 to 3.
         is_train_batch_min: no effect: an engine does not need to know the batch size.
         offload_optimizer_device, offload_param_device: "none" or "cpu".
-        offload_optimizer_nvme_path, offload_param_nvme_path: refused; they are not built.
-        zero3_init_flag, zero3_save_16bit_model: no effect: see `docs/deepspeed.md`.
-        transformer_moe_cls_names, enable_msamp, msamp_opt_level: refused; they are not built.
+        offload_optimizer_nvme_path, offload_param_nvme_path: refused: no checkpoint can be made of those files.
+        zero3_init_flag: divide models of transformers while they are built; None: at stage 3.
+        zero3_save_16bit_model: no effect: whole weights are always saved.
+        transformer_moe_cls_names: classes of layers with experts, whose parameters stage 3 gathers at once.
+        enable_msamp, msamp_opt_level: refused: eight-bit training is not built.
     """
 
     hf_ds_config: Any = None
@@ -43,11 +48,9 @@ class DeepSpeedPlugin:
 
     def objections(self) -> Iterator[Problem]:
         """What is not built."""
-        for name in ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level"):
+        for name in ("enable_msamp", "msamp_opt_level"):
             if getattr(self, name):
-                yield Problem(
-                    f"DeepSpeedPlugin.{name}", getattr(self, name), "is not built yet; leave it out"
-                )
+                yield Problem(f"DeepSpeedPlugin.{name}", getattr(self, name), _EightBits.reason)
 
     def settings(self) -> dict[str, Any]:
         """What was set, under the names of a launch file."""
@@ -55,10 +58,71 @@ class DeepSpeedPlugin:
         names = (
             "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
             "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_init_flag",
-            "zero3_save_16bit_model",
+            "zero3_save_16bit_model", "transformer_moe_cls_names",
         )  # fmt: skip
         said = {name: value for name in names if (value := getattr(self, name)) is not None}
         return said if whole is None else {**said, "deepspeed_config_file": whole}
+
+    # --- what scripts ask of it -----------------------------------------------------------------------------------------
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Set what `deepspeed_config` says about the precision: "no", "fp16" or "bf16"."""
+        self.__dict__["_compute"] = mixed_precision
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration of an engine for a further model, which is not trained: without "auto", an optimizer and a
+        schedule. A new dict each time: changes of it do not change the engine of the trained model.
+        """
+        return for_frozen(self._whole(), self.__dict__.get("_compute", "no"))
+
+    @property
+    def selected(self) -> bool:
+        """True: a plugin that an accelerator shows is the one that it uses."""
+        return True
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value at a path of the configuration ("zero_optimization.stage"), "auto" as it is."""
+        return value_at(self._whole(), ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return True if the run decides the value at this path."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return True if models of transformers are divided while they are built."""
+        return stage_of(self._whole()) == 3 and self.zero3_init_flag is not False
+
+    def _whole(self) -> dict[str, Any]:
+        said = self.settings()
+        given = said.get("deepspeed_config_file")
+        if given is not None:
+            return dict(CONFIG.read(given))
+        keys = {word: key for key in FIELDS for word in key.words}
+        return config_of({keys[word].name: keys[word].read(value) for word, value in said.items() if word in keys})
+
+
+def plugin_of(plan: ZeroPlan, compute: str) -> DeepSpeedPlugin:
+    """The plugin that says what `plan` does, for scripts that read it."""
+
+    def value(path: str, default: Any = None) -> Any:
+        found = value_at(plan.config, path, default)
+        return default if found == AUTO else found
+
+    made = DeepSpeedPlugin(
+        hf_ds_config=plan.config,
+        gradient_accumulation_steps=value("gradient_accumulation_steps"),
+        gradient_clipping=value("gradient_clipping"),
+        zero_stage=stage_of(plan.config),
+        offload_optimizer_device=value("zero_optimization.offload_optimizer.device", "none"),
+        offload_param_device=value("zero_optimization.offload_param.device", "none"),
+        offload_optimizer_nvme_path=value("zero_optimization.offload_optimizer.nvme_path"),
+        offload_param_nvme_path=value("zero_optimization.offload_param.nvme_path"),
+        zero3_init_flag=plan.divides_new,
+        zero3_save_16bit_model=value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+    )
+    made.set_mixed_precision(compute)
+    return made
 
 
 class _Refused:

@@ -18,7 +18,6 @@ _DEEPSPEED = (
     "a run, or Accelerator.prepare, makes the engine of DeepSpeed itself, and has no wrappers around it"
 )
 _HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
-_SEVERAL_ENGINES = "several engines of DeepSpeed are not built; pass one deepspeed_plugin"
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"
 _EIGHT_BIT = "training and loading in eight or four bits is not built"
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
@@ -51,7 +50,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _HF_DEEPSPEED: (
         "HfDeepSpeedConfig", "HfTrainerDeepSpeedConfig", "set_hf_deepspeed_config", "unset_hf_deepspeed_config",
     ),
-    _SEVERAL_ENGINES: ("get_active_deepspeed_plugin",),
+    "AcceleratorState().deepspeed_plugin is the selected one": ("get_active_deepspeed_plugin",),
     _MEGATRON: (
         "AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "MegatronEngine", "MegatronLMDummyDataLoader",
         "MegatronLMDummyScheduler", "MegatronLMOptimizerWrapper", "MegatronLMSchedulerWrapper", "T5TrainStep",
@@ -198,7 +197,6 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         _FORKED: ("fork_launched",),
     },
     "AcceleratorState": {
-        _SEVERAL_ENGINES: ("get_deepspeed_plugin", "select_deepspeed_plugin"),
         "Accelerator.torch_device_mesh is the mesh": ("device_mesh",),
         _TPU: ("downcast_bfloat",),
         _FORKED: ("fork_launched",),
@@ -207,8 +205,7 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "Accelerator": {"LOMO optimizers are prepared and used as any other": ("has_lomo_optimizer",)},
     "DeepSpeedPlugin": {
         _DEEPSPEED: (
-            "deepspeed_config", "deepspeed_config_process", "dschf", "fill_match", "get_value", "is_auto",
-            "is_zero3_init_enabled", "select", "selected", "set_deepspeed_weakref", "set_mixed_precision",
+            "deepspeed_config_process", "dschf", "fill_match", "select", "set_deepspeed_weakref",
             "set_moe_leaf_modules", "zero3_init_context_manager",
         ),
     },

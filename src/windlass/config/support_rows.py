@@ -128,13 +128,12 @@ DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening
 
 ACCELERATOR = """
 device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config
-deepspeed_plugin fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
+deepspeed_plugin deepspeed_plugins fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
 step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin parallelism_config
 scheduler_unit
 """
 
 ACCELERATOR_REFUSED = {
-    "deepspeed_plugins": "several engines are not built; pass one deepspeed_plugin",
     "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
     "torch_tp_plugin": "tensor parallelism is not built; a tp_size of 1 is accepted",
 }

@@ -39,8 +39,8 @@ class ElsewhereState(Protocol):
         """Called after `values` were loaded: update the parameters. Collective."""
         ...
 
-    def end(self) -> None:
-        """Called before another engine takes the module: remove what the engine added to it."""
+    def let_go(self) -> None:
+        """Called before another engine takes the module. Collective."""
         ...
 
 
@@ -49,11 +49,11 @@ def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
     setattr(bare(module), _ELSEWHERE, state)
 
 
-def end_elsewhere(module: nn.Module) -> None:
-    """Let go of the module an engine that still keeps values of its parameters, before another one takes it."""
-    state = _elsewhere(module)
-    if state is not None:
-        state.end()
+def let_go(module: nn.Module) -> None:
+    """Let the engine that keeps values of `module`, if any, remove what it put there. Collective."""
+    elsewhere = _elsewhere(module)
+    if elsewhere is not None:
+        elsewhere.let_go()
         keep_elsewhere(module, None)
 
 
@@ -110,6 +110,11 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     """
     if customizes_state(module):
         return dict(bare(module).state_dict())  # an override may take no arguments
+    return values_of(module)
+
+
+def values_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own state dict, not detached, with what an engine keeps in place of parameters."""
     state, elsewhere = dict(module.state_dict(keep_vars=True)), _elsewhere(module)
     if elsewhere is None:
         return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,20 @@ class FlatParts(Tensor):
         )
         made.mine, made.start, made.pieces = mine, start, tuple(pieces)
         return made
+
+    def whole(self) -> Tensor:
+        """All elements, in the tensor's shape, on every rank. Collective."""
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        own = self.mine.new_zeros(max((count for _, _, count in self.pieces), default=0))
+        own[: self.mine.numel()] = self.mine
+        found = [own]
+        if ranks > 1:
+            found = [torch.empty_like(own) for _ in range(ranks)]
+            torch.distributed.all_gather(found, own)
+        flat = own.new_empty(self.shape.numel())
+        for rank, start, count in self.pieces:
+            flat[start : start + count] = found[rank][:count]
+        return flat.view(self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

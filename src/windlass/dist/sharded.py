@@ -68,6 +68,8 @@ def is_in_parts(tensor: Any) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor` on every rank, where the collectives of its mesh run. Collective for a sharded tensor."""
+    if isinstance(tensor, FlatParts):
+        return tensor.whole()
     if not is_sharded(tensor):
         return tensor
     _check_placements(tensor)

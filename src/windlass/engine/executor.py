@@ -104,11 +104,13 @@ class Executor(Protocol):
 
     Attributes:
         updates_in_backward: parameters change in the backward already, so one that fails may leave some changed.
+        can_undo: an update whose backward failed leaves nothing behind once it is abandoned.
     """
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     updates_in_backward: bool
+    can_undo: bool
 
     @property
     def model(self) -> torch.nn.Module:

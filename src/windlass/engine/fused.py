@@ -45,6 +45,7 @@ class FusedExecutor(NativeExecutor):
     """
 
     updates_in_backward = True
+    can_undo = False
 
     def __init__(
         self,

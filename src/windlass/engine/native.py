@@ -35,6 +35,7 @@ class NativeExecutor:
     """
 
     updates_in_backward = False
+    can_undo = True
 
     def __init__(
         self,

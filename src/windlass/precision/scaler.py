@@ -161,8 +161,8 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state; the empty one of a run without scaler is ignored."""
-        if not state:
+        """Restore a state; that of a run without scaler, or with one of DeepSpeed's, is ignored."""
+        if "scale" not in state:
             return
         self._scale.copy_(state["scale"])
         self._streak.copy_(state["growth_streak"])

@@ -78,7 +78,7 @@ class BatchFitter:
         why = (
             "Other processes may wait for this one, so it cannot continue alone with smaller batches"
             if self._session.gang.size > 1
-            else "A sharded model, or one that was updated in the backward, cannot be restored within an update"
+            else "A divided model, or one that was updated in the backward, cannot be restored within an update"
         )
         raise MemoryShortError(
             f"{error}\n{why}. {noted}. Start the job again, with resume_from_checkpoint='auto'; "
@@ -176,7 +176,7 @@ class UpdateFitter:
                 "auto_find_batch_size=True continues with smaller micro-batches, and as many samples in an update"
             )
             return False
-        partly = not unchanged and self._executor.updates_in_backward
+        partly = not unchanged and not self._executor.can_undo
         if not unchanged and not partly:
             error.add_note(
                 "the optimizer ran out of memory while it changed the weights; smaller batches would not help. "

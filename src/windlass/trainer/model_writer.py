@@ -68,9 +68,9 @@ class ModelWriter:
         """Whole tensors (on the main process) if ranks hold parts of them; None if the model has them itself.
         Collective.
         """
-        if not self.strategy.sharded:
-            return None
         adapter = self.adapter
+        if not (self.strategy.sharded or (self.strategy.saves_parts and adapter is not None)):
+            return None
         return self.strategy.whole_state() if adapter is None else adapter.gathered()
 
     def of_first_rank(self, nodes: int) -> Mapping[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.engine import TrainerEngine
 from windlass.assemble.resolve import resolve_parallel, resolve_precision
@@ -18,6 +20,9 @@ from windlass.trainer.inputs import EvaluationLoaders
 from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
+from windlass.transforms.strategy import Strategy
+from windlass.zero.library import is_divided
+from windlass.zero.zero_model import frozen_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +62,16 @@ def open_accelerator(
     engine = TrainerEngine(owned, lambda: resolve_parallel(args(), session.world).dist, autocast)
     accumulation = args().gradient_accumulation_steps
     return engine, Accelerator.of_run(session.gang, session.device, precision, accumulation, engine)
+
+
+def spread_untrained(
+    model: nn.Module, engine: TrainerEngine, session: Session, accelerator: Accelerator
+) -> Strategy | None:
+    """How a model is evaluated that DeepSpeed has divided while it was built; None: this process has a whole one.
+    Collective.
+    """
+    zero = engine.dist.zero if is_divided(model) else None
+    if zero is None:
+        return None
+    compute = accelerator.state.mixed_precision.replace("no", "fp32")
+    return frozen_model(model, zero, compute, session.device, session.gang)

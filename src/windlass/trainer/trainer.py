@@ -150,7 +150,7 @@ class Trainer(TrainerNames):
     def _new_writer(self, strategy: Strategy | None) -> ModelWriter:
         return model_writer.ModelWriter(
             self.model,
-            strategy,
+            strategy or services.spread_untrained(self.model, self._engine, self._session, self.accelerator),
             lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
             lambda: self.args.to_dict(),
         )

@@ -19,6 +19,10 @@ from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
 
 
+# The attributes of DeepSpeed's scaler that change in fp16.
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
 def _deepspeed() -> ModuleType:
     library = require("deepspeed", "train with ZeRO")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports each step of its start
@@ -55,24 +59,26 @@ class ZeroEngine:
 
     Args:
         module: on the device; DeepSpeed changes it in place.
-        optimizer: its groups hold the engine's flat tensors afterwards.
+        optimizer: its groups hold the engine's flat tensors afterwards. None: the model is not trained, and its
+            parameters are divided (stage 3).
         config: complete, without "auto".
+
+    Raises:
+        ConfigError: DeepSpeed uses another device than this process, or this one does not compute in fp16.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: dict[str, Any],
         device: torch.device,
         gang: Gang,
     ) -> None:
-        library = _deepspeed()
-        _check_accelerator(library, device)
-        if gang.size == 1 and not torch.distributed.is_initialized():
-            open_group_of_one(device)
-        export_local_rank(gang.world.local_rank)
+        library = ready_library(device, gang)
+        _check_fp16(library, config)
         self.stage: int = config["zero_optimization"]["stage"]
+        self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
@@ -95,21 +101,43 @@ class ZeroEngine:
 
         Returns:
             The norm after `factor` and before clipping, and False if the engine skipped the update, because the norm
-            was not finite.
+            was not finite. In fp16 it has lowered the loss scale then.
         """
         self._optimizer.clip_grad = max_norm or 0.0
-        self._optimizer.override_loss_scale(1.0 / factor)  # by which it divides gradients and norm
+        # By this it divides gradients and norm, also if it changes the scale of fp16 in this step.
+        self._optimizer.override_loss_scale(self.loss_scale / factor)
         try:
             self._engine.step()
         finally:
-            self._optimizer.override_loss_scale(1.0)
+            self._optimizer.custom_loss_scaler = False
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32)
         return norm, bool(self._engine.was_step_applied())
+
+    # --- the loss scale of fp16 -----------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of losses in fp16; 1 in other precisions."""
+        return float(self._optimizer.loss_scaler.cur_scale)
+
+    def scaler_state(self) -> dict[str, float | int]:
+        """The state of the loss scale; empty if it never changes."""
+        scaler = self._optimizer.loss_scaler
+        return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}
+
+    def load_scaler_state(self, state: Mapping[str, float | int]) -> None:
+        """Restore a result of `scaler_state`; another precision's has nothing for this one."""
+        scaler = self._optimizer.loss_scaler
+        for name in _SCALER:
+            if name in state and hasattr(scaler, name):
+                setattr(scaler, name, state[name])
 
     # --- what it keeps ----------------------------------------------------------------------------------------------
 
     def places(self) -> dict[nn.Parameter, Place]:
         """Where each trained parameter lies on this rank."""
+        if not self._trains:
+            return {}
         return self._places_of_whole() if self.stage < 3 else self._places_of_parts()
 
     def _places_of_whole(self) -> dict[nn.Parameter, Place]:
@@ -138,7 +166,8 @@ class ZeroEngine:
 
     def frozen(self) -> dict[nn.Parameter, FlatParts]:
         """The parameters that are divided and not trained."""
-        parameters = [p for p in self._module.parameters() if hasattr(p, "ds_tensor") and not p.requires_grad]
+        divided_here = [p for p in self._module.parameters() if hasattr(p, "ds_tensor")]
+        parameters = [p for p in divided_here if not (self._trains and p.requires_grad)]
         found = {}
         for parameter in parameters:
             kept: Any = parameter.ds_tensor
@@ -171,11 +200,13 @@ class ZeroEngine:
         return context
 
     def release(self) -> None:
-        """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards until `end`."""
+        """Remove the engine's hooks; a model of stage 3 stays divided, and keeps those of its forwards until
+        `let_go`.
+        """
         if self.stage < 3:
-            self.end()
+            self.let_go()
 
-    def end(self) -> None:
+    def let_go(self) -> None:
         """Remove all hooks. A model of stage 3 cannot be called until another engine takes it."""
         self._engine.destroy()
 
@@ -185,6 +216,25 @@ def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) 
     _deepspeed()
     schedules = require("deepspeed.runtime.lr_schedules", "use its schedules")
     return getattr(schedules, section["type"])(optimizer, **section.get("params", {}))
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return True if DeepSpeed has divided parameters of a model among ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def ready_library(device: torch.device, gang: Gang) -> ModuleType:
+    """DeepSpeed, in a process that has the process group and the variables that it reads.
+
+    Raises:
+        ConfigError: DeepSpeed uses another device.
+    """
+    library = _deepspeed()
+    _check_accelerator(library, device)
+    if gang.size == 1 and not torch.distributed.is_initialized():
+        open_group_of_one(device)
+    export_local_rank(gang.world.local_rank)
+    return library
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
@@ -197,3 +247,10 @@ def _check_accelerator(library: ModuleType, device: torch.device) -> None:
     if name != device.type:
         fix = f"DeepSpeed chose {name}, and this process trains on {device.type}: set DS_ACCELERATOR={device.type}"
         raise ConfigError(Problem("deepspeed", name, fix))
+
+
+def _check_fp16(library: ModuleType, config: Mapping[str, Any]) -> None:
+    accelerator = library.accelerator.get_accelerator()
+    if config.get("fp16", {}).get("enabled") and not accelerator.is_fp16_supported():
+        fix = f"DeepSpeed does not compute in fp16 on this device ({accelerator.device_name()}); use bf16 or fp32"
+        raise ConfigError(Problem("fp16", True, fix))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.adapters import find_adapter
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import bare, customizes_state, end_elsewhere
+from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.group import Group
@@ -44,7 +43,7 @@ class ZeroExecutor:
         ConfigError: the optimizer or the model cannot be used under ZeRO.
     """
 
-    updates_in_backward = False
+    updates_in_backward = can_undo = False
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class ZeroExecutor:
     ) -> None:
         _check_optimizer(optimizer, plan)
         _check_model(module)
-        end_elsewhere(module)
+        let_go(module)
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, gang)
         own.use_places(self._engine.places())
@@ -64,7 +63,8 @@ class ZeroExecutor:
         self._own, self._device = own, device
         self.strategy: Strategy = ZeroModel(module, self._engine, gang)
         self._usual_norm = self._max_norm = plan.max_norm
-        self._factor, self._released = 1.0, False
+        self._factor, self._overflowed, self._released = 1.0, False, False
+        self._scales = bool(plan.config.get("fp16", {}).get("enabled"))
         self._norm = torch.zeros((), device=device)
         self._beacon, self._waiting = beacon(), thread_waiting()
 
@@ -110,6 +110,7 @@ class ZeroExecutor:
         norm, finite = self._engine.step(self._max_norm, self._factor)
         self._norm = norm.to(self._device)
         applied = finite and not self._own.skips
+        self._overflowed = self._scales and not finite
         self._max_norm, self._factor, self._own.skips = self._usual_norm, 1.0, False
         self._waiting.look()
         return applied
@@ -168,7 +169,7 @@ class ZeroExecutor:
         hooks.event("on_optimizer_step")
         if applied:
             hooks.advance_schedule()
-        return StepResult(loss, self._norm, applied, hooks.parts(), False, losses)
+        return StepResult(loss, self._norm, applied, hooks.parts(), self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         self.strategy.warm_up(backward)
@@ -182,10 +183,10 @@ class ZeroExecutor:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        return {"scaler": {}}
+        return {"scaler": self._engine.scaler_state() if self._scales else {}}
 
     def load_state_dict(self, state: State) -> None:
-        """Nothing to do: there is no loss scale."""
+        self._engine.load_scaler_state(state["scaler"])
 
 
 _ELEMENTWISE = (
@@ -214,11 +215,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
 
 
 def _check_model(module: nn.Module) -> None:
-    if find_adapter(module) is not None:
-        fix = (
-            "trains an adapter, which is not built yet under DeepSpeed: use fsdp=True, or replicate the model"
-        )
-        raise ConfigError(Problem("deepspeed", type(bare(module)).__name__, fix))
     if customizes_state(module):
         raise ModelError(
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "

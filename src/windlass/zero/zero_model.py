@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from windlass.config.deepspeed import for_frozen
+from windlass.config.plan import ZeroPlan
 from windlass.core.module_state import bare, keep_elsewhere
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
@@ -30,14 +33,17 @@ class _Values:
     def loaded(self) -> None:
         self._engine.use_places(self._places)
 
-    def end(self) -> None:
-        self._engine.end()
+    def let_go(self) -> None:
+        self._engine.let_go()
 
 
 class ZeroModel(Alone):
     """Implements `Strategy`: a model whose optimizer state (stage 1), gradients (2) and parameters (3) are divided.
 
     Checkpoints hold the engine's fp32 values in parts, so that any strategy and any number of ranks reads them.
+
+    Args:
+        engine: of a model that is trained; or of one that is not, whose parameters it divides.
     """
 
     saves_parts = True
@@ -97,3 +103,15 @@ class ZeroModel(Alone):
             self._engine = None
         if not self.sharded:
             keep_elsewhere(self._module, None)
+
+
+def frozen_model(
+    module: nn.Module, plan: ZeroPlan, compute: str, device: torch.device, gang: Gang
+) -> ZeroModel:
+    """Divide the parameters of a model that is not trained among ranks. Collective.
+
+    Args:
+        plan: its configuration may have "auto".
+        compute: "fp32", "bf16" or "fp16".
+    """
+    return ZeroModel(module, ZeroEngine(module, None, for_frozen(plan.config, compute), device, gang), gang)

@@ -88,7 +88,7 @@ def test_how_models_are_compiled() -> None:
     assert plan_parallel(from_plugins({"dynamo_plugin": plugin}), World()).compile is None
 
 
-@pytest.mark.parametrize("name", ["deepspeed_plugins", "megatron_lm_plugin"])
+@pytest.mark.parametrize("name", ["megatron_lm_plugin"])
 def test_engines_that_are_not_built_are_refused_by_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*not built"):
         plan_parallel(from_plugins({name: object()}), TWO)

@@ -160,8 +160,8 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
     Args:
         given: constructor argument -> value, for those of "mixed_precision", "gradient_accumulation_steps", "cpu",
             "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" and "float8_kwargs"
-            (the handlers of DDP and of float8), "deepspeed_plugin", "deepspeed_plugins" and "megatron_lm_plugin".
-            Plugins as objects, or as mappings of what was set. None sets nothing.
+            (the handlers of DDP and of float8), "deepspeed_plugin" and "megatron_lm_plugin". Plugins as objects, or as
+            mappings of what was set. None sets nothing.
         where: whose arguments they are, for messages.
     """
     settings = Settings()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from windlass.config.deepspeed import stage_of, unfit, without_effect
+from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
@@ -77,6 +77,15 @@ def parallel_problems(settings: Settings, world: World) -> list[Problem]:
 def uses_deepspeed(settings: Settings) -> bool:
     """Return True if the strategy is DeepSpeed and its stage divides anything."""
     return _asks_for_deepspeed(settings) and stage_of(_zero_config(settings)) > 0
+
+
+def with_precision_of_engine(settings: Settings) -> Settings:
+    """`settings`, in the precision that a configuration of DeepSpeed enables, if nothing else sets one."""
+    found = precision_of(_zero_config(settings)) if uses_deepspeed(settings) else None
+    if found is not None and not settings.explicit(rows.PRECISION):
+        origin = settings[deepspeed.CONFIG.name].origin
+        settings.add(Setting(rows.PRECISION.name, found, f"{origin}.{found}.enabled", "script", implicit=False))
+    return settings
 
 
 def _asks_for_deepspeed(settings: Settings) -> bool:
@@ -201,6 +210,9 @@ def _remarks(settings: Settings, world: World) -> Iterator[str]:
     if uses_deepspeed(settings):
         zero = _zero(settings)
         yield from without_effect(zero.config, zero.origin)
+        if settings.value(deepspeed.INIT) and stage_of(zero.config) != 3:
+            where = settings[deepspeed.INIT.name].origin
+            yield f"{where} has no effect at stage {stage_of(zero.config)}, which divides no parameters"
     if _asks_for_deepspeed(settings) and not uses_deepspeed(settings):
         yield "stage 0 of ZeRO divides nothing: replicated data parallelism (DDP) trains the model, without DeepSpeed"
     if not is_sharded(settings):
@@ -267,7 +279,12 @@ def _zero(settings: Settings) -> ZeroPlan:
     config = _zero_config(settings)
     whole = settings.get(deepspeed.CONFIG.name)
     allowed = config.get("zero_allow_untested_optimizer") is True
-    return ZeroPlan(config, "deepspeed" if whole is None else whole.origin, any_optimizer=allowed)
+    return ZeroPlan(
+        config,
+        "deepspeed" if whole is None else whole.origin,
+        divides_new=stage_of(config) == 3 and settings.value(deepspeed.INIT) is not False,
+        any_optimizer=allowed,
+    )
 
 
 def _shard(settings: Settings, world: World) -> ShardPlan:

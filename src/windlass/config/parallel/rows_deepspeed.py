@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.config.deepspeed import NO_NVME
 from windlass.config.json_document import read_document
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
@@ -27,7 +28,7 @@ _STAGES = kinds.either(kinds.choice("0", "1", "2", "3"), says="must be 0, 1, 2 o
 STAGE = _row(
     "zero_stage", lambda raw: int(_STAGES(raw)), 2, "What is divided among ranks, in steps from 0 to 3."
 )
-_PLACES = kinds.choice("none", "cpu", refused={"nvme": "is not built yet; use cpu"})
+_PLACES = kinds.choice("none", "cpu", refused={"nvme": NO_NVME})
 OFFLOAD_OPTIMIZER = _row(
     "offload_optimizer_device", _PLACES, "none", "Where the optimizer state lies: none or cpu."
 )
@@ -40,16 +41,20 @@ CLIPPING = _row(
     exported=("ACCELERATE_GRADIENT_CLIPPING",),
 )  # fmt: skip
 INIT = _row(
-    "zero3_init_flag", kinds.flag, False, "Divide a model of stage 3 while it is built.",
+    "zero3_init_flag", kinds.flag, None,
+    "Divide models of transformers while they are built; by default at stage 3.",
     exported=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
-    idle="has no effect yet: a model is divided once it is built; transformers.integrations.HfDeepSpeedConfig divides "
-    "earlier",
 )  # fmt: skip
 SAVE_16BIT = _row(
     "zero3_save_16bit_model", kinds.flag, False, "Save whole weights in stage 3.",
     idle="is not needed: save_model always gathers whole weights",
 )  # fmt: skip
-FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CLIPPING)
+MOE = _row(
+    "moe_layers", kinds.words, (), "Classes of layers whose parameters are gathered at once at stage 3: experts.",
+    "deepspeed_moe_layer_cls_names", "transformer_moe_cls_names",
+    exported=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+)  # fmt: skip
+FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CLIPPING, MOE)
 USED = Key(
     "deepspeed.used", kinds.flag, False, "Train with DeepSpeed.", "run", ("use_deepspeed",), written=False
 )
@@ -62,10 +67,21 @@ def config_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         fields: canonical name -> value, of those that were set.
     """
-    zero: dict[str, Any] = {"stage": fields.get(STAGE.name, STAGE.default)}
+    said = fields_in_config(fields)
+    zero = {"stage": STAGE.default, **said.pop("zero_optimization", {})}
+    return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **said}
+
+
+def fields_in_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fields alone are in a configuration."""
+    zero: dict[str, Any] = {}
+    if STAGE.name in fields:
+        zero["stage"] = fields[STAGE.name]
     for key, section in ((OFFLOAD_OPTIMIZER, "offload_optimizer"), (OFFLOAD_PARAM, "offload_param")):
         if fields.get(key.name, "none") != "none":
             zero[section] = {"device": fields[key.name]}
-    config: dict[str, Any] = {"zero_optimization": zero, "bf16": {"enabled": "auto"}}
+    if fields.get(MOE.name):
+        zero["leaf_module"] = {"classes": list(fields[MOE.name])}
+    found: dict[str, Any] = {"zero_optimization": zero} if zero else {}
     clipping = fields.get(CLIPPING.name)
-    return config if clipping is None else {**config, "gradient_clipping": clipping}
+    return found if clipping is None else {**found, "gradient_clipping": clipping}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from windlass.config.deepspeed import NO_NVME
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
 from windlass.config.parallel.rows_training import NO_MEGATRON
@@ -143,10 +144,9 @@ LAUNCH = (
 )  # fmt: skip
 _HOSTS = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 DEEPSPEED = (
-    *_refused("deepspeed", "is not built yet; use cpu", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+    *_refused("deepspeed", NO_NVME, "offload_optimizer_nvme_path", "offload_param_nvme_path"),
     *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
               "deepspeed_multinode_launcher"),
-    *_refused("deepspeed", "is not built yet", "deepspeed_moe_layer_cls_names"),
 )  # fmt: skip
 MEGATRON = _refused(
     "megatron", NO_MEGATRON, "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim",

@@ -6,18 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_deepspeed import FIELDS, config_of, fields_in_config
 
 
 def to_arguments(key: Key, value: Any) -> dict[str, Any]:
     """The fields of `TrainingArguments` that set a value; empty for settings of a launcher alone."""
     if key.name == "strategy":
-        return {"fsdp": value == "fsdp"}
+        return {"fsdp": value == "fsdp", **({"deepspeed": config_of({})} if value == "deepspeed" else {})}
     if key.name == "precision":
         return {field: value == field for field in key.fields}
     if key.family == "fsdp":
         return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
     if key.family == "fp8":
         return {"fp8_config": {key.words[0]: value}}
+    if key in FIELDS:
+        return {"deepspeed": fields_in_config({key.name: value})}
     if key.family == "mesh":
         return {"parallelism_config": {key.words[0]: value}}
     return {key.fields[0]: value} if key.fields else {}

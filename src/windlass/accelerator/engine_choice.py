@@ -1,0 +1,69 @@
+"""The configurations of DeepSpeed that one accelerator was given, and the one that `prepare` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windlass.config.plan import ZeroPlan
+from windlass.config.plugin_engines import DeepSpeedPlugin, plugin_of
+from windlass.core.errors import ConfigError, Problem
+
+
+class EngineChoice:
+    """Owns which of several configurations is selected. The first one is until a script selects another.
+
+    Args:
+        plans: returns them by name, that of a single one being "".
+        compute: "fp32", "bf16" or "fp16".
+    """
+
+    def __init__(self, plans: Callable[[], Mapping[str, ZeroPlan]], compute: str) -> None:
+        self._plans, self._compute, self._selected = plans, compute, ""
+        self._divide: Callable[[ZeroPlan | None], Any] = lambda plan: None
+        self._dividing: Any = None
+
+    def divide_new_models(self, divide: Callable[[ZeroPlan | None], Any]) -> None:
+        """Let `divide` say how models are built from now on, for the selected configuration; keep what it returns."""
+        self._divide, self._dividing = divide, divide(self.plan)
+
+    @property
+    def plan(self) -> ZeroPlan | None:
+        """The selected configuration; None without DeepSpeed."""
+        plans = self._plans()
+        return plans.get(self._selected) or next(iter(plans.values()), None)
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin | None:
+        """The selected configuration as a plugin, every field filled in; None without DeepSpeed."""
+        plan = self.plan
+        return None if plan is None else plugin_of(plan, self._compute)
+
+    @property
+    def plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All as plugins by name; None if the script named none."""
+        named = {name: plugin_of(plan, self._compute) for name, plan in self._plans().items() if name}
+        return named or None
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of this name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return (self.plugins or {})[self._known(name)]
+
+    def select(self, name: str) -> None:
+        """Use this one in the next `prepare`. Raises as `get` does."""
+        self._selected = self._known(name)
+        self._dividing = self._divide(self.plan)
+
+    def _known(self, name: str) -> str:
+        names = [known for known in self._plans() if known]
+        if name not in names:
+            fix = f"is not among deepspeed_plugins, which has {', '.join(map(repr, names)) or 'none'}"
+            raise ConfigError(Problem("deepspeed_plugin", name, fix))
+        return name
+
+
+NO_ENGINES = EngineChoice(dict, "fp32")

@@ -1,0 +1,83 @@
+"""Models of transformers that are divided among ranks while they are built (stage 3), so that no rank has a whole one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windlass.config.deepspeed import for_frozen
+from windlass.config.parallel import from_arguments, from_environment, merge
+from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
+from windlass.config.plan import PrecisionPlan, ZeroPlan
+from windlass.core.optional import is_available, require
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join
+from windlass.zero.library import ready_library
+
+
+class DividedBuilding:
+    """What transformers asks whenever it builds a model. Stands in for its `HfDeepSpeedConfig`.
+
+    transformers holds a weak reference to the newest: models are divided for as long as this object lives.
+
+    Args:
+        config: complete, without "auto".
+        place: returns the device of this process, and the processes of the job, which it joins.
+    """
+
+    def __init__(self, config: dict[str, Any], place: Callable[[], tuple[torch.device, Gang]]) -> None:
+        self._config, self._place, self._is_ready = config, place, False
+        integration = require("transformers.integrations.deepspeed", "divide models while they are built")
+        integration.set_hf_deepspeed_config(self)
+
+    def is_zero3(self) -> bool:
+        """True: models are divided. The first call makes the process group that DeepSpeed needs."""
+        if not self._is_ready:
+            ready_library(*self._place())
+            self._is_ready = True
+        return True
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration for `deepspeed.zero.Init`."""
+        return self._config
+
+    def __deepcopy__(self, memo: Any) -> DividedBuilding:
+        # A copy of the arguments that hold it would be a second owner of the same setting of the process.
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What another process gets: it has a setting of its own."""
+
+
+def of_arguments(args: Any) -> DividedBuilding | None:
+    """What `TrainingArguments` and the launcher ask for; None if models are built whole. Problems are reported later,
+    with all others.
+    """
+    settings = merge(from_arguments(args), from_environment(os.environ))
+    world = world_from_environment()
+    if parallel_problems(settings, world):
+        return None
+
+    def place() -> tuple[torch.device, Gang]:
+        device = args.device
+        return device, join(world, device, args.ddp_timeout, args.ddp_backend)
+
+    precision, dist = dtype_plans(settings)
+    return of_plan(precision, dist.zero, place)
+
+
+def of_plan(
+    precision: PrecisionPlan, zero: ZeroPlan | None, place: Callable[[], tuple[torch.device, Gang]]
+) -> DividedBuilding | None:
+    """As `of_arguments`, of a loop's plans."""
+    if zero is None or not zero.divides_new or not is_available("transformers"):
+        return None
+    return DividedBuilding(for_frozen(zero.config, precision.compute), place)

@@ -1,0 +1,45 @@
+"""Run by `windlass launch`: text that is generated in evaluations under a stage of ZeRO, and without; as JSON.
+
+Args: folder, name, a stage or "-1".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.finetuning.test_seq2seq_trainer import exact_share
+from tests.finetuning.tiny import encoder_decoder, pairs, settings, tokenizer
+from tests.zero.runs import RANK, WORLD, config
+
+from windlass import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+
+def main() -> None:
+    folder, name, stage = sys.argv[1:]
+    args = Seq2SeqTrainingArguments(
+        **settings(
+            Path(folder) / name, per_device_train_batch_size=4 // WORLD, per_device_eval_batch_size=2, max_steps=2,
+            eval_on_start=True, eval_strategy="steps", eval_steps=2, generation_max_length=9, generation_num_beams=2,
+            train_sampling_strategy="sequential", **config(int(stage)),
+        )
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(
+        encoder_decoder(), args, train_dataset=pairs(16), eval_dataset=pairs(11, seed=8),
+        processing_class=tokenizer(), compute_metrics=exact_share,
+    )  # fmt: skip
+    trainer.train()
+    labelled, bare = trainer.predict(pairs(7)), trainer.predict(pairs(3, labelled=False), num_beams=1)
+    found = {
+        "losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+        "predictions": labelled.predictions.tolist(),
+        "labels": labelled.label_ids.tolist(),
+        "bare": bare.predictions.tolist(),
+        "divided": any(hasattr(p, "ds_id") for p in trainer.model.parameters()),
+    }
+    (Path(folder) / f"{name}-{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Run by `windlass launch`: a loop that trains a model beside a frozen reference model; losses and weights, as JSON.
+
+Args: folder, then words of `loop`: a stage, or "-1" without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.zero.loop_ranks import data
+from tests.zero.runs import Net
+from torch import nn
+
+from windlass import Accelerator
+from windlass.utils import DeepSpeedPlugin
+
+
+def reference() -> nn.Module:
+    made = Net()
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made.requires_grad_(False).eval()
+
+
+def loop(stage: int, folder: Path) -> dict[str, Any]:
+    plugin = DeepSpeedPlugin(zero_stage=stage) if stage >= 0 else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+    model, frozen = Net(), reference()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    model, frozen, optimizer, loader = accelerator.prepare(model, frozen, optimizer, data())
+    losses: list[float] = []
+
+    def train(updates: int) -> list[float]:
+        found, made = [], 0
+        while made < updates:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    output = model(**batch)
+                    with torch.no_grad():
+                        target = frozen(**batch)["logits"].softmax(-1)
+                    away = nn.functional.kl_div(output["logits"].log_softmax(-1), target, reduction="batchmean")
+                    loss = output["loss"] + away
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(float(accelerator.reduce(loss.detach(), "mean")))
+                made += accelerator.sync_gradients
+                if made == updates:
+                    break
+        return found
+
+    losses = train(4)
+    accelerator.save_state(str(folder / f"state{stage}"))
+    further = train(3)
+    weights = [accelerator.get_state_dict(one) for one in (model, frozen)]
+    divided = [any(hasattr(p, "ds_id") for p in one.parameters()) for one in (model, frozen)]
+    accelerator.load_state(str(folder / f"state{stage}"))
+    assert train(3) == further, "a loaded state continues to the same bits"
+    return {
+        "losses": losses + further,
+        "weights": [{name: value.flatten().tolist() for name, value in one.items()} for one in weights],
+        "divided": divided,
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {stage: loop(int(stage), folder) for stage in sys.argv[2:]}
+    if int(os.environ.get("RANK", "0")) == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

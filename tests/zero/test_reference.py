@@ -1,0 +1,48 @@
+"""A frozen model beside the trained one, in a loop of the user's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import launch, run_script
+from tests.zero import reference_ranks
+
+from windlass.core.optional import is_available
+
+SCRIPT = Path(reference_ranks.__file__)
+TOLERANCE = 5e-6  # of fp32
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    ),
+]
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    run_script(SCRIPT, folder, "-1")
+    return found_in(folder)["-1"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reference_model_beside_the_trained_one(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
+    launch(2, SCRIPT, tmp_path, stage)
+    found = found_in(tmp_path)[str(stage)]
+    assert found["divided"] == [stage == 3, stage == 3], "at stage 3 each rank has a part of both"
+    assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+    for weights, expected in zip(found["weights"], alone["weights"], strict=True):
+        assert weights.keys() == expected.keys()
+        for name, values in weights.items():
+            assert values == pytest.approx(expected[name], abs=TOLERANCE), name
