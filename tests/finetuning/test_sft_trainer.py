@@ -68,6 +68,16 @@ def test_packed_rows_have_their_lengths(tmp_path: Path) -> None:
     assert "attention_mask" not in batch
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_packed_evaluation_data_has_the_loss_of_the_same_rows_alone(tmp_path: Path, packing: bool) -> None:
+    def loss(**changes: Any) -> float:
+        rows = small.table(small.texts())
+        trainer = trainer_of(tmp_path, small.texts(), eval_dataset=rows, packing=packing, **changes)
+        return float(trainer.evaluate()["eval_loss"])
+
+    assert loss(eval_packing=True) == pytest.approx(loss(eval_packing=False), rel=1e-6)
+
+
 def test_a_formatting_function_makes_texts(tmp_path: Path) -> None:
     rows = [{"q": "the cat", "a": "sat on"}] * 4
     trainer = trainer_of(tmp_path, rows, formatting_func=lambda row: f"{row['q']} {row['a']}")

@@ -159,5 +159,8 @@ class SFTConfig(TrainingArguments):
 
     @property
     def joins_rows(self) -> bool:
-        """True if batches are one row of documents, without padding."""
-        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+        """True if batches are one row of documents, without padding: those of training too if evaluation data alone is
+        packed, because both are collated in one way.
+        """
+        packs = self.packing or self.packs_evaluation
+        return self.padding_free or (packs and self.packing_strategy != "wrapped")
