@@ -59,7 +59,7 @@ def _print_tokens(
     coloured = STDOUT.isatty() and not os.environ.get("NO_COLOR")
     marks = (_COLOUR, _PLAIN) if coloured else _BRACKETS
     for number, row in enumerate(rows, first):
-        found = prepare_text([row], tokenizer, options)
+        found = prepare_text([row], tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None
         cut = ", truncated" if summary.truncated else ""

@@ -56,7 +56,9 @@ class RowEncoder:
         self._completion_only = self._wants_completion(first)
         self._check_masks(first)
         self._template = self._chat_template() if self._chats else None
-        self._eos = self._end_token() if not self._chats and self._kind != "tokens" else ""
+        is_plain = not self._chats and self._kind != "tokens"
+        self._eos = self._end_token() if is_plain else ""
+        self._bos, self._adds_eos = self._added() if is_plain else ("", False)
 
     def _chat_template(self) -> ChatTemplate:
         spans = self._options.assistant_only_loss
@@ -94,6 +96,13 @@ class RowEncoder:
             )
             raise ConfigError(Problem("eos_token", None, fix))
         return str(end)
+
+    def _added(self) -> tuple[str, bool]:
+        """The token that the tokenizer puts before a text ("" = none), and if it puts the end token after it."""
+        ids = self._tokenizer("a")["input_ids"]
+        bos = str(self._tokenizer.bos_token or "")
+        begins = bool(bos) and ids[0] == self._tokenizer.convert_tokens_to_ids(bos)
+        return bos if begins else "", ids[-1] == self._tokenizer.convert_tokens_to_ids(self._eos)
 
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
@@ -145,7 +154,10 @@ class RowEncoder:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
-            starts = [self._start(p, w) for p, w in zip(self._tokens(prompts, None)[0], ids, strict=True)]
+            alone = self._tokens(prompts, None)[0]
+            if self._adds_eos:
+                alone = [prompt[:-1] for prompt in alone]
+            starts = [self._start(prompt, whole) for prompt, whole in zip(alone, ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
             start = starts[at]
@@ -170,8 +182,8 @@ class RowEncoder:
                 raise DataError(f"row {first + at}: holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
-                texts.append(prompt + (body if body.endswith(self._eos) else body + self._eos))
-                prompts.append(prompt)
+                texts.append((prompt + self._ended(body)).removeprefix(self._bos))
+                prompts.append(prompt.removeprefix(self._bos))
                 continue
             try:
                 prompt, text, where = self._conversation(row)
@@ -182,6 +194,12 @@ class RowEncoder:
             if spans is not None:
                 spans.append(where)
         return texts, prompts, spans
+
+    def _ended(self, text: str) -> str:
+        """The text with one end token, which the tokenizer may add itself."""
+        if self._adds_eos:
+            return text.removesuffix(self._eos)
+        return text if text.endswith(self._eos) else text + self._eos
 
     def _conversation(self, row: Row) -> tuple[str, str, Spans]:
         assert self._template is not None
@@ -242,7 +260,7 @@ class RowEncoder:
     def _fitted(self, pairs: Iterable[tuple[list[int], list[int]]], first: int) -> EncodedRows:
         """Truncate by the policy, and drop the rows that have no label."""
         options, found = self._options, EncodedRows()
-        most = None if options.packing else options.max_length
+        most = options.max_length
         kept = slice(None, most) if options.truncation_mode == "keep_start" else slice(-(most or 0), None)
         for number, (ids, labels) in enumerate(pairs, first):
             if most is not None and len(ids) > most:

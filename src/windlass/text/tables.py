@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.core.optional import is_imported, require
-from windlass.text.token_rows import COLUMNS, TokenRows
+from windlass.text.token_rows import TokenRows
 
 
 def is_table(dataset: Any) -> bool:
@@ -56,21 +56,46 @@ def table_bytes(table: Any) -> Iterator[bytes]:
         yield sink.getvalue().to_pybytes()
 
 
+def unfilled(value: Any, feature: Any) -> Any:
+    """Return a value of a table without the nulls that a table puts into each record for the keys of other records.
+
+    Args:
+        feature: the type of the value as `datasets` describes it; a dict for records. JSON is left as it is.
+    """
+    if isinstance(feature, Mapping):
+        if not isinstance(value, Mapping):
+            return value
+        return {k: unfilled(item, feature.get(k)) for k, item in value.items() if item is not None}
+    items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    if items is None or not isinstance(value, list):
+        return value
+    return [unfilled(item, items) for item in value]
+
+
+def has_records(feature: Any) -> bool:
+    """Return True if values of this type hold records."""
+    if isinstance(feature, Mapping):
+        return True
+    items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    return items is not None and has_records(items)
+
+
 def table_of(rows: TokenRows) -> Any:
     """Return a `datasets.Dataset` of int32 lists on the memory of `rows`, which is not copied."""
     datasets = require("datasets", "make a dataset of prepared rows")
     arrow = require("pyarrow", "make a dataset of prepared rows")
     # Offsets of a list are 32-bit numbers; a table beyond that has several chunks.
-    chunks: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    chunks: dict[str, list[Any]] = {name: [] for name in rows.column_names}
     for first, last in _chunks(rows):
-        offsets = (rows.offsets[first : last + 1] - rows.offsets[first]).astype("int32")
-        start, end = rows.offsets[first], rows.offsets[last]
-        for name in COLUMNS:
-            values = arrow.array(rows.flat[name][start:end])
-            chunks[name].append(arrow.ListArray.from_arrays(arrow.array(offsets), values))
+        for name, made in chunks.items():
+            borders = rows.borders(name)[first : last + 1]
+            values = arrow.array(rows.flat[name][borders[0] : borders[-1]])
+            made.append(
+                arrow.ListArray.from_arrays(arrow.array((borders - borders[0]).astype("int32")), values)
+            )
     kind = arrow.list_(arrow.int32())
-    columns = [arrow.chunked_array(chunks[name], type=kind) for name in COLUMNS]
-    return datasets.Dataset(arrow.Table.from_arrays(columns, names=list(COLUMNS)))
+    columns = [arrow.chunked_array(made, type=kind) for made in chunks.values()]
+    return datasets.Dataset(arrow.Table.from_arrays(columns, names=list(chunks)))
 
 
 def _chunks(rows: TokenRows, most: int = 2**30) -> Iterator[tuple[int, int]]:

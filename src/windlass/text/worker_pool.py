@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.text.encoder import RowEncoder
-from windlass.text.tables import is_table
+from windlass.text.tables import has_records, is_table, unfilled
 from windlass.text.token_rows import TokenRows
 
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the processor's cache.
@@ -78,13 +78,18 @@ class DatasetPart:
     def _read(self, start: int, end: int) -> list[Any]:
         if not is_table(self._rows):
             return [self._rows[at] for at in range(start, end)]
-        columns = self._rows[start:end]
-        return as_rows(columns)
+        return as_rows(self._rows[start:end], self._rows.features)
 
 
-def as_rows(columns: Any) -> list[dict[str, Any]]:
-    """Return the rows of a mapping of columns."""
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the rows of a mapping of columns; `features` are the columns' types, if they are known."""
+    cleaned = {
+        name: [unfilled(value, features[name]) for value in values]
+        if features and has_records(features[name])
+        else values
+        for name, values in columns.items()
+    }
+    return [dict(zip(cleaned, values, strict=True)) for values in zip(*cleaned.values(), strict=True)]
 
 
 def encode(
