@@ -98,6 +98,19 @@ def test_templates_and_masks(template: str) -> None:
     compared("chat completion", tokenizer, completion_only_loss=False)
 
 
+@pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "mistral"])
+def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES[template])
+    turns = [{"role": "assistant", "content": "Hello."}, *chat("a", "b")]
+    row = prepare_text([{"messages": turns}], tokenizer, TextOptions(assistant_only_loss=True)).dataset[0]
+    trained = "".join("\0" if i == -100 else tokenizer.decode([i]) for i in row["labels"]).split("\0")
+    first, second = [part for part in trained if part]
+    assert first.startswith("Hello.")
+    assert "b" in second
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert tokenizer.decode(row["input_ids"]) == whole
+
+
 def test_completions_may_be_trained_with_their_prompts() -> None:
     compared("prompt-completion", word_tokenizer(), completion_only_loss=False)
 

@@ -25,3 +25,12 @@ def test_rows_are_read_like_those_of_a_table() -> None:
 def test_parts_are_joined() -> None:
     assert list(TokenRows.joined([ROWS, ROWS])) == [*ROWS, *ROWS]
     assert len(TokenRows.of([])) == 0
+
+
+def test_rows_are_shuffled_as_those_of_a_table() -> None:
+    datasets = pytest.importorskip("datasets")
+    ids = [[n] * (n % 5 + 1) for n in range(40)]
+    rows = TokenRows.of([EncodedRows(ids, ids)])
+    table = datasets.Dataset.from_list(list(rows))
+    assert list(rows.shuffle(seed=7)) == list(table.shuffle(seed=7))
+    assert list(rows.shuffle(seed=7)) != list(rows)

@@ -18,6 +18,7 @@ from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
+from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
@@ -25,6 +26,7 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
+_TARGETS = TargetCounter(shifted=True)
 _COLUMNS = ["input_ids", "labels", "seq_lengths"]
 
 
@@ -155,6 +157,12 @@ class SFTTrainer(Trainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # --- loss -------------------------------------------------------------------------------------------------------
+
+    def count_targets(self, batch: Any) -> float:
+        """Targets of a batch: label t of a row is predicted from position t-1. Known, so that no forward with whole
+        logits has to measure it.
+        """
+        return _TARGETS(batch)
 
     def compute_loss(
         self,

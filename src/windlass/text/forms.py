@@ -252,8 +252,8 @@ def _check_parts(parts: list[Any], where: str) -> None:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"the content of {where} has a part of type {kind!r}, and only text is trained on: give a text, or a list "
-                'of {"type": "text", "text": ...}'
+                f"the content of {where} has a part of type {kind!r}, and only text is trained on: give a text, or "
+                'a list of {"type": "text", "text": ...}'
             )
         _unicode(part["text"], f"the content of {where}")
 
