@@ -388,6 +388,48 @@ def test_contradictions_are_found_before_training(tmp_path: Path, changes: Any, 
         trainer_of(tmp_path, small.texts(), **changes)
 
 
+def test_a_token_that_the_model_does_not_know_is_found_before_training(tmp_path: Path) -> None:
+    known = [{"input_ids": [3, 35, 5]}] * 4
+    trainer = trainer_of(tmp_path, known)
+    unknown = small.table([{"input_ids": [3, 36, 5]}] * 4)
+    with pytest.raises(
+        DataError, match=r"the eval dataset has the token 36, and the embedding .* has 36 rows"
+    ):
+        trainer.evaluate(unknown)
+
+
+def test_images_and_rows_without_numbers_are_refused(tmp_path: Path) -> None:
+    images = small.table([{**row, "image": 1} for row in small.texts(3)])
+    with pytest.raises(
+        ConfigError, match=r"train_dataset=\['image'\]: columns with images are not supported"
+    ):
+        trainer_of(tmp_path, images)
+    with pytest.raises(ConfigError, match=r"eval_dataset=\['image'\]"):
+        trainer_of(tmp_path, small.texts(3), eval_dataset=images)
+    with pytest.raises(DataError, match="rows of a generator have no numbers"):
+        trainer_of(tmp_path, (row for row in small.texts(3)))
+
+
+def test_a_dataset_of_torch_is_a_sequence_of_rows(tmp_path: Path) -> None:
+    class Texts(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            return small.texts(5)[index]
+
+    found = trainer_of(tmp_path, Texts()).train_dataset
+    assert list(found) == list(trainer_of(tmp_path, small.texts(5)).train_dataset)
+
+
+def test_shuffled_lists_are_packed_like_tables(tmp_path: Path) -> None:
+    given = (small.table(small.texts(40)), tuple(small.texts(40)))
+    rows, table = (
+        list(trainer_of(tmp_path, data, packing=True, shuffle_dataset=True).train_dataset) for data in given
+    )
+    assert rows == table
+
+
 def test_a_training_dataset_is_required(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`train_dataset` is required"):
         trainer_of(tmp_path, None)

@@ -15,6 +15,7 @@ from windlass.core.errors import Problem
 ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
     ".txt": "txt",

@@ -23,6 +23,7 @@ from windlass.finetuning.base_model import set_special_tokens
 from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_data import trains_on_completions
 from windlass.finetuning.templates import take_over_template
+from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
 from windlass.text.text_options import TextOptions
 
@@ -35,7 +36,7 @@ _NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CO
 class SourceSplit:
     """Rows, and what they are prepared with."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: LocatedRows
     options: TextOptions
 
 
@@ -82,7 +83,7 @@ def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
     splits = {"train": train, "eval": held}
     return DataSource(
         {
-            name: SourceSplit([row for _, row in records], options)
+            name: SourceSplit(LocatedRows((r for _, r in records), (w for w, _ in records)), options)
             for name, records in splits.items()
             if records
         },
@@ -125,7 +126,7 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
     if not Path(path).exists():
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     records = read_records(path, DataSpec(**{"train": path, **data}))
-    rows = [values for _, values in records]
+    rows = LocatedRows((values for _, values in records), (where for where, _ in records))
     return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, _tokenizer(name))
 
 

@@ -13,7 +13,7 @@ from windlass.config.sections.setting import Range, at_least, between, setting
 
 TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification", "sft")
 FORMATS = (
-    "auto", "jsonl", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
+    "auto", "jsonl", "json", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
 )  # fmt: skip
 METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")

@@ -12,6 +12,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.text.chat_template import ChatTemplate, Spans
 from windlass.text.forms import Form, Row, is_conversational_row, standardised
+from windlass.text.located_rows import RowError
 
 IGNORED = -100
 _logger = get_logger(__name__)
@@ -108,7 +109,7 @@ class RowEncoder:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
 
         Raises:
-            DataError: a row is invalid; the message has its number.
+            RowError: a row is invalid.
         """
         standard = [self._standard(row, first + at) for at, row in enumerate(rows)]
         if self._kind == "tokens":
@@ -126,7 +127,7 @@ class RowEncoder:
                 row, self._form, options.dataset_text_field, bool(self._tokenizer.chat_template)
             )
         except DataError as error:
-            raise DataError(f"row {number}: {error}") from None
+            raise RowError(number, str(error)) from None
 
     # -- rows that hold tokens already -------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class RowEncoder:
             if is_conversational_row(row) != self._chats:
                 kinds = ("a conversation", "text")
                 found, before = kinds if self._chats is False else kinds[::-1]
-                raise DataError(f"row {first + at}: holds {found}, and the first row holds {before}")
+                raise RowError(first + at, f"holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
                 texts.append((prompt + self._ended(body)).removeprefix(self._bos))
@@ -188,7 +189,7 @@ class RowEncoder:
             try:
                 prompt, text, where = self._conversation(row)
             except DataError as error:
-                raise DataError(f"row {first + at}: {error}") from None
+                raise RowError(first + at, str(error)) from None
             texts.append(text)
             prompts.append(prompt)
             if spans is not None:
@@ -249,10 +250,11 @@ class RowEncoder:
 
     def _check_assistant(self, has_target: bool, number: int) -> None:
         if not has_target:
-            raise DataError(
-                f"row {number}: assistant_only_loss=True, and the chat template marks no token as written by the "
+            raise RowError(
+                number,
+                "assistant_only_loss=True, and the chat template marks no token as written by the "
                 "assistant. Check the roles of the row, and that the template has {% generation %} around the "
-                "assistant's text."
+                "assistant's text.",
             )
 
     # -- length ------------------------------------------------------------------------------------------------------
@@ -265,9 +267,10 @@ class RowEncoder:
         for number, (ids, labels) in enumerate(pairs, first):
             if most is not None and len(ids) > most:
                 if options.truncation_mode == "error":
-                    raise DataError(
-                        f"row {number}: has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
-                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".'
+                    raise RowError(
+                        number,
+                        f"has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
+                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".',
                     )
                 ids, labels = ids[kept], labels[kept]
                 found.truncated += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
 }
 # Beside the messages of a row.
 _EXTRAS = ("tools", "chat_template_kwargs")
+_OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
+# All columns that some form reads, but for that of plain text.
+COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset({
     "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
@@ -84,6 +88,12 @@ def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
         f"the columns of the dataset fit no known form; found: {', '.join(found) or 'none'}. Known forms:{known}\n"
         f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func."
     )
+
+
+def has_form(columns: Iterable[str]) -> bool:
+    """Return True if columns with these names have a form other than plain text."""
+    found = set(columns)
+    return any(found.issuperset(needed) for needed in _COLUMNS.values() if needed)
 
 
 def is_conversational_row(row: Row) -> bool:
@@ -160,7 +170,7 @@ def _tokenized(row: Row, *_: object) -> dict[str, Any]:
     if row.get("input_ids") is None:
         raise DataError("input_ids is missing or null")
     found: dict[str, Any] = {}
-    for name in ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask"):
+    for name in _OF_TOKENS:
         if row.get(name) is not None:
             found[name] = _integers(row[name], name)
             if len(found[name]) != len(found["input_ids"]):

@@ -17,6 +17,7 @@ from windlass.core.logs import get_job_logger
 from windlass.text.content_key import content_key
 from windlass.text.encoder import IGNORED, RowEncoder
 from windlass.text.forms import Form, recognise_form
+from windlass.text.located_rows import RowError
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table, table_of
@@ -83,6 +84,17 @@ def prepare_text(
             "the dataset has a transform (Dataset.with_transform), whose result may differ between two passes. Apply "
             "it with Dataset.map, or skip the preparation: dataset_kwargs={'skip_prepare_dataset': True}"
         )
+    try:
+        rows, summary = _prepared(dataset, tokenizer, options, cache, progress)
+    except RowError as error:
+        raise error.located(dataset) from None
+    _report(summary)
+    return PreparedText(table_of(rows) if is_table(dataset) else rows, summary)
+
+
+def _prepared(
+    dataset: Any, tokenizer: Any, options: TextOptions, cache: str | Path | None, progress: Progress | None
+) -> Prepared:
     plain, form = _formed(dataset, options)
     encoder = RowEncoder(tokenizer, options.of_tokens(), form, plain[0])
     store = None if cache is None else TokenStore(Path(str(cache)).expanduser())
@@ -94,14 +106,9 @@ def prepare_text(
     def tokens() -> Prepared:
         return kept(key, lambda: _encoded(plain, encoder, _workers(len(plain), options), progress))
 
-    found = (
-        tokens()
-        if options.packing is None
-        else kept(_packed_key(key, options), lambda: _packed(tokens(), options))
-    )
-    rows, summary = found
-    _report(summary)
-    return PreparedText(table_of(rows) if is_table(dataset) else rows, summary)
+    if options.packing is None:
+        return tokens()
+    return kept(_packed_key(key, options), lambda: _packed(tokens(), options))
 
 
 def _packed_key(key: str | None, options: TextOptions) -> str | None:
@@ -151,7 +158,7 @@ def _formatted(function: Callable[[Mapping[str, Any]], str], row: Any, number: i
     text = function(row)
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise DataError(f"row {number}: formatting_func must return the text of the row, not {kind}")
+        raise RowError(number, f"formatting_func must return the text of the row, not {kind}")
     return text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,27 @@ def load_hub(name: str, subset: str | None, split: str) -> Any:
         raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
 
 
-def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them."""
+def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them. Nulls that
+    the file has put into records for the keys of other records are left out.
+    """
     parquet = require("pyarrow.parquet", "read parquet files")
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises several unrelated types for a damaged file
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
-    wanted = [name for name in columns if name in file.schema_arrow.names]
+    wanted = [name for name in file.schema_arrow.names if name in columns]
     batches = file.iter_batches(columns=wanted or None)
-    yield from chain.from_iterable(batch.to_pylist() for batch in batches)
+    for row in chain.from_iterable(batch.to_pylist() for batch in batches):
+        yield {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def table_bytes(table: Any) -> Iterator[bytes]:

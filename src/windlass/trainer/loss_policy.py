@@ -39,7 +39,7 @@ class LossHooks:
         compute_loss, training_step, count_targets, prepare_inputs: its bound methods.
         autocast: returns the mixed-precision context of a forward.
         function: `compute_loss_func`.
-        default_loss, default_step, default_count: `compute_loss`, `training_step` and `count_targets` are not overridden.
+        default_loss, default_step, default_count: `compute_loss`, `training_step`, `count_targets` are not overridden.
         smoothing: `label_smoothing_factor`.
         compiled: the model is compiled.
         declared: `loss_is_scaled_for_ga`.
@@ -189,7 +189,9 @@ class LossPolicy:
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
         """Measure which labels are targets, with the model's own loss, if it has one, also for a script's loss."""
-        if self.hooks.counts_alone:  # a forward with labels may need far more memory than the loss of the hook
+        if (
+            self.hooks.counts_alone
+        ):  # a forward with labels may need far more memory than the loss of the hook
             return
         able = prepared is not None
         if able and not self.hooks.of_model:
