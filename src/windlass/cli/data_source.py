@@ -13,7 +13,7 @@ from windlass.cli.schema import DataSpec, Recipe
 from windlass.cli.splits import load_records
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.cli.training import training_arguments
-from windlass.cli.tuning_data import load_tuning_data
+from windlass.cli.tuning_data import load_tuning_data, tuning_rows
 from windlass.config.documents import coerce, parse_override
 from windlass.config.nearest import nearest
 from windlass.config.sft import SFTConfig
@@ -125,8 +125,8 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
     options = _checked(TextOptions, given[""], [*_NAMES, "tokenizer"], "")
     if not Path(path).exists():
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
-    records = read_records(path, DataSpec(**{"train": path, **data}))
-    rows = LocatedRows((values for _, values in records), (where for where, _ in records))
+    spec = DataSpec(**{"train": path, **data})
+    rows = tuning_rows(read_records(path, spec), spec)
     return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, _tokenizer(name))
 
 

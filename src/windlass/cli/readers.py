@@ -87,8 +87,8 @@ def _json(path: Path, data: DataSpec) -> Iterator[Record]:
     for number, value in enumerate(found if isinstance(found, list) else [found], 1):
         if not isinstance(value, dict):
             raise DataError(
-                f"{path}: item {number} must be a JSON object, and is a {type(value).__name__}; a json file holds a list "
-                "of objects, or one on each line"
+                f"{path}: item {number} must be a JSON object, and is a {type(value).__name__}; a json file holds "
+                "a list of objects, or one on each line"
             )
         yield f"{path}: item {number}", value
 

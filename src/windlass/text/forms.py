@@ -86,7 +86,8 @@ def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
     known = "".join(f"\n  - {form.value}" for form in _COLUMNS)
     raise DataError(
         f"the columns of the dataset fit no known form; found: {', '.join(found) or 'none'}. Known forms:{known}\n"
-        f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func."
+        f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func; in a recipe, "
+        "data.prompt_column and data.completion_column name a pair."
     )
 
 

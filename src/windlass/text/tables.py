@@ -34,8 +34,8 @@ def load_hub(name: str, subset: str | None, split: str) -> Any:
 
 
 def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them. Nulls that
-    the file has put into records for the keys of other records are left out.
+    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them. Nulls
+    that the file has put into records for the keys of other records are left out.
     """
     parquet = require("pyarrow.parquet", "read parquet files")
     try:

@@ -90,12 +90,11 @@ class TokenRows(Sequence[Any]):
         return np.diff(self.offsets)
 
     def shuffle(self, seed: int) -> TokenRows:
-        """Return rows without documents in the order that `datasets.Dataset.shuffle` gives them for this seed."""
+        """Return the rows in the order that `datasets.Dataset.shuffle` gives them for this seed."""
         order = np.random.default_rng(seed).permutation(len(self))
-        lengths = self.lengths[order]
-        ends = np.cumsum(lengths)
-        take = np.repeat(self.offsets[order] - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
-        return TokenRows(self.flat["input_ids"][take], self.flat["labels"][take], np.append(0, ends))
+        found = {name: _taken(values, self.borders(name), order) for name, values in self.flat.items()}
+        (ids, offsets), (labels, _) = found["input_ids"], found["labels"]
+        return TokenRows(ids, labels, offsets, *found.get(LENGTHS, ()))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -118,6 +117,14 @@ class TokenRows(Sequence[Any]):
     def _column(self, name: str, rows: range) -> list[list[int]]:
         flat, borders = self.flat[name], self.borders(name)
         return [flat[borders[at] : borders[at + 1]].tolist() for at in rows]
+
+
+def _taken(values: Ints, borders: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """The values of the rows `order`, and the borders of these rows."""
+    lengths = np.diff(borders)[order]
+    ends = np.cumsum(lengths)
+    take = np.repeat(borders[order] - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
+    return values[take], np.append(0, ends)
 
 
 def _joined(lengths: Sequence[Ints]) -> Ints:
