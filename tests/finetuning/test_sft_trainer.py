@@ -130,6 +130,36 @@ def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     assert trainer.args.accelerator_config.dispatch_batches is False
 
 
+@pytest.mark.parametrize("kind", ["table", "generator"])
+def test_a_packed_stream_is_resumed_exactly(tmp_path: Path, kind: str) -> None:
+    """In the middle of a group of rows that were packed together."""
+    import datasets
+
+    def stream() -> Any:
+        if kind == "table":
+            return small.table(small.texts(60)).to_iterable_dataset()
+        return datasets.IterableDataset.from_generator(lambda: iter(small.texts(60)))
+
+    def trainer(name: str, **changes: Any) -> SFTTrainer:
+        options = {
+            "packing": True,
+            "max_length": 24,
+            "per_device_train_batch_size": 2,
+            "max_steps": 7,
+            **changes,
+        }
+        return trainer_of(tmp_path / name, stream(), **options)
+
+    whole = trainer("whole")
+    whole.train()
+    trainer("cut", save_strategy="steps", save_steps=4).train()
+    resumed = trainer("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
+    assert resumed.state.log_history[-1]["step"] == 7
+    for name, weight in resumed.model.named_parameters():
+        assert torch.equal(weight, whole.model.get_parameter(name)), name
+
+
 def test_prepared_rows_are_left_alone(tmp_path: Path) -> None:
     rows = [{"input_ids": [6, 7, 8, 1], "labels": [-100, 7, 8, 1]}] * 4
     trainer = trainer_of(tmp_path, rows, dataset_kwargs={"skip_prepare_dataset": True})
