@@ -100,7 +100,7 @@ def _of_tuning(recipe: Recipe) -> DataSource:
     take_over_template(args.chat_template_path, data.tokenizer)
     set_special_tokens(data.tokenizer, args)
 
-    def split(rows: Sequence[Mapping[str, Any]], packing: bool) -> SourceSplit:
+    def split(rows: Any, packing: bool) -> SourceSplit:
         return SourceSplit(
             rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False))
         )

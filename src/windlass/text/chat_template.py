@@ -130,6 +130,14 @@ class ChatTemplate:
             )
         return self._rendered(messages, self._trainable[template], False, options)
 
+    def trains_ends(self) -> bool:
+        """Return False if the assistant's spans end with its text, so that a model would not learn to stop."""
+        try:
+            text, spans = self.text_and_spans([_USER, _REPLY, _USER])
+        except DataError:  # the template has another kind of conversation
+            return True
+        return not spans or not text[slice(*spans[-1])].rstrip().endswith(_REPLY["content"])
+
     def _shows(self, content: Any) -> bool:
         """Return True if the template renders a content of this kind. Others print Python's notation, or nothing."""
         try:

@@ -66,7 +66,15 @@ class RowEncoder:
         if spans and not getattr(self._tokenizer, "is_fast", False):
             fix = "needs a fast tokenizer, which knows the characters of each token"
             raise ConfigError(Problem("assistant_only_loss", True, fix))
-        return ChatTemplate(self._tokenizer, self._options.chat_template)
+        template = ChatTemplate(self._tokenizer, self._options.chat_template)
+        if spans and not template.trains_ends():
+            warn_once(
+                _logger,
+                "the chat template has nothing that ends a turn of the assistant within its markers, so with "
+                "assistant_only_loss=True the model does not learn to stop. Put the end of the turn between "
+                "{% generation %} and {% endgeneration %}, or train on all tokens.",
+            )
+        return template
 
     def _check_masks(self, first: Row) -> None:
         """Refuse masks that this form has not."""

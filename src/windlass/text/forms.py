@@ -188,8 +188,8 @@ def _integers(values: Any, name: str) -> list[int]:
         raise DataError(f"{name} must be a list of whole numbers, not {what}")
     if name == "input_ids" and array.size and array.min() < 0:
         raise DataError(f"input_ids holds {array.min()}; tokens are numbered from 0")
-    numbers: list[int] = array.astype(np.int64).tolist()
-    return numbers
+    numbers: Any = array.astype(np.int64).tolist()
+    return list(numbers)
 
 
 _STANDARDISERS: dict[Form, Callable[[Row, str, bool], dict[str, Any]]] = {
