@@ -49,13 +49,13 @@ class SFTData:
         Raises:
             ConfigError, DataError: what cannot be prepared, before training.
         """
+        _check_images(dataset, name)
         if self.args.skips_preparation:
             self._check_skipped(dataset, name)
             return dataset
         if isinstance(dataset, DatasetMixture):
             return dataset.map_sources(lambda source, rows: self.prepare(rows, f"{name} {source}", packing))
         _check_transform(dataset)
-        _check_images(dataset, name)
         completion_only = trains_on_completions(self.args, dataset, self.formatting_func is not None)
         options = text_options(self.args, packing, completion_only, self.formatting_func)
         found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm)
@@ -95,6 +95,7 @@ def check_train_dataset(dataset: Any) -> None:
     Raises:
         ValueError: there is none.
         TypeError: it is neither a dataset nor a sequence of mappings.
+        ConfigError: it has images.
     """
     if dataset is None:
         raise ValueError("`train_dataset` is required")
@@ -108,6 +109,7 @@ def check_train_dataset(dataset: Any) -> None:
             f"mappings, got `{type(dataset).__name__}`"
             + (f"; pass one of its parts: {splits}" if splits else "")
         )
+    _check_images(dataset, "train")
 
 
 def _check_images(dataset: Any, name: str) -> None:

@@ -89,7 +89,7 @@ def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, 
     """Return the rows of a mapping of columns; `features` are the columns' types, if they are known."""
     cleaned = {
         name: [unfilled(value, features[name]) for value in values]
-        if features and has_records(features[name])
+        if features and has_records(features.get(name))
         else values
         for name, values in columns.items()
     }
