@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,9 @@ def test_a_newcomer_gets_an_adapter_and_a_sample(
     shown = capsys.readouterr().out
     run = problems.parent / "run"
     assert "Adapter     training " in shown
+    assert re.search(
+        r"  train: +118 rows, [\d,]+ tokens .* 0 truncated, 0 dropped; packed into \d+ rows", shown
+    )
     assert "Before training, the model writes: Tom has 3 apples" in shown
     assert "\nafter          Tom has 3 apples" in shown
     assert (run / "base" / "model.safetensors").is_file()

@@ -19,6 +19,7 @@ from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.metrics.tokens import TargetCounter
+from windlass.text.summary import TextSummary
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
@@ -139,8 +140,12 @@ class SFTTrainer(Trainer):
     def data_facts(self) -> dict[str, Any]:
         """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
         return {
-            f"{n}: {k}": v for n, summary in self._data.summaries.items() for k, v in summary.facts().items()
+            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
         }
+
+    def data_summaries(self) -> dict[str, TextSummary]:
+        """Return the counts of the prepared datasets by name; streams have none."""
+        return dict(self._data.summaries)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
